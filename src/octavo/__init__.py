@@ -1,0 +1,26 @@
+"""Octavo: FP8 for PyTorch over the whole life of a model."""
+
+from octavo.nn import Conversion, Linear, convert, load_scale_state, scale_state, update_scales
+from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
+from octavo.quantize import quantize
+from octavo.recipe import PRESETS, Gemm, Recipe
+from octavo.version import __version__
+
+__all__ = [
+    "FORMATS",
+    "PRESETS",
+    "Cast",
+    "Conversion",
+    "Gemm",
+    "Granularity",
+    "History",
+    "Linear",
+    "QTensor",
+    "Recipe",
+    "__version__",
+    "convert",
+    "load_scale_state",
+    "quantize",
+    "scale_state",
+    "update_scales",
+]

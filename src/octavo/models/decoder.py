@@ -1,0 +1,111 @@
+"""What the decoder-only language models share: logits[B, T, V] from tokens[B, T] through a stack of residual blocks.
+
+    x = embed(tokens);  x = x + attention(norm(x));  x = x + mlp(norm(x));  logits = lm_head(norm(x))
+
+The head may be tied to the embedding (Press and Wolf 2017, arXiv:1608.05859). Weights start normal with std 0.02, and
+the two projections of a block that write to the residual stream a factor 1/sqrt(2 * layers) smaller, so that the
+stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo.models.cache import KVCache
+
+INIT_STD = 0.02
+
+
+class DecoderShape(Protocol):
+    """What a decoder's configuration tells: sizes in elements, `context` in tokens."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+
+
+class Decoder(nn.Module):
+    """Base of the language models: tying, initialisation and activation checkpointing.
+
+    `checkpoint_activations = True` keeps only each block's input in training and recomputes the rest in backward.
+    """
+
+    residual_projections: ClassVar[tuple[str, ...]]
+    lm_head: nn.Linear
+
+    def __init__(self, config: DecoderShape) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False
+        self.register_load_state_dict_post_hook(_retie_after_load)  # type: ignore[no-untyped-call]
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding, whose weight [V, width] a tied head shares."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, T, V] of int64 tokens [B, T]; with a cache, of the T tokens that follow those it holds."""
+        raise NotImplementedError
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's Parameter, where the configuration ties them."""
+        if self.config.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all parameters anew (also after `to_empty`, when their memory holds anything)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                residual = name.rpartition(".")[2] in self.residual_projections
+                std = INIT_STD / math.sqrt(2 * self.config.layers) if residual else INIT_STD
+                nn.init.normal_(module.weight, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+
+    def run_block(self, block: nn.Module, *args: Any) -> Tensor:
+        """block(*args), whose activations are recomputed in backward if `checkpoint_activations`."""
+        if self.checkpoint_activations and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
+        return block(*args)  # type: ignore[no-any-return]
+
+    def check_tokens(self, tokens: Tensor, start: int) -> None:
+        """Raise ValueError unless tokens are int64 [B, T] that fit in the context when the first is at `start`."""
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(f"tokens must be int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        if start + tokens.shape[1] > self.config.context:
+            raise ValueError(
+                f"the model's context is {self.config.context} tokens, got {tokens.shape[1]} after {start} cached; "
+                "pass fewer tokens"
+            )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
+        # A move off the meta device gives every module a Parameter of its own and so undoes the tie.
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.tie_weights()
+        return self
+
+
+def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
+    """Accept a tied checkpoint that stores the shared matrix once, and keep it shared after `assign=True`."""
+    assert isinstance(module, Decoder)
+    if module.config.tied and "lm_head.weight" in incompatible.missing_keys:
+        incompatible.missing_keys.remove("lm_head.weight")
+    module.tie_weights()

@@ -1,0 +1,241 @@
+"""Llama: pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, no biases.
+
+    rmsnorm(x) = x / sqrt(mean(x^2) + eps) * weight                                     (arXiv:1910.07467)
+    rope: pair (i, i + d/2) of a head turns by position * theta^(-2i/d)                 (arXiv:2104.09864)
+    attention: `heads` query heads share `kv_heads` keys and values                     (arXiv:2305.13245)
+    mlp(x) = down(silu(gate(x)) * up(x))                                                (arXiv:2002.05202)
+
+The whole is arXiv:2302.13971. Names and mathematics are those of `LlamaForCausalLM` in transformers, so a state_dict
+travels both ways unchanged. Under bf16 autocast the linears run in bf16 and the residual stream stays in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.models.cache import KVCache, causal_attention
+from octavo.models.decoder import Decoder
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama. Raises ValueError where they do not fit together."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    context: int
+    tied: bool = True
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        sizes = (self.vocabulary, self.layers, self.width, self.heads, self.kv_heads, self.mlp_width, self.context)
+        if min(sizes) < 1:
+            raise ValueError(f"every size of a Llama must be at least 1, got {self}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width must be an even multiple of heads, got width={self.width}, heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of config.json; the caller adds the dtype and the tokenizer's special tokens."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp_width,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": self.tied,
+            # transformers 5 reads the first; version 4 only the second, and would fall back to 10000 in silence.
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
+        """Read config.json's fields; what is absent has transformers' default.
+
+        Raises ValueError for a missing size and for features this implementation does not have: RoPE scaling, biases,
+        activations other than silu, head_dim other than width / heads. Dropout is ignored: it changes training only.
+        """
+        required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+        missing = [key for key in (*required, "max_position_embeddings") if hf.get(key) is None]
+        if missing:
+            raise ValueError(f"a Llama config.json must have {', '.join(missing)}; got the keys {sorted(hf)}")
+        config = cls(
+            vocabulary=hf["vocab_size"],
+            layers=hf["num_hidden_layers"],
+            width=hf["hidden_size"],
+            heads=hf["num_attention_heads"],
+            kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            mlp_width=hf["intermediate_size"],
+            context=hf["max_position_embeddings"],
+            tied=hf.get("tie_word_embeddings", False),
+            rope_theta=_rope_theta(hf),
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+        )
+        supported = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "head_dim": config.head_dim}
+        for key, value in supported.items():
+            if hf.get(key) not in (None, value):
+                raise ValueError(f"this Llama has {key}={value!r} only, got {hf[key]!r}; load it with transformers")
+        return config
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    """The base of the rotary frequencies, from the place where transformers 5 or transformers 4 puts it."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"this Llama has unscaled, full rotary positions only, got {rope}; load it with transformers")
+    return float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+
+
+def rope_tables(config: LlamaConfig, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """FP32 cosines and sines [stop - start, head_dim] of the positions start..stop-1, the halves repeated.
+
+    Computed in each forward, not kept in buffers: they cost little, and nothing is lost when a model built on the meta
+    device gets its memory.
+    """
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    frequency = 1.0 / config.rope_theta ** (pair / config.head_dim)
+    angle = torch.arange(start, stop, dtype=torch.float32, device=device)[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + d/2) of x[B, heads, T, d] by its position's angle, in FP32; returns x's dtype."""
+    low, high = x.float().chunk(2, dim=-1)
+    turned = torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin
+    return turned.to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in FP32, whatever the dtype of x or of the weight; returns x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        kv_width = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.width, config.width, bias=False)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        q = rotate(self._heads(self.q_proj(x)), cos, sin)
+        k = rotate(self._heads(self.k_proj(x)), cos, sin)
+        v = self._heads(self.v_proj(x))
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
+        return self.o_proj(y)  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        return x.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, T, n * d] -> [B, n, T, d]
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.mlp_width, bias=False)
+        self.up_proj = nn.Linear(config.width, config.mlp_width, bias=False)
+        self.down_proj = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, eps=config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Trunk(nn.Module):
+    """All but the head: the modules under `model.` in the parameters' names."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
+
+
+class Llama(Decoder):
+    """The language model. `forward(tokens int64 [B, T], cache=None)` returns logits [B, T, vocabulary]."""
+
+    residual_projections = ("o_proj", "down_proj")
+    config: LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.tie_weights()
+        self.init_weights()
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        start = 0 if cache is None else cache.length
+        self.check_tokens(tokens, start)
+        cos, sin = rope_tables(self.config, start, start + tokens.shape[1], tokens.device)
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = self.run_block(block, x, cos, sin, cache)
+        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]
+
+
+def split_for_hf(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of the on-disk form that hold `tensor`: itself, for the names are transformers' own."""
+    return {name: tensor}
+
+
+def merge_from_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inverse of `split_for_hf`, for a whole checkpoint."""
+    return dict(tensors)

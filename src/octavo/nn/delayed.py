@@ -1,0 +1,101 @@
+"""Delayed scaling's memory: per operand a history of amax, and the scale that comes of it.
+
+A forward or backward pass only reads the scale and notes the largest amax it met (`pending`). The history moves when
+`update_scales(model)` is called, once after each optimizer step. So every micro-batch of a step, and every recomputation
+under activation checkpointing, sees the same scale. The first step, with no history yet, scales dynamically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.numerics.cast import Cast
+from octavo.numerics.scaling import scale_from_amax
+
+
+class ScaleHistory(nn.Module):
+    """The history of one operand. Its buffers are not in the model's `state_dict`: see `scale_state`."""
+
+    recent: Tensor
+    pending: Tensor
+    scale: Tensor
+
+    def __init__(self, cast: Cast, device: torch.device) -> None:
+        super().__init__()
+        assert cast.history is not None
+        self.cast, self.rule = cast, cast.history
+        self.steps = 0
+        for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a scale has come of the history yet."""
+        return self.steps > 0
+
+    def observe(self, amax: Tensor) -> None:
+        """Note an amax [1, 1] met in this step of training; one that is not finite leaves no trace."""
+        if not self.training:
+            return
+        with torch.no_grad():
+            self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
+
+    def update(self, *, freeze: bool = False) -> None:
+        """Push the pending amax into the history, and take a new scale from it when one is due and not frozen."""
+        if not bool(self.pending > 0):  # nothing met: the layer was not used
+            return
+        self.recent = torch.cat([self.pending[0], self.recent[:-1]])
+        self.pending.zero_()
+        if not freeze and self.steps % self.rule.interval == 0:
+            known = self.recent[: min(self.steps + 1, self.rule.length)]
+            self.scale.copy_(scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two))
+        self.steps += 1
+
+
+def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
+    """Every scale history in `model`, with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ScaleHistory):
+            yield name, module
+
+
+@torch.no_grad()
+def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
+    """Close a step of delayed scaling: call it after each optimizer step. Nothing to do for other recipes.
+
+    Args:
+        freeze: record the amax values but keep the scales as they are.
+    """
+    for _, history in histories(model):
+        history.update(freeze=freeze)
+
+
+def scale_state(model: nn.Module) -> dict[str, Tensor]:
+    """The scale histories of `model` as a flat dictionary of tensors, for a checkpoint."""
+    state: dict[str, Tensor] = {}
+    for name, history in histories(model):
+        state[f"{name}.recent"] = history.recent
+        state[f"{name}.pending"] = history.pending
+        state[f"{name}.scale"] = history.scale
+        state[f"{name}.steps"] = torch.tensor(history.steps)
+    return state
+
+
+@torch.no_grad()
+def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Restore what `scale_state` gave. A ValueError names what is missing or left over; nothing is changed then."""
+    required = scale_state(model)
+    if missing := sorted(required.keys() - state.keys()):
+        raise ValueError(f"no scale history for {missing[0]} ({len(missing)} missing): was the run trained with this recipe?")
+    if extra := sorted(state.keys() - required.keys()):
+        raise ValueError(f"scale history {extra[0]} has no place in this model ({len(extra)} left over)")
+    for name, tensor in required.items():
+        if state[name].shape != tensor.shape:
+            raise ValueError(f"scale history {name} must have shape {list(tensor.shape)}, got {list(state[name].shape)}")
+    for name, history in histories(model):
+        for part in ("recent", "pending", "scale"):
+            getattr(history, part).copy_(state[f"{name}.{part}"])
+        history.steps = int(state[f"{name}.steps"])

@@ -1,0 +1,169 @@
+"""A linear layer's forward and backward as three eight-bit GEMMs, each tensor quantized once where that serves.
+
+The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x always:
+
+    y [T,N] = x_q[T,K] @ w_q[N,K]^T   * s_x[T] * s_w[N]      both scales outside the sum
+    g [T,N] = dy[T,N] * s_w[N]        -> g_q, s_g[T]         s_w folded in before dy is quantized
+    dx[T,K] = g_q[T,N] @ wT_q[K,N]^T  * s_g[T]               wT_q: the bytes of w_q, transposed
+    dw[N,K] = h_q[N,T] @ xT_q[K,T]^T  * (c_max / s_w[N])     xT_q: the bytes of x_q, transposed
+              h_q = g_q^T with column t times c[t]/c_max, c = s_x*s_g: powers of two, so only exponents move
+
+so forward and backward see the same weight, and the backward pass keeps one byte an element of x. Other granularities
+take the same road: a tensor scale or a square block transposes with its bytes, groups are quantized again along the
+other axis, and a GEMM without casts runs in the layer's high-precision dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.nn.delayed import ScaleHistory
+from octavo.numerics.cast import Cast
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.numerics.scaling import exponent_of
+from octavo.ops import quantize, quantize_both, quantize_scaled, quantize_transposed, scaled_mm, transpose
+from octavo.recipe import Gemm, Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call needs beside its tensors: the recipe, the dtype of y and of unquantized GEMMs, delayed scales."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    emulate: bool
+    x_history: ScaleHistory | None = None
+    w_history: ScaleHistory | None = None
+    dy_history: ScaleHistory | None = None
+
+    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a @ b^T, as this GEMM of the recipe asks for it."""
+        return scaled_mm(
+            a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation, emulate=self.emulate
+        )
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """y[T,N] = x[T,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says."""
+    y: Tensor = _Linear.apply(x, w, bias, plan)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        gemm = plan.recipe.y
+        x_q = w_q = None
+        if gemm.x is not None and gemm.w is not None:
+            x_q, w_q = _quantize(x, gemm.x, plan.x_history), _quantize(w, gemm.w, plan.w_history)
+            y = plan.mm(gemm, x_q, w_q, plan.dtype, bias)  # [T,K] @ [N,K]^T
+        else:
+            y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
+        ctx.plan, ctx.x_dtype, ctx.bias_dtype = plan, x.dtype, None if bias is None else bias.dtype
+        kept_x = _keep_x(x, x_q, plan) if needs_w else (None, None)
+        kept_w = (w_q.data, w_q.scale) if w_q is not None and (needs_x or needs_w) else (None, None)
+        ctx.save_for_backward(*kept_x, *kept_w, w)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        plan: Plan = ctx.plan
+        x, s_x, w_data, s_w, w = ctx.saved_tensors
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dy = dy.contiguous()
+        folds = plan.recipe.dx.w is not None and plan.recipe.dx.w.granularity == ROW
+        g = _quantize_dy(dy, s_w if folds else None, plan) if needs_x or needs_w else None
+        dx = dw = None
+        if needs_x:
+            dx = _dx(dy, g, w_data, s_w, w, plan).to(ctx.x_dtype)
+        if needs_w:
+            dw = _dw(dy, g, x, s_x, s_w if folds else None, w.dtype, plan)
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db, None
+
+
+def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None, column_scale: Tensor | None = None) -> QTensor:
+    """Quantize by the operand's history where it keeps one, else by its own amax."""
+    if history is None:
+        return quantize(t, cast, column_scale)
+    if column_scale is not None:
+        t = t.float() * column_scale
+    if history.ready:
+        q, amax = quantize_scaled(t, history.scale, cast)
+    else:
+        q, amax = quantize(t, cast), t.detach().abs().amax().float().view(1, 1)
+    history.observe(amax)
+    return q
+
+
+def _transpose(q: QTensor) -> QTensor:
+    """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, must have been folded: it is 1."""
+    data = transpose(q.data)
+    scale = torch.ones_like(data[:, :1], dtype=torch.float32) if q.layout == ROW else q.scale.t()
+    return QTensor(data, scale, q.format, q.layout)
+
+
+def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """What dw will need of x: x itself, its bytes and row scales, or the bytes of its transpose with their scales."""
+    cast = plan.recipe.dw.x
+    if cast is None:
+        return x.to(plan.dtype), None
+    if cast == plan.recipe.y.x and x_q is not None and (cast.granularity == ROW or cast.granularity.transposes):
+        return x_q.data, x_q.scale
+    x_t = quantize_transposed(x, cast)
+    return x_t.data, x_t.scale
+
+
+def _quantize_dy(dy: Tensor, s_w: Tensor | None, plan: Plan) -> QTensor | None:
+    """g = dy * s_w, quantized as dx wants it; None where dx runs unquantized."""
+    cast = plan.recipe.dx.dy
+    if cast is None:
+        return None
+    return _quantize(dy, cast, plan.dy_history, None if s_w is None else s_w.t())
+
+
+def _dx(dy: Tensor, g: QTensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan) -> Tensor:
+    gemm = plan.recipe.dx
+    if g is None or gemm.w is None:
+        return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
+    if gemm.w == plan.recipe.y.w and (gemm.w.granularity == ROW or gemm.w.granularity.transposes):
+        w_t = _transpose(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
+    else:
+        w_t = quantize_transposed(w, gemm.w)
+    return plan.mm(gemm, g, w_t, plan.dtype)  # [T,N] @ [K,N]^T
+
+
+def _dw(
+    dy: Tensor, g: QTensor | None, x: Tensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan
+) -> Tensor:
+    gemm, dx_gemm, y_gemm = plan.recipe.dw, plan.recipe.dx, plan.recipe.y
+    if gemm.x is None or gemm.dy is None:
+        return (dy.to(plan.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
+    if gemm.x.granularity == ROW:
+        assert g is not None
+        return _dw_folded(g, QTensor(x, s_x, gemm.x.fmt, ROW), s_w, dtype, plan)
+    if g is not None and gemm.dy == dx_gemm.dy and gemm.dy.granularity.transposes and s_w is None:
+        dy_t = _transpose(g)
+    else:
+        dy_t = quantize_transposed(dy, gemm.dy)
+    x_t = QTensor(x, s_x, gemm.x.fmt, gemm.x.granularity)
+    if gemm.x == y_gemm.x and gemm.x.granularity.transposes:
+        x_t = _transpose(x_t)
+    return plan.mm(gemm, dy_t, x_t, dtype)  # [N,T] @ [K,T]^T
+
+
+def _dw_folded(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
+    """dw from row-scaled g and x: their scales, powers of two on the reduction, move the exponents of g's bytes."""
+    exponent = (exponent_of(x_q.scale) + exponent_of(g.scale)).view(-1)  # [T] of c = s_x * s_g
+    largest = exponent.amax()
+    h = transpose(g.data, largest - exponent)  # [N,T]
+    c_max = torch.exp2(largest.float())
+    scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1)
+    return plan.mm(plan.recipe.dw, QTensor(h, scale.contiguous(), g.format, ROW), _transpose(x_q), dtype)  # [N,T] @ [K,T]^T

@@ -1,0 +1,52 @@
+"""The linear layer whose three GEMMs run as a recipe says."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.nn.delayed import ScaleHistory
+from octavo.nn.function import Plan, linear
+from octavo.numerics.rotation import hadamard
+from octavo.recipe import Recipe
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that computes y, dx and dw as its recipe says. Same parameters, same `state_dict`.
+
+    Made from an `nn.Linear` by `octavo.convert`. Input [..., K] of any rank, zero rows included; output [..., N] in the
+    autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
+    """
+
+    recipe: Recipe
+    emulate: bool
+    histories: nn.ModuleDict
+
+    def prepare(self, recipe: Recipe, *, emulate: bool) -> None:
+        """Take a recipe, and make room for its scale histories."""
+        self.recipe, self.emulate = recipe, emulate
+        casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
+        self.histories = nn.ModuleDict(
+            {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        w = self.weight
+        if x.numel() == 0:
+            return F.linear(x.to(dtype), w.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        if self.recipe.rotate:
+            x, w = hadamard(x), hadamard(w)
+        plan = Plan(self.recipe, dtype, self.emulate, self._history("x"), self._history("w"), self._history("dy"))
+        y = linear(x.reshape(-1, x.shape[-1]), w, self.bias, plan)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _history(self, operand: str) -> ScaleHistory | None:
+        history = self.histories[operand] if operand in self.histories else None
+        assert history is None or isinstance(history, ScaleHistory)
+        return history
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"

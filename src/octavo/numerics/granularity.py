@@ -1,0 +1,115 @@
+"""Granularity is the shape of the scale: how many elements share one.
+
+A tensor is cut into blocks; each has one scale; the scale has as many dimensions as the tensor, and each counts the
+blocks along that one. A last block may be short.
+
+    tensor        one block             x[M,K]  scale[1, 1]
+    row           1 x K                         scale[M, 1]             (a token of x, an output channel of w)
+    group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; block:1x128 is group:128)
+    block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
+
+How a granularity behaves when the matrix is transposed decides how many quantizations a layer needs
+(`octavo.recipe`): a tensor or square-block scale transposes with its bytes; a row scale lands on the reduction and must
+be folded into the other operand; groups must be quantized again along the other axis.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The block of elements that shares one scale: `rows` x `cols` of the last two dimensions, None for all of them."""
+
+    rows: int | None
+    cols: int | None
+
+    def __post_init__(self) -> None:
+        for size in (self.rows, self.cols):
+            if size is not None and size < 1:
+                raise ValueError(f"a block needs at least one row and one column, got {self.rows} x {self.cols}")
+
+    @property
+    def name(self) -> str:
+        """The name that `parse_granularity` reads."""
+        if self.rows is None and self.cols is None:
+            return "tensor"
+        if self.rows == 1:
+            return "row" if self.cols is None else f"group:{self.cols}"
+        return f"block:{self.rows}x{self.cols}"
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the scale of the transposed matrix is the transposed scale (one quantization serves both)."""
+        return self.rows == self.cols
+
+    @property
+    def outer(self) -> bool:
+        """Whether the scale is constant along the reduction (the last axis), so that a GEMM can apply it outside."""
+        return self.cols is None
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The block's size in each dimension of a tensor of `shape`."""
+        if self.rows is None and self.cols is None:
+            return tuple(max(n, 1) for n in shape)
+        cols = self.cols or max(shape[-1], 1)
+        return ((*(1,) * (len(shape) - 2), self.rows or 1) if len(shape) > 1 else ()) + (cols,)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
+        return tuple(-(-n // b) for n, b in zip(shape, self.block(shape), strict=True))
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude in each block of `x`, in the scale's shape; NaN where a block holds one."""
+        if self.rows == 1 and self.cols is None:
+            return x.abs().amax(-1, keepdim=True)
+        block = self.block(tuple(x.shape))
+        cut = _cut(x.abs(), block)
+        return cut.amax(dim=tuple(range(1, cut.ndim, 2)))
+
+    def expand(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`scale` against the elements of a tensor of `shape`: broadcastable where a block spans a dimension."""
+        for axis, (n, b) in enumerate(zip(shape, self.block(shape), strict=True)):
+            if scale.shape[axis] != 1 and b > 1:
+                scale = scale.repeat_interleave(b, dim=axis).narrow(axis, 0, n)
+        return scale
+
+
+def _cut(x: Tensor, block: tuple[int, ...]) -> Tensor:
+    """`x` padded with zeros to whole blocks and viewed as [n0, b0, n1, b1, ...]."""
+    padding = [p for n, b in zip(reversed(x.shape), reversed(block), strict=True) for p in (0, -n % b)]
+    if any(padding):
+        x = F.pad(x, padding)
+    return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
+
+
+TENSOR = Granularity(None, None)
+ROW = Granularity(1, None)
+
+
+def group(size: int) -> Granularity:
+    """`size` elements along the reduction share a scale."""
+    return Granularity(1, size)
+
+
+def block(rows: int, cols: int) -> Granularity:
+    """A block of `rows` x `cols` shares a scale."""
+    return Granularity(rows, cols)
+
+
+def parse_granularity(name: str) -> Granularity:
+    """The granularity called `name`: "tensor", "row", "group:64", "block:128x128"."""
+    if name == "tensor":
+        return TENSOR
+    if name == "row":
+        return ROW
+    if match := re.fullmatch(r"group:(\d+)", name):
+        return group(int(match[1]))
+    if match := re.fullmatch(r"block:(\d+)x(\d+)", name):
+        return block(int(match[1]), int(match[2]))
+    raise ValueError(f"unknown granularity {name!r}: choose tensor, row, group:G (G = 32 to 128) or block:RxC")

@@ -1,0 +1,62 @@
+"""A quantized tensor: bytes, scales, and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.codec import widen
+from octavo.numerics.formats import Format
+from octavo.numerics.granularity import Granularity
+
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """x ≈ data * scale. A plain frozen container, not a Tensor: nothing dispatches on it.
+
+    Invariants, checked when one is made:
+        data.dtype == format.dtype
+        scale.ndim == data.ndim, and scale.shape == layout.scale_shape(data.shape)
+        scale.dtype is float32 or float8_e8m0fnu, on the device of data
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: Format
+    layout: Granularity
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != self.format.dtype:
+            raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
+        if self.scale.dtype not in SCALE_DTYPES:
+            raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {self.scale.dtype}")
+        required = self.layout.scale_shape(tuple(self.data.shape))
+        if tuple(self.scale.shape) != required:
+            raise ValueError(
+                f"{self.layout.name} scales of data {list(self.data.shape)} must have shape {list(required)}, "
+                f"got {list(self.scale.shape)}"
+            )
+        if self.scale.device != self.data.device:
+            raise ValueError(f"data is on {self.data.device} and its scale on {self.scale.device}: move one to the other")
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor that was quantized."""
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """data * scale, computed in float32 and rounded once to `dtype`."""
+        return (widen(self.data) * self.layout.expand(self.scale.float(), tuple(self.shape))).to(dtype)
+
+    def t(self) -> QTensor:
+        """The transposed matrix, for layouts whose scale transposes with the bytes (a view: bytes are not moved)."""
+        if self.data.ndim != 2 or not self.layout.transposes:
+            raise ValueError(
+                f"only a matrix with tensor or square-block scales transposes as it is; this is {list(self.shape)} "
+                f"with {self.layout.name} scales: quantize the transposed matrix instead"
+            )
+        return QTensor(self.data.t(), self.scale.t(), self.format, self.layout)

@@ -1,0 +1,34 @@
+"""Stochastic rounding needs random numbers that every implementation can make alike.
+
+Element i of a tensor draws its noise from a hash of (seed, i): no state, no order, the same bytes from a CPU loop, a
+vectorized twin and a GPU kernel. The hash is a 32-bit xor-shift-multiply mix whose constants come from Wellons' search
+for low bias ("hash-prospector", lowbias32), applied once to the seed and once to the index.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def uniform_noise(shape: torch.Size | tuple[int, ...], seed: Tensor) -> Tensor:
+    """float32 noise in [0, 1), multiples of 2^-24, a function of `seed` (int64, 0-dim) and the element's index alone."""
+    count = int(torch.Size(shape).numel())
+    index = torch.arange(count, device=seed.device)
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    bits = _mix(index ^ _mix(low ^ _mix(high)))
+    return ((bits >> 8).float() * 2.0**-24).view(shape)
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed (int64, 0-dim) from torch's default generator: torch.manual_seed and checkpoints govern it."""
+    return torch.randint(2**62, (), device=device)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """The 32-bit mix, on int64 tensors that hold values below 2^32."""
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
+    return h ^ (h >> 16)

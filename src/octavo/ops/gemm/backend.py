@@ -1,0 +1,70 @@
+"""Which implementation a scaled GEMM runs on, decided in one place, so that what is reported is what runs.
+
+cuBLASLt's paths by compute capability (PyTorch's `scaled_mm`): tensor scales from Ada (8.9), row scales from Hopper
+(9.0), 1x128 and 128x128 blocks on Hopper only, MX from Blackwell (10.0). Where no path exists a GPU raises; emulation
+runs there only when asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
+
+SQUARE = block(128, 128)
+STRIP = group(128)
+MX = group(32)
+
+# (layout of a, layout of b) -> the lowest and the highest compute capability that has the kernel
+_PATHS: dict[tuple[Granularity, Granularity], tuple[tuple[int, int], tuple[int, int]]] = {
+    (TENSOR, TENSOR): ((8, 9), (99, 0)),
+    (ROW, ROW): ((9, 0), (99, 0)),
+    (STRIP, SQUARE): ((9, 0), (9, 9)),
+    (SQUARE, STRIP): ((9, 0), (9, 9)),
+    (STRIP, STRIP): ((9, 0), (9, 9)),
+    (MX, MX): ((10, 0), (99, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs a scaled GEMM: "cublaslt", "hipblaslt", "emulated" or "none", and why."""
+
+    name: str
+    reason: str
+
+
+def find_backend(device: torch.device, layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str]) -> Backend:
+    """What `device` has for operands of these layouts and formats."""
+    if device.type != "cuda":
+        return Backend("emulated", f"{device.type} has no FP8 GEMM: exact emulation in float32")
+    return _cuda_backend(torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None)
+
+
+@cache
+def _cuda_backend(
+    capability: tuple[int, int], layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str], hip: bool
+) -> Backend:
+    names = f"{layout_a.name} x {layout_b.name} scales"
+    fnuz = any(f.endswith("fnuz") for f in formats)
+    if formats[0].startswith("e5m2") and formats[1].startswith("e5m2"):
+        return Backend("none", "no GEMM takes two E5M2 operands: make one E4M3")
+    if hip:
+        wanted = capability == (9, 4)  # gfx942, MI300: FNUZ; later ones take the OCP formats
+        if fnuz != wanted:
+            return Backend("none", f"this AMD GPU takes {'FNUZ' if wanted else 'OCP'} formats, the recipe has {formats}")
+        ok = (layout_a, layout_b) in ((TENSOR, TENSOR), (ROW, ROW))
+        return Backend("hipblaslt", names) if ok else Backend("none", f"hipBLASLt has no GEMM with {names}")
+    if fnuz:
+        return Backend("none", "FNUZ formats run on AMD MI300 only")
+    path = _PATHS.get((layout_a, layout_b))
+    if path is None:
+        return Backend("none", f"cuBLASLt has no GEMM with {names}")
+    low, high = path
+    if not low <= capability <= high:
+        needs = f"{low[0]}.{low[1]}" + (f" to {high[0]}.x" if high[0] < 99 else " or newer")
+        return Backend("none", f"{names} need compute capability {needs}, this GPU has {capability[0]}.{capability[1]}")
+    return Backend("cublaslt", names)

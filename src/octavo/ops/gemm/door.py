@@ -1,0 +1,89 @@
+"""The door of the scaled GEMM: checks, the registered operation with its fake, and the choice of implementation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.qtensor import QTensor
+from octavo.ops.gemm import cublaslt, reference
+from octavo.ops.gemm.backend import find_backend
+
+
+def scaled_mm(
+    a: QTensor,
+    b: QTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """y = (a.data * a.scale) @ (b.data * b.scale)^T + bias.
+
+    Args:
+        a, b: [M, K] and [N, K], both contracted over their last axis.
+        bias: [N], added before the one rounding to `out_dtype` where the implementation can.
+        out_dtype: of y; sums are float32.
+        fast_accumulation: partial sums may stay at the tensor core's 14 bits (a GPU's business; emulation is exact).
+        emulate: permit emulation on a GPU that has no kernel for these layouts.
+
+    Returns:
+        [M, N] of `out_dtype`.
+
+    Raises:
+        ValueError: the shapes do not match.
+        RuntimeError: a GPU without the kernel, and `emulate` is False.
+    """
+    if a.data.ndim != 2 or b.data.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    backend = find_backend(a.data.device, a.layout, b.layout, (a.format.name, b.format.name))
+    if backend.name == "none" and not emulate:
+        raise RuntimeError(
+            f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "
+            "or pass emulate=True to compute it slowly in float32"
+        )
+    native = backend.name in ("cublaslt", "hipblaslt")
+    y: Tensor = torch.ops.octavo.scaled_mm(
+        a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, out_dtype, fast_accumulation, native
+    )
+    return y
+
+
+@torch.library.custom_op("octavo::scaled_mm", mutates_args=())
+def _scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    layout_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    layout_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    native: bool,
+) -> Tensor:
+    layouts = parse_granularity(layout_a), parse_granularity(layout_b)
+    if native:
+        return cublaslt.scaled_mm(a, scale_a, layouts[0], b, scale_b, layouts[1], bias, out_dtype, fast_accumulation)
+    y = reference.scaled_mm(a, scale_a, layouts[0], b, scale_b, layouts[1])
+    if bias is not None:
+        y += bias
+    return y.to(out_dtype)
+
+
+@_scaled_mm.register_fake
+def _(
+    a: Tensor,
+    scale_a: Tensor,
+    layout_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    layout_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    native: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -1,0 +1,38 @@
+"""The quantizers in plain PyTorch: what every kernel must equal, byte for byte, and what a CPU runs.
+
+    scale = amax(block) / max       inv_scale = 1 / scale       data = cast(clamp(x * inv_scale))
+
+in float32, each step rounded once to nearest, so that another implementation can repeat it exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.cast import Cast
+from octavo.numerics.codec import cast as cast_to
+from octavo.numerics.formats import Format
+from octavo.numerics.rounding import uniform_noise
+from octavo.numerics.scaling import scale_from_amax
+
+
+def quantize(x: Tensor, how: Cast, column_scale: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Data and scale of `x`, after its columns were multiplied by `column_scale` [1, K] where that is given."""
+    x = x.float()
+    if column_scale is not None:
+        x = x * column_scale
+    amax = how.granularity.amax(x) if x.numel() else x.new_zeros(how.granularity.scale_shape(tuple(x.shape)))
+    scale = scale_from_amax(amax, how.fmt, power_of_two=how.power_of_two, relative_floor=how.relative_floor)
+    inv_scale = how.granularity.expand(1 / scale, tuple(x.shape))
+    noise = uniform_noise(x.shape, seed) if seed is not None else None
+    return cast_to(x * inv_scale, how.fmt, noise), scale.to(torch.float8_e8m0fnu) if how.scale == "e8m0" else scale
+
+
+def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Data of `x` under a scale known beforehand, and the amax [1, 1] that was met; a non-finite `x` gives all NaN."""
+    x = x.float()
+    amax = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    inv_scale = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+    noise = uniform_noise(x.shape, seed) if seed is not None else None
+    return cast_to(x * inv_scale, fmt, noise), amax

@@ -1,0 +1,41 @@
+"""The door of the byte transpose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.transpose import reference
+
+
+def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
+    """The bytes of an eight-bit matrix, transposed.
+
+    Args:
+        data: [M, K], an eight-bit float dtype.
+        shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
+
+    Returns:
+        [K, M], contiguous, the same dtype.
+    """
+    result: Tensor = torch.ops.octavo.transpose(data, shift)
+    return result
+
+
+def _check(data: Tensor, shift: Tensor | None) -> None:
+    if data.ndim != 2 or data.element_size() != 1:
+        raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
+    if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
+        raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
+
+
+@torch.library.custom_op("octavo::transpose", mutates_args=())
+def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
+    _check(data, shift)
+    return reference.transpose(data, shift)
+
+
+@_transpose.register_fake
+def _(data: Tensor, shift: Tensor | None) -> Tensor:
+    _check(data, shift)
+    return data.new_empty((data.shape[1], data.shape[0]))

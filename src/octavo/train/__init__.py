@@ -1,0 +1,1 @@
+"""Training: configuration, data, schedule, loop and checkpoints."""

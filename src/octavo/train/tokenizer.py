@@ -1,0 +1,218 @@
+"""Text to token ids and back: bytes, byte-level BPE, or a Hugging Face tokenizer.
+
+In bytes mode the id of a token is the byte itself, in UTF-8: nothing to train, nothing unknown, 256 tokens. Byte-level
+BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 and merges
+frequent neighbours.
+
+On disk, both are a Hugging Face `tokenizer.json`. That file spells a byte as a printable character, since JSON holds
+text: a byte that is a printable, non-blank Latin-1 character stands for itself, and the n-th of the others is the
+code point 256 + n. Bytes mode is then a BPE without merges.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+_BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
+
+
+class Tokenizer(Protocol):
+    """What training and sampling ask of a tokenizer. Ids are in [0, vocabulary_size)."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without special tokens around it."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The ids of each text as an array of unsigned integers, [tokens]."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `transformers.AutoTokenizer` and `load_tokenizer` open into `folder`, created if missing."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: id == byte. Needs no extra package."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    def save(self, folder: str | Path) -> None:
+        _save(folder, json.dumps(_byte_tokenizer_json(), ensure_ascii=False, indent=1))
+
+
+class BpeTokenizer:
+    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`).
+
+    Opens any `tokenizer.json`, but nothing beside it (names of special tokens, chat template): `HuggingFaceTokenizer`
+    keeps those.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int) -> BpeTokenizer:
+        """Train on `texts` up to `vocabulary` tokens (fewer if the texts run out of pairs), the 256 bytes included."""
+        if vocabulary < 256:
+            raise ValueError(f"vocabulary must be at least 256 (every byte is a token); got {vocabulary}")
+        tokenizers = _import("tokenizers", "bpe")
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> BpeTokenizer:
+        """Open `folder`/tokenizer.json."""
+        return cls(_import("tokenizers", "bpe").Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        arrays: list[npt.NDArray[Any]] = []
+        for start in range(0, len(texts), _BATCH):
+            some = list(texts[start : start + _BATCH])
+            encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            arrays += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return arrays
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def save(self, folder: str | Path) -> None:
+        _save(folder, self._tokenizer.to_str())
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a local Hugging Face model folder (extra `hf`); nothing is downloaded."""
+
+    def __init__(self, folder: str | Path) -> None:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
+        auto = _import("transformers", "hf").AutoTokenizer
+        self._tokenizer = auto.from_pretrained(str(folder), local_files_only=True)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        arrays: list[npt.NDArray[Any]] = []
+        for start in range(0, len(texts), _BATCH):
+            # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
+            some = list(texts[start : start + _BATCH])
+            encoded = self._tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            arrays += [np.array(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+        return arrays
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def save(self, folder: str | Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Open the tokenizer in `folder`: our bytes (no extra needed), any other `tokenizer.json`, or an older layout.
+
+    Raises:
+        FileNotFoundError: `folder` holds neither `tokenizer.json` nor `tokenizer_config.json`.
+        ImportError: the extra that the tokenizer needs is not installed.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if path.is_file():
+        return ByteTokenizer() if _is_bytes(json.loads(path.read_text("utf-8"))) else BpeTokenizer.load(folder)
+    if (Path(folder) / "tokenizer_config.json").is_file():
+        return HuggingFaceTokenizer(folder)
+    raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
+
+
+def byte_characters() -> list[str]:
+    """The character that spells each of the 256 bytes in a `tokenizer.json`."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _byte_tokenizer_json() -> dict[str, Any]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }
+
+
+def _is_bytes(content: dict[str, Any]) -> bool:
+    model, ours = content["model"], _byte_tokenizer_json()["model"]
+    plain = not content.get("added_tokens") and content.get("normalizer") is None
+    return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")
+
+
+def _save(folder: str | Path, tokenizer_json: str) -> None:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    # The clean-up of older models ("do n't" to "don't") would not give back the text that was encoded.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f'this tokenizer needs {package}: pip install "octavo[{extra}]"') from error

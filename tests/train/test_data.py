@@ -1,0 +1,266 @@
+import hashlib
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.train.data import Batches, DataError, Texts, build_corpus, find_text, load_texts
+from octavo.train.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Two texts, an empty file, a binary one, one in Latin-1, and what a folder leaves out."""
+    (tmp_path / "sub" / "__pycache__").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "a.txt").write_text("alpha\n")
+    (tmp_path / "sub" / "b.py").write_text("beta é\n", encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "nul.bin").write_bytes(b"ab\0cd")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / ".hidden" / "c.txt").write_text("gamma")
+    (tmp_path / "sub" / "__pycache__" / "d.txt").write_text("delta")
+    return tmp_path
+
+
+def fails(call, *essentials):
+    with pytest.raises(DataError) as caught:
+        call()
+    for essential in essentials:
+        assert str(essential) in str(caught.value)
+
+
+# --- Sources
+
+
+def test_folder_skips_and_counts_what_is_not_text(tree):
+    texts = load_texts([str(tree)])
+    assert list(texts) == ["alpha\n", "beta é\n"]
+    assert texts.files == (tree / "a.txt", tree / "sub" / "b.py")
+    assert texts.skipped == 3
+
+
+def test_sources_are_sorted_and_each_file_comes_once(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    sources = ["sub/b.py", "a.txt", ".", "**/*.py", str(tree / "*.txt")]
+    assert find_text(sources) == [tree / "a.txt", tree / "sub" / "b.py"]
+
+
+def test_symbolic_link_is_not_a_second_document(tree):
+    os.symlink(tree / "a.txt", tree / "z.txt")
+    assert find_text([str(tree / "*.txt")]) == [tree / "a.txt"]
+
+
+def test_stdlib_is_found_and_tokenized_in_seconds():
+    start = time.perf_counter()
+    texts = load_texts(["stdlib"])
+    corpus = build_corpus(texts, ByteTokenizer(), 256, 0.05)
+    assert time.perf_counter() - start < 10  # about 1 s; the slack is for a loaded machine
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    assert root / "dataclasses.py" in corpus.files
+    assert all(path.suffix == ".py" and "site-packages" not in path.parts for path in corpus.files)
+    assert len(corpus.validation) / (len(corpus.train) + len(corpus.validation)) == pytest.approx(0.05, abs=0.005)
+    assert len(corpus.train) > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "essentials"),
+    [
+        ("absent.txt", ["absent.txt", "no such file"]),
+        ("*.rs", ["*.rs", "matches none"]),
+        ("sub*", ["sub*", "matches none"]),  # a folder is no file
+        ("nul.bin", ["nul.bin", "byte 2"]),
+        ("latin.txt", ["latin.txt", "UTF-8", "byte 3"]),
+        ("empty.txt", ["empty.txt", "1 documents", "empty"]),
+        (".hidden/none", [".hidden/none"]),
+        ("sub/__pycache__/..", None),
+    ],
+)
+def test_bad_sources(tree, monkeypatch, source, essentials):
+    monkeypatch.chdir(tree)
+    if essentials is None:
+        assert find_text([source]) == [tree / "sub" / "b.py"]
+    else:
+        fails(lambda: load_texts([source]), *essentials)
+
+
+def test_empty_folder_and_no_source(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref")
+    fails(lambda: load_texts([str(tmp_path)]), tmp_path, "hold files")
+    fails(lambda: load_texts([]), "at least one source")
+
+
+def test_binary_file_that_a_folder_and_a_name_lead_to_is_an_error(tree):
+    fails(lambda: load_texts([str(tree / "nul.bin"), str(tree)]), "nul.bin", "byte 2")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("saved")
+    rows = datasets.Dataset.from_dict({"text": ["one", "", "three"], "code": ["x", "y", "z"], "n": [1, 2, 3]})
+    rows.save_to_disk(str(folder / "flat"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([2])}).save_to_disk(str(folder / "split"))
+    return folder
+
+
+def test_hugging_face_dataset(saved, tree):
+    texts = load_texts([f"hf:{saved}/flat", str(tree / "a.txt")])
+    assert sorted(texts) == ["alpha\n", "one", "three"]
+    assert (texts.skipped, texts.files) == (1, (tree / "a.txt",))
+    assert load_texts([f"hf:{saved}/split?split=test&column=code"]) == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("query", "essentials"),
+    [
+        ("flat?column=body", ["column body", "text, code, n"]),
+        ("flat?column=n", ["column n", "strings", "row 0", "int"]),
+        ("flat?split=train", ["single"]),
+        ("flat?columns=n", ["config, split and column", "columns"]),
+        ("split?split=dev", ["split dev", "train, test"]),
+    ],
+)
+def test_bad_dataset(saved, query, essentials):
+    fails(lambda: load_texts([f"hf:{saved}/{query}"]), *essentials)
+
+
+# --- Corpus
+
+
+def build(texts, context=4, fraction=0.25):
+    return build_corpus(texts, ByteTokenizer(), context, fraction)
+
+
+def test_documents_are_ordered_by_their_content_and_end_in_a_newline():
+    texts = [f"document {n}" for n in range(40)]
+    corpus = build(texts)
+    everything = bytes(np.concatenate([corpus.train, corpus.validation]).astype(np.uint8)).decode()
+    assert everything.endswith("\n")
+    assert sorted(everything.splitlines()) == sorted(texts)
+    assert everything.splitlines() != texts
+    assert build(texts[::-1]).fingerprint == corpus.fingerprint
+
+
+def test_split_is_at_the_document_end_nearest_to_the_fraction():
+    corpus = build([f"document {n:02}\n" for n in range(40)])  # 12 bytes each
+    assert len(corpus.train) == 12 * 30
+    assert bytes(corpus.validation.astype(np.uint8)).startswith(b"document ")
+
+
+@pytest.mark.parametrize("texts", [["x" * 99], ["x" * 95, "yyy"]])
+def test_split_is_at_a_token_where_no_document_end_fits(texts):
+    corpus = build(texts)
+    assert (len(corpus.train), len(corpus.validation)) == (75, 25)
+
+
+def test_fingerprint_tells_tokens_and_split():
+    texts = ["x" * 99]
+    base = build(texts).fingerprint
+    assert len(base) == len(hashlib.sha256().hexdigest())
+    assert base == build(list(texts)).fingerprint
+    assert len({base, build(["x" * 98 + "y"]).fingerprint, build(texts, fraction=0.5).fingerprint}) == 3
+
+
+def test_files_and_skipped_come_from_the_texts():
+    corpus = build(Texts(["x" * 99], files=[Path("x.txt")], skipped=2))
+    assert (corpus.files, corpus.skipped) == ((Path("x.txt"),), 2)
+
+
+class Wide:
+    """A tokenizer whose ids do not fit 16 bits."""
+
+    vocabulary_size = 65537
+
+    def encode_batch(self, texts):
+        return [np.full(len(text), 65536, np.uint32) for text in texts]
+
+
+def test_ids_are_16_bits_where_they_fit():
+    assert build(["x" * 99]).train.dtype == np.uint16
+    wide = build_corpus(["x" * 99], Wide(), 4, 0.25)
+    assert wide.train.dtype == np.uint32
+    assert set(wide.train) == {65536}
+
+
+@pytest.mark.parametrize(
+    ("texts", "fraction", "essentials"),
+    [
+        (["x" * 39], 0.1, ["validation", "5 tokens", "has 4", "40"]),
+        (["x" * 39], 0.95, ["training", "5 tokens", "has 2", "40"]),
+        ([], 0.5, ["training", "5 tokens", "has 0"]),
+    ],
+)
+def test_too_short(texts, fraction, essentials):
+    fails(lambda: build(texts, fraction=fraction), *essentials)
+
+
+def test_exactly_one_sequence_in_each_part_is_enough():
+    corpus = build(["x" * 9], fraction=0.5)
+    for part in (corpus.train, corpus.validation):
+        inputs, targets = Batches(part, 4, 1, None).at(0)
+        assert inputs.shape == targets.shape == (1, 4)
+
+
+# --- Batches
+
+TOKENS = np.arange(7 * 10 + 1 + 3, dtype=np.uint16)  # 10 sequences of 7, a last target, 3 tokens over
+
+
+def starts(batches, count):
+    """The index of the sequence in each row of the first `count` batches."""
+    return [int(row[0]) // 7 for index in range(count) for row in batches.at(index)[0]]
+
+
+def test_rows_are_consecutive_and_targets_one_further_on():
+    inputs, targets = Batches(TOKENS, 7, 4, seed=3).at(5)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (4, 7)
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs[:, 0] % 7, torch.zeros(4, dtype=torch.int64))
+
+
+def test_an_epoch_covers_each_sequence_once_in_an_order_of_its_own():
+    batches = Batches(TOKENS, 7, 5, seed=0)
+    order = starts(batches, 4)
+    assert batches.sequences == 10
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert order[:10] != order[10:]
+    assert order[:10] != list(range(10))
+    assert starts(Batches(TOKENS, 7, 5, seed=1), 2) != order[:10]
+
+
+@pytest.mark.parametrize("batch", [3, 4, 23])
+def test_batches_run_on_across_the_end_of_an_epoch(batch):
+    one_by_one = starts(Batches(TOKENS, 7, 1, seed=2), 4 * batch)
+    assert starts(Batches(TOKENS, 7, batch, seed=2), 4) == one_by_one
+
+
+def test_any_batch_can_be_had_again_from_its_index_alone():
+    batches = Batches(TOKENS, 7, 4, seed=5)
+    first = [batches.at(index) for index in range(12)]
+    for index in (11, 3, 7, 0):
+        for again in (batches, Batches(TOKENS, 7, 4, seed=5)):
+            assert all(torch.equal(a, b) for a, b in zip(again.at(index), first[index], strict=True))
+
+
+def test_order_stays_the_same_from_release_to_release():
+    assert starts(Batches(TOKENS, 7, 10, seed=7), 1) == [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
+
+
+def test_validation_is_in_order():
+    assert starts(Batches(TOKENS, 7, 4, seed=None), 5) == [*range(10), *range(10)]
+
+
+def test_bad_batches():
+    fails(lambda: Batches(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
+    with pytest.raises(ValueError, match="batch 0"):
+        Batches(TOKENS, 7, 0, 0)
+    with pytest.raises(ValueError, match="0 or more; got -1"):
+        Batches(TOKENS, 7, 1, 0).at(-1)

@@ -1,0 +1,134 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from octavo.train.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    byte_characters,
+    load_tokenizer,
+)
+
+TEXTS = [
+    "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",
+    " leading and trailing \n ",
+    "Grüße, 你好, \U0001f469‍\U0001f469‍\U0001f467 é",
+    "<s> <|endoftext|> ĠĊ \x00\x01\x7f ",
+    # Every byte that UTF-8 has, and each length of it.
+    "".join(
+        map(
+            chr,
+            [
+                *range(0x900),
+                *range(0xFC0, 0xD800, 0x40),
+                *range(0xE000, 0x10000, 0x40),
+                *range(0x10000, 0x110000, 0x3FFF),
+            ],
+        )
+    ),
+]
+CORPUS = ["the cat sat on the mat\n" * 20, "import os\nfor the_name in os.listdir('.'):\n    print(the_name)\n" * 20]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return BpeTokenizer.train(CORPUS, 280)
+
+
+def test_byte_ids_are_the_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("aé\n") == [0x61, 0xC3, 0xA9, 0x0A]
+    assert tokenizer.vocabulary_size == 256
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
+    assert tokenizer.decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
+
+
+def test_texts_hold_every_byte_of_utf8():
+    never = {0xC0, 0xC1, *range(0xF5, 0x100)}
+    assert set("".join(TEXTS).encode()) == set(range(256)) - never
+
+
+def test_byte_characters_are_those_of_tokenizers():
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    characters = byte_characters()
+    assert len(characters) == 256
+    assert set(characters) == set(ByteLevel.alphabet())
+    assert (characters[0x20], characters[0x0A], characters[0x41]) == ("Ġ", "Ċ", "A")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", None])
+def test_transformers_opens_the_byte_tokenizer_with_the_same_ids(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers")
+    ByteTokenizer().save(tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert len(theirs) == 256
+    for text in TEXTS:
+        ids = list(text.encode("utf-8"))
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+
+
+def test_load_recognises_the_byte_tokenizer_without_any_extra(tmp_path, monkeypatch):
+    ByteTokenizer().save(tmp_path / "deep" / "folder")
+    for package in ("tokenizers", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert isinstance(load_tokenizer(tmp_path / "deep" / "folder"), ByteTokenizer)
+    with pytest.raises(ImportError, match=r'needs tokenizers: pip install "octavo\[bpe\]"'):
+        BpeTokenizer.train(CORPUS, 280)
+
+
+def test_bpe_round_trip(bpe):
+    assert bpe.vocabulary_size == 280
+    for text in [*TEXTS, *CORPUS]:
+        assert bpe.decode(bpe.encode(text)) == text
+    assert len(bpe.encode(CORPUS[0])) < 0.6 * len(CORPUS[0])
+    assert BpeTokenizer.train(["aa"], 9999).vocabulary_size == 257  # one pair to merge
+
+
+def test_bpe_save_and_load(tmp_path, bpe):
+    transformers = pytest.importorskip("transformers")
+    bpe.save(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert isinstance(ours, BpeTokenizer)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"] == bpe.encode(text)
+        assert theirs.decode(bpe.encode(text)) == text
+
+
+def test_hugging_face_tokenizer(tmp_path, bpe):
+    pytest.importorskip("transformers")
+    bpe.save(tmp_path / "first")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "first")
+    tokenizer.save(tmp_path / "second")
+    again = HuggingFaceTokenizer(tmp_path / "second")
+    assert again.vocabulary_size == 280
+    for text in TEXTS:
+        assert again.encode(text) == bpe.encode(text)
+        assert again.decode(again.encode(text)) == text
+    assert load_tokenizer(tmp_path / "second").encode(TEXTS[0]) == bpe.encode(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "hugging face"])
+def test_encode_batch_is_encode_of_each(tmp_path, bpe, kind):
+    bpe.save(tmp_path)
+    make = {"bytes": ByteTokenizer, "bpe": lambda: bpe, "hugging face": lambda: HuggingFaceTokenizer(tmp_path)}
+    tokenizer, texts = make[kind](), [f"{text}{n}" for n, text in enumerate(TEXTS * 30)]  # more than one chunk
+    arrays = tokenizer.encode_batch(texts)
+    assert all(array.dtype.kind == "u" for array in arrays)
+    assert [array.tolist() for array in arrays] == [tokenizer.encode(text) for text in texts]
+    assert max(map(np.max, arrays)) < tokenizer.vocabulary_size
+
+
+def test_nothing_to_load(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"needs tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError, match="local folder"):
+        HuggingFaceTokenizer(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"at least 256.*got 255"):
+        BpeTokenizer.train(CORPUS, 255)
