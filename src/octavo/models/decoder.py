@@ -10,6 +10,7 @@ stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -36,7 +37,7 @@ class DecoderShape(Protocol):
     def tied(self) -> bool: ...
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module, ABC):
     """Base of the language models: tying, initialisation and activation checkpointing.
 
     `checkpoint_activations = True` keeps only each block's input in training and recomputes the rest in backward.
@@ -52,13 +53,13 @@ class Decoder(nn.Module):
         self.register_load_state_dict_post_hook(_retie_after_load)  # type: ignore[no-untyped-call]
 
     @property
+    @abstractmethod
     def embedding(self) -> nn.Embedding:
         """The token embedding, whose weight [V, width] a tied head shares."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] of int64 tokens [B, T]; with a cache, of the T tokens that follow those it holds."""
-        raise NotImplementedError
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's Parameter, where the configuration ties them."""

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from octavo.nn.backends import gemm_backends
 from octavo.nn.linear import Linear
+from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
@@ -46,6 +48,7 @@ class Conversion:
 
     recipe: Recipe
     rows: tuple[Row, ...]
+    backends: dict[str, Backend]
 
     @property
     def converted(self) -> list[str]:
@@ -57,9 +60,14 @@ class Conversion:
         """The names of the layers left as they were, with the reason."""
         return {row.name: row.reason for row in self.rows if row.reason}
 
+    def summary(self) -> str:
+        """How many layers were converted, and what each of the three GEMMs runs on."""
+        lines = [f"{self.recipe.name}: {len(self.converted)} linear layers converted, {len(self.skipped)} skipped"]
+        return "\n".join(lines + [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()])
+
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
-        lines = [f"{self.recipe.name}: {len(self.converted)} linear layers converted, {len(self.skipped)} skipped"]
+        lines = [self.summary()]
         for row in self.rows:
             n, k = row.shape
             lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {'skipped: ' + row.reason if row.reason else 'converted'}")
@@ -80,7 +88,8 @@ def convert(
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
 
     Raises:
-        ValueError: an unknown recipe, a glob of `skip` that matches nothing, or no linear layer left to convert.
+        ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
+            without the GEMMs that the recipe needs.
     """
     recipe = get_recipe(recipe)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -91,9 +100,16 @@ def convert(
             raise ValueError(f"skip={glob!r} matches no linear layer: they are {', '.join(list(linears)[:8])}, ...")
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = tuple(Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items())
-    report = Conversion(recipe, rows)
+    backends = gemm_backends(recipe, next(iter(linears.values())).weight.device)
+    report = Conversion(recipe, rows, backends)
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
+    missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
+    if missing and not emulate:
+        raise ValueError(
+            f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it can, "
+            "and emulate=True computes it slowly in float32"
+        )
     for name in report.converted:
         linear = linears[name]
         linear.__class__ = Linear

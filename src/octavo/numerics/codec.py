@@ -16,12 +16,10 @@ the format has one and is NaN where it has none. Never does inf turn silently in
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import FP8_FORMATS, Format
+from octavo.numerics.formats import Format, format_of
 
 
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
@@ -88,15 +86,18 @@ def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 
 
 def widen(data: Tensor) -> Tensor:
-    """An eight-bit tensor as float32, exactly: one look-up in the 256 decoded values."""
-    table = _table(data.dtype).to(data.device)
-    return table.index_select(0, data.view(torch.uint8).reshape(-1).int()).view(data.shape)
+    """An eight-bit tensor as float32, exactly, by moving its bits to their place in a float16.
 
-
-@cache
-def _table(dtype: torch.dtype) -> Tensor:
-    fmt = next(f for f in FP8_FORMATS.values() if f.dtype == dtype)
-    return decode(torch.arange(256), fmt)
+    E5M2 is the upper byte of a float16. E4M3's exponent and mantissa, one place lower, make a float16 of 2^-8 the value,
+    subnormals included; only NaN must be put back. The FNUZ formats look their 256 values up.
+    """
+    if data.dtype == torch.float8_e5m2:
+        return (data.view(torch.int8).to(torch.int16) << 8).view(torch.float16).float()
+    if data.dtype == torch.float8_e4m3fn:
+        half = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # s0eeeemm m0000000
+        return half.view(torch.float16).float().mul_(256).masked_fill_((half & 0x3F80) == 0x3F80, torch.nan)
+    table = decode(torch.arange(256, device=data.device), format_of(data.dtype))
+    return table[data.view(torch.uint8).int()]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

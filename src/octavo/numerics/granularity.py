@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class Granularity:
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude in each block of `x`, in the scale's shape; NaN where a block holds one."""
         if self.rows == 1 and self.cols is None:
-            return x.abs().amax(-1, keepdim=True)
+            return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # no copy, as abs would make
         block = self.block(tuple(x.shape))
         cut = _cut(x.abs(), block)
         return cut.amax(dim=tuple(range(1, cut.ndim, 2)))

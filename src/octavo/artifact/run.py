@@ -1,0 +1,57 @@
+"""The folder of a training run.
+
+    RUN/
+      config.json              the settings, as `octavo.train.config.Config` gives them
+      model/                   config.json and tokenizer in Hugging Face's terms
+      metrics.jsonl            one JSON object a line
+      step-00000100/           a checkpoint: appears whole or not at all
+        model.safetensors      the master weights, under the names of the unconverted model
+        optimizer.safetensors  PARAMETER.exp_avg, ...
+        state.safetensors      random states and scale histories
+        train.json             step, data fingerprint, loss scaler
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.artifact.tensors import ArtifactError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where things lie in a run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The training settings."""
+        return self.path / "config.json"
+
+    @property
+    def model(self) -> Path:
+        """The folder with the model's config.json and its tokenizer."""
+        return self.path / "model"
+
+    @property
+    def metrics(self) -> Path:
+        """What was logged, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of a step."""
+        return self.path / f"step-{step:08d}"
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints there are, oldest first."""
+        return sorted(self.path.glob("step-*[0-9]"))
+
+    def newest(self) -> Path:
+        """The newest checkpoint. An ArtifactError if there is none."""
+        if not self.config.is_file():
+            raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
+        if not self.checkpoints():
+            raise ArtifactError(f"{self.path} holds no checkpoint yet: train it further")
+        return self.checkpoints()[-1]

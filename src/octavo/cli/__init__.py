@@ -1,0 +1,31 @@
+"""The command `octavo`: one thin file a command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from octavo.cli.doctor import doctor
+from octavo.cli.formats import formats
+from octavo.cli.train import CONTEXT, train
+
+app = typer.Typer(
+    help="FP8 for PyTorch over the whole life of a model: train, pack, generate, and look inside.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(formats)
+app.command()(doctor)
+app.command(context_settings=CONTEXT)(train)
+
+
+def main() -> None:
+    """Run the command line; an error of the user's is one message and exit code 1, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)

@@ -1,0 +1,64 @@
+"""octavo train: a language model from text, in BF16 or FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from octavo.train.config import Config, describe
+from octavo.train.start import resume, start
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="A TOML file of settings (key = value).")] = None,
+    resume_from: Annotated[
+        Path | None, typer.Option("--resume", help="The folder of a run to go on with, at its newest checkpoint.")
+    ] = None,
+    settings: Annotated[bool, typer.Option("--settings", help="List every setting with its default, and exit.")] = False,
+) -> None:
+    """Train a GPT on text, or fine-tune a Hugging Face model from a local folder, with FP8 linear layers.
+
+    Every setting is a --key value on the command line or a line of the TOML file: `octavo train --settings` lists them.
+    The ones you meet first: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
+    --layers N, --device auto|cpu|cuda, --out FOLDER.
+
+    SIGINT (Ctrl-C) and SIGTERM finish the step, write a checkpoint and exit; --resume FOLDER goes on bit for bit.
+
+    Examples:
+
+      octavo train --steps 200 --out runs/first
+
+      octavo train --data 'books/*.txt' --recipe bf16 --tokenizer bpe
+
+      octavo train --resume runs/first --steps 400
+    """
+    console = Console()
+    if settings:
+        console.print(_settings())
+        return
+    overrides = list(context.args)
+    if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
+        overrides, config = [str(config), *overrides], None
+    trainer = resume(resume_from, overrides, console) if resume_from else start(Config.load(config, overrides), console)
+    result = trainer.run()
+    run = trainer.run_folder.path
+    if result.interrupted:
+        console.print(f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}", highlight=False)
+    else:
+        console.print(f"done: {result.step} steps in {run}", highlight=False)
+
+
+def _settings() -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("setting", "type", "default", "meaning"):
+        table.add_column(column)
+    for name, kind, default, meaning in describe():
+        table.add_row(f"--{name.replace('_', '-')}", kind, str(default), meaning)
+    return table

@@ -1,0 +1,21 @@
+"""What each of a recipe's three GEMMs runs on, here: the same decision that the GEMM's door takes when it is called."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.ops import Backend, find_backend
+from octavo.recipe import Recipe
+
+
+def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
+    """The backend of y, dx and dw on `device`; "high precision" where the recipe has no cast."""
+    backends = {}
+    for name, first, second in (("y", "x", "w"), ("dx", "dy", "w"), ("dw", "dy", "x")):
+        gemm = getattr(recipe, name)
+        if not gemm.quantized:
+            backends[name] = Backend("high precision", "the recipe has no cast here: the autocast dtype, or the input's")
+            continue
+        a, b = getattr(gemm, first), getattr(gemm, second)
+        backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format))
+    return backends

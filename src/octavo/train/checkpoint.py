@@ -1,0 +1,121 @@
+"""Checkpoints: all that a run needs to go on bit for bit, in safetensors and JSON, whole or not at all.
+
+The data needs no state of its own: batch i depends on i and the seed alone (`octavo.train.data`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.folder import whole_folder
+from octavo.artifact.run import RunFolder
+from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, save_tensors
+from octavo.nn import load_scale_state, scale_state
+from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
+
+
+@dataclass
+class TrainState:
+    """What changes while a run trains, and is saved: `step` counts the optimizer steps done."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    fingerprint: str
+    step: int = 0
+    skipped_steps: int = 0
+
+
+def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep`.
+
+    Raises:
+        WriteError: the disk refused; the older checkpoints are all still there.
+    """
+    target = run.checkpoint(state.step)
+    with whole_folder(target) as folder:
+        save_tensors(model_tensors(state.model), folder / "model.safetensors", {"format": "pt"})
+        save_tensors(optimizer_state(state.model, state.optimizer), folder / "optimizer.safetensors")
+        save_tensors(_random_state(state.device) | scale_state(state.model), folder / "state.safetensors")
+        described = {
+            "step": state.step,
+            "skipped_steps": state.skipped_steps,
+            "fingerprint": state.fingerprint,
+            "scaler": state.scaler.state_dict(),
+        }
+        (folder / "train.json").write_text(json.dumps(described, indent=2) + "\n")
+    for old in run.checkpoints()[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def load_checkpoint(folder: Path, state: TrainState) -> None:
+    """Restore `state` from a checkpoint. Everything is read and checked before anything is changed.
+
+    Raises:
+        ArtifactError: a file is truncated, half written or of another model, or the data is not what it was.
+    """
+    try:
+        described = _read_description(folder)
+        model_file, optimizer_file = folder / "model.safetensors", folder / "optimizer.safetensors"
+        tensors, moments = load_tensors(model_file), load_tensors(optimizer_file)
+        saved = load_tensors(folder / "state.safetensors")
+    except (FileNotFoundError, ArtifactError) as error:
+        raise ArtifactError(
+            f"the checkpoint {folder} is not whole: {error}. Remove that folder to resume from the one before it"
+        ) from error
+    if described["fingerprint"] != state.fingerprint:
+        raise ArtifactError(f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data")
+    current = model_tensors(state.model)
+    scales = {name: t for name, t in saved.items() if not name.startswith("random.")}
+    check_match(tensors, current, f"{model_file} is of another model")
+    check_match(moments, required_state(state.model), f"{optimizer_file} is of another model")
+    check_match(scales, scale_state(state.model), f"{folder / 'state.safetensors'} is of another recipe")
+    with torch.no_grad():
+        for name, tensor in current.items():
+            tensor.copy_(tensors[name])
+    load_optimizer_state(state.model, state.optimizer, moments)
+    load_scale_state(state.model, scales)
+    state.step, state.skipped_steps = described["step"], described["skipped_steps"]
+    state.scaler.load_state_dict(described["scaler"])
+    _restore_random(saved, state.device)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tensor that has several names under its first."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
+def _read_description(folder: Path) -> Mapping[str, Any]:
+    path = folder / "train.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        described: Mapping[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+    return described
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["random.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _restore_random(saved: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(saved["random.cpu"])
+    if device.type == "cuda" and "random.cuda" in saved:
+        torch.cuda.set_rng_state(saved["random.cuda"], device)

@@ -1,0 +1,228 @@
+"""The training loop.
+
+One step, with `accumulate` micro-batches:
+
+    for each:   loss = cross_entropy(logits(inputs), targets) / accumulate;  backward        gradients add up in FP32
+    clip the gradient's norm;  AdamW on the FP32 master weights;  close the step of delayed scaling
+
+Forward runs under autocast to BF16 (or FP16, with its loss scaled: Micikevicius et al., arXiv:1710.03740), converted
+linear layers in FP8. Every step depends on (weights, optimizer, scale histories, random state, step) alone, all of
+which a checkpoint holds: a run that is killed and resumed repeats its losses bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from octavo.artifact.run import RunFolder
+from octavo.models.decoder import Decoder
+from octavo.models.generate import generate
+from octavo.nn import update_scales
+from octavo.train.checkpoint import TrainState, save_checkpoint
+from octavo.train.config import Config
+from octavo.train.data import Batches
+from octavo.train.instrument import observed_dtypes, weight_ranges
+from octavo.train.interrupt import interrupt
+from octavo.train.metrics import Metrics, show_progress
+from octavo.train.model import logits
+from octavo.train.schedule import learning_rate
+from octavo.train.tokenizer import Tokenizer
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainingError(RuntimeError):
+    """The run broke: its loss or gradient is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a call of `Trainer.run` ended."""
+
+    step: int
+    evaluation_loss: float | None
+    interrupted: str | None
+
+
+class Trainer:
+    """A run in progress. `state` is what a checkpoint saves."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: TrainState,
+        training: Batches,
+        validation: Batches,
+        tokenizer: Tokenizer,
+        run: RunFolder,
+        console: Console,
+    ) -> None:
+        self.config, self.state, self.run_folder, self.console = config, state, run, console
+        self.training, self.validation, self.tokenizer = training, validation, tokenizer
+        self.model = state.model
+        self.compiled = torch.compile(state.model) if config.compile else state.model
+
+    def run(self) -> Result:
+        """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
+        config, state = self.config, self.state
+        evaluation = None
+        clock = _Clock(state.step)
+        with (
+            interrupt() as stop,
+            Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
+        ):
+            while state.step < config.steps and stop.received is None:
+                loss, norm = self.step()
+                last = state.step == config.steps or stop.received is not None
+                if state.step % config.log_every == 0 or last:
+                    self._log(metrics, clock, loss, norm)
+                with clock.paused():
+                    if state.step % config.evaluate_every == 0 or state.step == config.steps:
+                        evaluation = self._evaluate_and_sample(metrics)
+                    if state.step % config.save_every == 0 or last:
+                        self._check_finite(loss, norm)
+                        save_checkpoint(self.run_folder, state, config.keep)
+        return Result(state.step, evaluation, stop.received)
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One optimizer step: its mean loss and the norm of its gradient, 0-dim tensors on the device."""
+        config, state = self.config, self.state
+        for group in state.optimizer.param_groups:
+            group["lr"] = learning_rate(state.step, config)
+        self.model.train()
+        total = torch.zeros((), device=state.device)
+        for micro in range(config.accumulate):
+            loss = self._loss(self.compiled, *self.training.at(state.step * config.accumulate + micro))
+            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        state.scaler.unscale_(state.optimizer)
+        limit = config.clip if config.clip > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        scale = state.scaler.get_scale()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.skipped_steps += int(state.scaler.get_scale() < scale)
+        state.optimizer.zero_grad()
+        update_scales(self.model)
+        state.step += 1
+        return total / config.accumulate, norm
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the first `evaluate_batches` batches held out, at most all of them once."""
+        self.model.eval()
+        count = min(self.config.evaluate_batches, max(self.validation.sequences // self.config.batch, 1))
+        losses = [self._loss(self.compiled, *self.validation.at(i)) for i in range(count)]
+        return float(torch.stack(losses).mean())
+
+    def sample(self, count: int) -> str:
+        """`count` tokens from a newline on, always with the same seed, leaving the run's random state as it was."""
+        prompt = torch.tensor([self.tokenizer.encode("\n")], device=self.state.device)
+        devices = [self.state.device] if self.state.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._autocast():
+            torch.manual_seed(0)
+            if isinstance(self.model, Decoder):
+                ids = [int(t) for t in generate(self.model, prompt, count, context=self.config.context, seed=0)]
+            else:
+                hugging_face: Any = self.model
+                ids = hugging_face.generate(prompt, max_new_tokens=count, do_sample=True)[0, prompt.shape[1] :].tolist()
+        return self.tokenizer.decode(ids)
+
+    def _loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        inputs, targets = inputs.to(self.state.device), targets.to(self.state.device)
+        with self._autocast():
+            predicted = logits(model, inputs)
+        return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.config.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.state.device.type, dtype)
+
+    def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
+        config, state = self.config, self.state
+        self._check_finite(loss, norm)
+        seconds = clock.lap(state.step)
+        tokens = config.batch * config.accumulate * config.context
+        record: dict[str, Any] = {
+            "loss": float(loss),
+            "learning_rate": learning_rate(state.step - 1, config),
+            "gradient_norm": float(norm),
+            "tokens_per_second": tokens / seconds,
+        }
+        if config.precision == "fp16":
+            record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+        with clock.paused():
+            show_progress(self.console, state.step, config.steps, record, seconds * (config.steps - state.step))
+            metrics.write(state.step, **record, dtypes=self._dtypes(), weights=weight_ranges(self.model))
+
+    @torch.no_grad()
+    def _dtypes(self) -> dict[str, str]:
+        """The dtypes met on one sequence, in evaluation mode so that scale histories take no notice."""
+        self.model.eval()
+        inputs, targets = self.validation.at(0)
+        devices = [self.state.device] if self.state.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            return observed_dtypes(self.model, lambda: self._loss(self.model, inputs[:1], targets[:1]))
+
+    def _evaluate_and_sample(self, metrics: Metrics) -> float:
+        loss = self.evaluate()
+        record: dict[str, Any] = {"evaluation_loss": loss}
+        self.console.print(f"step {self.state.step}: evaluation loss {loss:.4f}", highlight=False)
+        if self.config.sample:
+            record["sample"] = self.sample(self.config.sample)
+            self.console.print(record["sample"], markup=False, highlight=False)
+        metrics.write(self.state.step, **record)
+        return loss
+
+    def _check_finite(self, loss: Tensor, norm: Tensor) -> None:
+        """An FP16 run may meet an infinite gradient: its step is skipped. An infinite loss is the end of any run."""
+        if loss.isfinite() and (norm.isfinite() or self.config.precision == "fp16"):
+            return
+        saved = self.run_folder.checkpoints()
+        raise TrainingError(
+            f"step {self.state.step}: the loss is {float(loss)} and the gradient's norm {float(norm)}. Lower "
+            f"learning_rate, clip, or keep sensitive layers in BF16 with skip; "
+            + (f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet")
+        )
+
+
+class _Clock:
+    """Seconds a step, without what is not training (logging, evaluation, saving)."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._start = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Seconds a step since the last lap, up to `step`."""
+        now = time.perf_counter()
+        seconds = (now - self._start) / max(step - self._step, 1)
+        self._step, self._start = step, now
+        return seconds
+
+    def paused(self) -> _Pause:
+        """A block that does not count."""
+        return _Pause(self)
+
+    def shift(self, seconds: float) -> None:
+        """Forget `seconds`."""
+        self._start += seconds
+
+
+class _Pause:
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.shift(time.perf_counter() - self._began)

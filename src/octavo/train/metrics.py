@@ -1,0 +1,75 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard where asked for, and one line a log step on the terminal."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+
+class Metrics:
+    """Writes records, each with its step. A resumed run drops those of later steps, so that no step stands twice."""
+
+    def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int) -> None:
+        kept = _records_until(path, resumed_at)
+        path.write_text("".join(kept))
+        self._file = path.open("a")
+        self._board = _open_board(path.parent / "tensorboard", resumed_at) if tensorboard else None
+
+    def write(self, step: int, **record: Any) -> None:
+        """Append {"step": step, ...}; its numbers go to TensorBoard too."""
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+                elif name == "weights":
+                    for weight, (low, high) in value.items():
+                        self._board.add_scalar(f"weights/{weight}/largest", max(-low, high), step)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
+    """One line: step, loss, learning rate, gradient norm, tokens a second, time left."""
+    scale = f"  loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+    console.print(
+        f"step {step:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
+        f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{scale}  "
+        f"ETA {timedelta(seconds=round(seconds_left))}",
+        highlight=False,
+    )
+
+
+def _records_until(path: Path, step: int) -> list[str]:
+    """The lines of `path` up to `step`; a last line that a kill cut short is dropped."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.is_file() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    return kept
+
+
+def _open_board(folder: Path, resumed_at: int) -> Any:
+    try:
+        writer = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ImportError('tensorboard = true needs the package: pip install "octavo[tensorboard]"') from error
+    return writer.SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)

@@ -1,0 +1,100 @@
+"""From settings to the model that is trained: one of ours, or a Hugging Face causal language model from a folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.models import Config as ModelConfig
+from octavo.models import GPT2Config, LlamaConfig, build, from_hf_config
+from octavo.train.config import BUILT_IN_MODELS, Config, ConfigError
+from octavo.train.data import Texts
+from octavo.train.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+
+def make_tokenizer(config: Config, texts: Texts, saved: Path) -> Tokenizer:
+    """The tokenizer of a new run, or the one that a resumed run has `saved`."""
+    if config.model not in BUILT_IN_MODELS:
+        return HuggingFaceTokenizer(saved if saved.exists() else config.model)
+    if saved.exists():
+        return load_tokenizer(saved)
+    return ByteTokenizer() if config.tokenizer == "bytes" else BpeTokenizer.train(texts, config.vocabulary)
+
+
+def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
+    """The model of `config` in FP32, its weights drawn from torch's seed or read from the Hugging Face folder.
+
+    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
+    """
+    if config.model in BUILT_IN_MODELS:
+        model = build(_built_in(config, vocabulary))
+        model.checkpoint_activations = config.checkpoint_activations
+        return model
+    return _from_hugging_face(config, saved)
+
+
+def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, folder: Path) -> None:
+    """Write config.json, in Hugging Face's terms, and the tokenizer to `folder`."""
+    folder.mkdir(parents=True)
+    if config.model in BUILT_IN_MODELS:
+        described: Any = model.config
+        (folder / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
+        tokenizer.save(folder)
+        return
+    for path in sorted(Path(config.model).iterdir()):  # all but the weights
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder / path.name)
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[B, T, V] from int64 tokens [B, T], whichever family the model is of."""
+    out = model(tokens)
+    result: Tensor = out if isinstance(out, Tensor) else out.logits
+    return result
+
+
+def _built_in(config: Config, vocabulary: int) -> ModelConfig:
+    if config.model == "gpt2":
+        return GPT2Config(vocabulary, config.layers, config.width, config.heads, config.context, config.tied)
+    return LlamaConfig(
+        vocabulary=vocabulary,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp_width=config.mlp_width,
+        context=config.context,
+        tied=config.tied,
+        rope_theta=config.rope_theta,
+    )
+
+
+def _from_hugging_face(config: Config, saved: Path) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f'model={config.model!r} is a Hugging Face folder: pip install "octavo[hf]"') from error
+    source = Path(config.model)
+    if not saved.exists() and not (source / "config.json").is_file():
+        raise ConfigError(
+            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {config.model!r}"
+        )
+    auto = transformers.AutoModelForCausalLM
+    if saved.exists():
+        model = auto.from_config(transformers.AutoConfig.from_pretrained(saved), dtype=torch.float32)
+    else:
+        model = auto.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+    limit = getattr(model.config, "max_position_embeddings", None) or config.context
+    if config.context > limit:
+        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    if config.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained: nn.Module = model
+    return trained

@@ -1,0 +1,278 @@
+"""The codec against ml_dtypes over every code and every BF16 input, and against exact arithmetic where that differs."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from octavo.numerics import codec
+from octavo.numerics.codec import cast, decode, encode, widen
+from octavo.numerics.formats import FORMATS, FP8_FORMATS
+
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
+FP8 = sorted(FP8_FORMATS)
+EIGHT_BITS = [*FP8, "e8m0"]
+ALL_BF16 = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()
+
+
+def same(actual: torch.Tensor, expected: np.ndarray) -> bool:
+    """Equal as numbers, signs of zeros included; NaN equals NaN."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        a, b = actual.numpy().astype(np.float64), expected.astype(np.float64)
+    nan = np.isnan(a)
+    return bool((nan == np.isnan(b)).all() and (a == b)[~nan].all() and (np.signbit(a) == np.signbit(b))[~nan].all())
+
+
+def all_values(name: str) -> np.ndarray:
+    """The value of every code, from ml_dtypes."""
+    kind = np.dtype(ML_DTYPES[name])
+    codes = np.arange(1 << (8 * kind.itemsize)).astype(f"u{kind.itemsize}")
+    with np.errstate(invalid="ignore"):
+        return codes.view(kind).astype(np.float32)
+
+
+def log_uniform(n: int, low: float, high: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random signs and significands, exponents uniform in [low, high]."""
+    magnitude = torch.exp2(torch.empty(n, dtype=torch.float64).uniform_(low, high))
+    return (magnitude * (torch.randint(2, (n,)) * 2 - 1)).to(dtype)
+
+
+def code_of(values: list[float], name: str) -> list[int]:
+    return encode(torch.tensor(values, dtype=torch.float64), FORMATS[name]).tolist()
+
+
+def nearest_code(x: float, values: np.ndarray) -> int:
+    """Exactly: the code of the non-negative finite `values` (in ascending order) nearest to x, ties to the even code."""
+    after = int(np.searchsorted(values, x))
+    candidates = [c for c in (after - 1, after) if 0 <= c < len(values)]
+    return min(candidates, key=lambda c: (abs(Fraction(x) - Fraction(float(values[c]))), c % 2))
+
+
+@pytest.mark.parametrize("name", [*EIGHT_BITS, "bf16", "fp16"])
+def test_every_code_decodes_as_in_ml_dtypes(name):
+    codes = torch.arange(1 << FORMATS[name].bits)
+    assert same(decode(codes, FORMATS[name]), all_values(name))
+
+
+def test_fp32_decodes_to_itself():
+    torch.manual_seed(0)
+    codes = torch.cat([torch.randint(1 << 32, (100_000,)), torch.tensor([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000])])
+    expected = codes.numpy().astype(np.uint32).view(np.float32)
+    assert same(decode(codes, FORMATS["fp32"]), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encode_undoes_decode(name):
+    fmt = FORMATS[name]
+    torch.manual_seed(0)
+    codes = torch.arange(1 << fmt.bits) if fmt.bits <= 16 else torch.randint(1 << 32, (200_000,))
+    values = decode(codes, fmt)
+    number = ~values.isnan()
+    assert number.sum() >= 0.96 * len(codes)
+    assert torch.equal(encode(values, fmt)[number], codes[number])
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_every_bf16_input_encodes_as_in_ml_dtypes(name):
+    fmt = FORMATS[name]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = ALL_BF16.numpy().astype(ML_DTYPES[name])
+    # ml_dtypes turns what rounds beyond max into inf or NaN; there, and there alone, the contract is ours.
+    fits = torch.from_numpy(np.isfinite(expected.astype(np.float32)))
+    codes = encode(ALL_BF16, fmt)
+    assert fits.sum() > 30_000
+    assert torch.equal(codes[fits], torch.from_numpy(expected.view(np.uint8).astype(np.int64))[fits])
+    beyond = ALL_BF16.isfinite() & ~fits
+    assert (ALL_BF16[beyond].abs() > fmt.max).all()
+    assert same(decode(codes[beyond], fmt), (ALL_BF16[beyond].sign() * fmt.max).numpy())
+
+
+@pytest.mark.parametrize("name", [*FP8, "bf16", "fp16"])
+def test_contract_at_the_ends(name):
+    fmt = FORMATS[name]
+    sign = 1 << (fmt.bits - 1)
+    over = np.nextafter(fmt.max, np.inf)
+    assert code_of([fmt.max, over, 2 * fmt.max, 1e300], name) == [fmt.max_code] * 4
+    assert code_of([-fmt.max, -over, -2 * fmt.max, -1e300], name) == [sign | fmt.max_code] * 4
+    assert code_of([np.nan, -np.nan], name) == [fmt.nan_code] * 2
+    infinite = [fmt.inf_code, sign | fmt.inf_code] if name in ("e5m2", "bf16", "fp16") else [fmt.nan_code] * 2
+    assert code_of([np.inf, -np.inf], name) == infinite
+    negative_zero = 0 if fmt.family == "fnuz" else sign
+    tiny = fmt.smallest_subnormal / 4
+    assert code_of([0.0, -0.0, tiny, -tiny], name) == [0, negative_zero, 0, negative_zero]
+
+
+@pytest.mark.parametrize("name", [*FP8, "fp16"])
+def test_ties_go_to_even(name):
+    values = all_values(name)[: FORMATS[name].max_code + 1].astype(np.float64)
+    low, high = values[:-1], values[1:]
+    middle = (low + high) / 2  # exact in float64
+    even = np.arange(len(low)) + np.arange(len(low)) % 2
+    assert code_of(middle.tolist(), name) == even.tolist()
+    assert code_of(np.nextafter(middle, 0).tolist(), name) == list(range(len(low)))
+    assert code_of(np.nextafter(middle, np.inf).tolist(), name) == list(range(1, len(low) + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FP8)
+def test_random_inputs_encode_to_the_nearest(name, dtype):
+    torch.manual_seed(1)
+    fmt = FORMATS[name]
+    values = all_values(name)[: fmt.max_code + 1]
+    top = np.log2(fmt.max)
+    x = log_uniform(4000, np.log2(fmt.smallest_subnormal) - 3, top, dtype)
+    expected = [nearest_code(abs(v), values) for v in x.double().tolist()]
+    codes = encode(x, fmt)
+    assert (codes & 0x7F).tolist() == expected
+    negative = (x < 0) & ((codes != 0) if fmt.family == "fnuz" else True)
+    assert torch.equal(codes >= 0x80, negative)
+    subnormal = torch.tensor(expected) < (1 << fmt.mantissa_bits)
+    assert subnormal.sum() > 100
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_float32_and_float64_subnormals_vanish(name):
+    tiny = torch.tensor([2.0**-149, -(2.0**-149), 2.0**-130, 5e-324, -5e-324], dtype=torch.float64)
+    assert (decode(encode(tiny, FORMATS[name]), FORMATS[name]) == 0).all()
+    assert (decode(encode(tiny.float(), FORMATS[name]), FORMATS[name]) == 0).all()
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("bf16", -140, 127.9), ("fp16", -27, 15.99)])
+def test_sixteen_bit_formats_encode_as_torch_converts(name, low, high):
+    torch.manual_seed(2)
+    fmt = FORMATS[name]
+    x = torch.cat([log_uniform(300_000, low, high), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])])
+    expected = x.to(fmt.dtype)
+    saturated = x.isfinite() & expected.isinf()  # torch overflows to inf, we saturate
+    codes = encode(x, fmt)
+    assert torch.equal(codes[~saturated], expected.view(torch.uint16).long()[~saturated])
+    assert (decode(codes[saturated], fmt).abs() == fmt.max).all()
+
+
+def test_fp32_encodes_to_its_own_bits():
+    torch.manual_seed(3)
+    x = log_uniform(100_000, -149, 127.9)
+    assert torch.equal(encode(x, FORMATS["fp32"]), x.view(torch.int32).long() & 0xFFFFFFFF)
+    y = log_uniform(100_000, -149, 127.9, torch.float64)
+    assert torch.equal(encode(y, FORMATS["fp32"]), y.float().view(torch.int32).long() & 0xFFFFFFFF)
+
+
+def test_e8m0_encodes_bf16_as_in_ml_dtypes():
+    """From 2^-126 up; below, ml_dtypes rounds subnormal float32 inputs in its own way: see the next test."""
+    x = ALL_BF16[(ALL_BF16 >= 2.0**-126) & ALL_BF16.isfinite()]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = torch.from_numpy(x.numpy().astype(ML_DTYPES["e8m0"]).view(np.uint8).astype(np.int64))
+    fits = expected != 0xFF
+    codes = encode(x, FORMATS["e8m0"])
+    assert torch.equal(codes[fits], expected[fits])
+    assert (x[~fits] >= 1.5 * 2.0**127).all()
+    assert (codes[~fits] == 0xFE).all()
+
+
+def test_e8m0_rounds_subnormal_float32_to_the_nearest_power_of_two():
+    subnormal = ALL_BF16[(ALL_BF16 > 0) & (ALL_BF16 < 2.0**-126)]
+    assert len(subnormal) == 127
+    # Codes 0 and 1 are 2^-127 and 2^-126: the middle, 1.5 * 2^-127, is a tie and goes to the even code 0.
+    expected = [int(Fraction(v) > Fraction(3, 2) / 2**127) for v in subnormal.double().tolist()]
+    assert set(expected) == {0, 1}
+    assert encode(subnormal, FORMATS["e8m0"]).tolist() == expected
+
+
+def test_e8m0_ties_and_ends():
+    ties = [1.5 * 2.0 ** (c - 127) for c in range(254)]
+    assert code_of(ties, "e8m0") == [c + c % 2 for c in range(254)]
+    assert code_of([0.0, -0.0, -1.0, np.nan, np.inf, -np.inf], "e8m0") == [0xFF] * 6
+    assert code_of([2.0**-140, 2.0**-1000, 2.0**127, 2.0**128, 1e300], "e8m0") == [0, 0, 0xFE, 0xFE, 0xFE]
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_cast_equals_encode(name):
+    torch.manual_seed(4)
+    fmt = FORMATS[name]
+    log_max, log_min = np.log2(fmt.max), np.log2(fmt.smallest_subnormal)
+    x = torch.cat([ALL_BF16[ALL_BF16.isfinite()], log_uniform(1_000_000, log_min - 4, log_max + 2)])
+    result = cast(x, fmt)
+    assert result.dtype == fmt.dtype
+    assert torch.equal(result.view(torch.uint8), encode(x, fmt).to(torch.uint8))
+    assert cast(torch.tensor([torch.nan, -torch.nan]), fmt).float().isnan().all()
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_infinity_is_cast_alike_however_it_is_rounded(name):
+    """The docstring of `cast` says that inf saturates; with noise it should not do something else."""
+    fmt, x = FORMATS[name], torch.tensor([torch.inf, -torch.inf])
+    nearest = cast(x, fmt)
+    assert same(widen(nearest), np.array([fmt.max, -fmt.max]))
+    assert torch.equal(cast(x, fmt, torch.zeros(2)).view(torch.uint8), nearest.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_widen_equals_decode(name):
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
+    wide = widen(codes.view(FORMATS[name].dtype))
+    assert wide.dtype == torch.float32
+    assert wide.shape == codes.shape
+    assert same(wide, decode(codes, FORMATS[name]).numpy())
+    transposed = codes.view(FORMATS[name].dtype).transpose(0, 2)
+    assert same(widen(transposed), decode(codes, FORMATS[name]).transpose(0, 2).numpy())
+
+
+def test_widen_after_a_first_use_on_the_meta_device():
+    """A model is often made under `torch.device("meta")`: what is remembered from there must not be the meta tensor."""
+    codec._table.cache_clear()
+    data = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
+    try:
+        with torch.device("meta"):
+            widen(data.to("meta"))
+        assert widen(data).tolist() == [1.0, -2.0]
+    finally:
+        codec._table.cache_clear()
+
+
+# ---- stochastic rounding, given the noise (the noise itself: test_rounding.py)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_noise_picks_one_of_the_two_neighbours_by_its_size(name):
+    torch.manual_seed(5)
+    fmt = FORMATS[name]
+    values = all_values(name)[: fmt.max_code + 1].astype(np.float64)
+    x = log_uniform(20_000, np.log2(fmt.smallest_subnormal) - 2, np.log2(fmt.max)).double()
+    noise = torch.rand(len(x))
+    below = np.searchsorted(values, x.abs().numpy(), side="right") - 1
+    above = np.minimum(below + 1, fmt.max_code)
+    part = (x.abs().numpy() - values[below]) / np.maximum(values[above] - values[below], 1e-30)  # distance in spacings
+    expected = np.where(part + noise.double().numpy() >= 1, above, below)
+    codes = encode(x, fmt, noise)
+    assert np.array_equal((codes & 0x7F).numpy(), expected)
+    assert 0.3 < (expected == above).mean() < 0.7
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_exact_values_never_move(name):
+    fmt = FORMATS[name]
+    codes = torch.arange(256)
+    values = decode(codes, fmt)
+    finite = values.isfinite()
+    for noise in (0.0, 0.5, 1 - 2.0**-24):
+        moved = encode(values[finite], fmt, torch.full((int(finite.sum()),), noise))
+        assert torch.equal(moved, codes[finite])
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_stochastic_cast_saturates_and_keeps_nan(name):
+    fmt = FORMATS[name]
+    x = torch.tensor([fmt.max, 1.01 * fmt.max, 1e30, -1e30, torch.nan])
+    result = widen(cast(x, fmt, torch.full((5,), 1 - 2.0**-24)))
+    assert result[:4].tolist() == [fmt.max, fmt.max, fmt.max, -fmt.max]
+    assert result[4].isnan()

@@ -1,0 +1,139 @@
+import itertools
+import math
+
+import pytest
+import torch
+
+from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group, parse_granularity
+
+ALL = [TENSOR, ROW, group(4), group(64), block(2, 3), block(128, 128), block(16, 1), block(1, 1)]
+SHAPES = [(1,), (5,), (1, 1), (3, 5), (17, 130), (129, 8), (2, 3, 5), (1, 7, 129), (2, 2, 3, 9)]
+
+
+def slow_blocks(granularity: Granularity, shape: tuple[int, ...]) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """Which elements belong to which block, by a loop over the elements."""
+    sizes = [1] * len(shape)
+    if granularity == TENSOR:
+        sizes = list(shape)
+    else:
+        sizes[-1] = granularity.cols or shape[-1]
+        if len(shape) > 1:
+            sizes[-2] = granularity.rows or shape[-2]
+    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for index in itertools.product(*map(range, shape)):
+        members.setdefault(tuple(i // s for i, s in zip(index, sizes, strict=True)), []).append(index)
+    return members
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scale_shape_amax_and_expand_equal_a_loop_over_elements(granularity, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    members = slow_blocks(granularity, shape)
+    expected_shape = tuple(max(axis) + 1 for axis in zip(*members, strict=True))
+    assert granularity.scale_shape(shape) == expected_shape
+
+    values = x.tolist()
+
+    def at(index: tuple[int, ...]) -> float:
+        value = values
+        for i in index:
+            value = value[i]
+        return value
+
+    expected = torch.empty(expected_shape)
+    for place, indices in members.items():
+        expected[place] = max(abs(at(i)) for i in indices)
+    assert torch.equal(granularity.amax(x), expected)
+
+    scale = torch.arange(math.prod(expected_shape), dtype=torch.float32).view(expected_shape)
+    spread = torch.empty(shape)
+    for place, indices in members.items():
+        spread[tuple(torch.tensor(axis) for axis in zip(*indices, strict=True))] = scale[place]
+    assert torch.equal(granularity.expand(scale, shape).expand(shape), spread)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape", "expected"),
+    [
+        (TENSOR, (5, 7), (1, 1)),
+        (ROW, (5, 7), (5, 1)),
+        (group(4), (5, 7), (5, 2)),
+        (block(2, 4), (5, 9), (3, 3)),
+        (block(128, 128), (129, 257), (2, 3)),
+        (ROW, (0, 7), (0, 1)),
+        (group(4), (0, 7), (0, 2)),
+        (block(2, 4), (0, 9), (0, 3)),
+        (group(4), (3, 0), (3, 0)),
+        (ROW, (2, 0, 7), (2, 0, 1)),
+        (block(2, 4), (6, 5, 9), (6, 3, 3)),
+    ],
+)
+def test_scale_shapes_written_out(granularity, shape, expected):
+    assert granularity.scale_shape(shape) == expected
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0,)])
+def test_a_tensor_scale_is_one_number_even_of_an_empty_tensor(shape):
+    """The module says "tensor: one block, scale[1, 1]", and delayed scaling has that scale before it sees a tensor."""
+    assert TENSOR.scale_shape(shape) == (1,) * len(shape)
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW], ids=lambda g: g.name)
+def test_one_block_spans_an_empty_reduction(granularity):
+    """A row scale is [M, 1] whatever K is; a GEMM multiplies its [M, N] result by it."""
+    assert granularity.scale_shape((3, 0))[1] == 1
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+def test_amax_is_nan_in_the_block_that_holds_one_and_only_there(granularity):
+    x = torch.ones(17, 130)
+    x[3, 70], x[16, 129] = torch.nan, torch.inf
+    amax = granularity.amax(x)
+    members = slow_blocks(granularity, (17, 130))
+    for place, indices in members.items():
+        held = {float(x[i]) if not x[i].isnan() else "nan" for i in indices if i in ((3, 70), (16, 129))}
+        expected = torch.nan if "nan" in held else (torch.inf if held else 1.0)
+        assert torch.equal(amax[place], torch.tensor(expected)) or (amax[place].isnan() and math.isnan(expected))
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+def test_name_round_trip(granularity):
+    assert parse_granularity(granularity.name) == granularity
+
+
+def test_names_written_out():
+    names = ["tensor", "row", "group:64", "block:128x128", "block:16x1"]
+    assert [g.name for g in (TENSOR, ROW, group(64), block(128, 128), block(16, 1))] == names
+    assert parse_granularity("block:1x128") == group(128)
+
+
+@pytest.mark.parametrize("name", ["", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8"])
+def test_bad_names_are_answered_with_the_choices(name):
+    with pytest.raises(ValueError, match="unknown granularity") as error:
+        parse_granularity(name)
+    assert repr(name) in str(error.value)
+    assert all(word in str(error.value) for word in ("tensor", "row", "group:G", "block:RxC"))
+
+
+@pytest.mark.parametrize("name", ["group:0", "block:0x4", "block:4x0"])
+def test_empty_blocks_are_refused(name):
+    with pytest.raises(ValueError, match="at least one row and one column"):
+        parse_granularity(name)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(None, 64), (64, None)])
+def test_half_open_blocks_are_refused_or_mean_what_the_class_says(rows, cols):
+    """None stands for all of a dimension, and every granularity has a name that can be read back."""
+    try:
+        granularity = Granularity(rows, cols)
+    except ValueError:
+        return
+    assert granularity.scale_shape((128, 128)) == (1 if rows is None else 2, 1 if cols is None else 2)
+    assert parse_granularity(granularity.name) == granularity
+
+
+def test_which_transpose_and_which_apply_outside_a_gemm():
+    assert [g.transposes for g in (TENSOR, ROW, group(64), block(128, 128), block(1, 128))] == [True, False, False, True, False]
+    assert [g.outer for g in (TENSOR, ROW, group(64), block(128, 128))] == [True, True, False, False]

@@ -1,0 +1,191 @@
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from octavo.numerics import Cast
+from octavo.numerics.formats import FP8_FORMATS, get_format
+from octavo.numerics.granularity import ROW
+from octavo.numerics.scaling import RULES, SMALLEST_SCALE, History, ceil_power_of_two, exponent_of, scale_from_amax
+from octavo.ops import quantize
+
+E4M3 = get_format("e4m3")
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0}
+
+
+def sqnr(x: torch.Tensor, back: torch.Tensor) -> float:
+    """Signal over quantization noise, in decibels."""
+    x, back = x.double(), back.double()
+    return float(10 * torch.log10(x.square().sum() / (x - back).square().sum()))
+
+
+@pytest.mark.parametrize("name", sorted(FP8_FORMATS))
+def test_scale_is_amax_over_max_rounded_once(name):
+    torch.manual_seed(0)
+    amax = torch.exp2(torch.empty(10_000).uniform_(-100, 127))
+    expected = amax.numpy() / np.float32(MAX[name])  # float32 division, correctly rounded
+    assert np.array_equal(scale_from_amax(amax, get_format(name)).numpy(), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (3, 4), (2, 0)])
+def test_scale_has_the_shape_of_amax_and_is_float32(shape):
+    scale = scale_from_amax(torch.ones(shape, dtype=torch.bfloat16), E4M3)
+    assert (scale.shape, scale.dtype) == (torch.Size(shape), torch.float32)
+    floored = scale_from_amax(torch.ones(shape), E4M3, power_of_two=True, relative_floor=0.5)
+    assert (floored.shape, floored.dtype) == (torch.Size(shape), torch.float32)
+
+
+def test_powers_of_two_round_up():
+    powers = torch.tensor([2.0**e for e in range(-126, 127)])
+    assert torch.equal(ceil_power_of_two(powers), powers)
+    assert torch.equal(ceil_power_of_two(torch.nextafter(powers, torch.tensor(torch.inf))), 2 * powers)
+    assert torch.equal(ceil_power_of_two(torch.nextafter(powers, torch.tensor(0.0))[1:]), powers[1:])
+
+
+def test_powers_of_two_equal_the_ceiling_of_the_logarithm():
+    torch.manual_seed(1)
+    x = torch.exp2(torch.empty(5000, dtype=torch.float64).uniform_(-125, 125)).float()
+    expected = [2.0 ** math.ceil(math.log2(v)) for v in x.tolist()]
+    assert ceil_power_of_two(x).tolist() == expected
+
+
+def test_power_of_two_scales_never_overflow_and_waste_less_than_a_binade():
+    torch.manual_seed(2)
+    amax = torch.cat([torch.exp2(torch.empty(5000).uniform_(-100, 100)), 448 * torch.exp2(torch.arange(-100.0, 100.0))])
+    scale = scale_from_amax(amax, E4M3, power_of_two=True)
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    filled = amax.double() / scale.double()
+    assert (filled <= 448).all()
+    assert (filled > 224).all()
+
+
+def test_exponents_are_read_from_the_bits():
+    exponents = torch.arange(-126, 128)
+    assert torch.equal(exponent_of(torch.exp2(exponents.float())), exponents.int())
+    assert exponent_of(torch.tensor(torch.nan)).item() == 128
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_all_zero_blocks_get_zero_bytes_and_the_smallest_scale(power_of_two):
+    assert SMALLEST_SCALE == torch.finfo(torch.float32).tiny
+    assert scale_from_amax(torch.zeros(1), E4M3, power_of_two=power_of_two).item() == SMALLEST_SCALE
+    x = torch.zeros(3, 8)
+    x[1] = 5.0
+    q = quantize(x, Cast(scale="pow2" if power_of_two else "fp32"))
+    assert not q.data.view(torch.uint8)[[0, 2]].any()
+    assert torch.equal(q.dequantize()[[0, 2]], torch.zeros(2, 8))
+    assert (1 / q.scale).isfinite().all()
+
+
+@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-130, 1e-38])
+def test_subnormal_amax_keeps_the_inverse_finite(amax):
+    scale = scale_from_amax(torch.tensor([amax]), E4M3)
+    assert scale.item() == SMALLEST_SCALE
+    assert (1 / scale).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+@pytest.mark.parametrize("size", [2.0**-33, 1e-10, 1e-30])
+def test_tiny_tensors_keep_their_relative_error(kind, size):
+    torch.manual_seed(3)
+    x = torch.randn(64, 256)
+    ordinary = sqnr(x, quantize(x, Cast(scale=kind)).dequantize())
+    tiny = x * size
+    q = quantize(tiny, Cast(scale=kind))
+    assert ordinary > 28
+    assert sqnr(tiny, q.dequantize()) == pytest.approx(ordinary, abs=0 if size == 2.0**-33 else 0.4)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("relative_floor", [0.0, 0.25])
+def test_non_finite_amax_gives_nan_scales_and_leaves_the_others(power_of_two, relative_floor):
+    amax = torch.tensor([1.0, torch.nan, torch.inf, 448.0])
+    scale = scale_from_amax(amax, E4M3, power_of_two=power_of_two, relative_floor=relative_floor)
+    finite = scale_from_amax(amax[[0, 3]], E4M3, power_of_two=power_of_two, relative_floor=relative_floor)
+    assert scale[1:3].isnan().all()
+    assert torch.equal(scale[[0, 3]], finite)
+
+
+def test_relative_floor():
+    amax = torch.tensor([448.0, 112.0, 111.0, 1.0, 0.0])
+    assert scale_from_amax(amax, E4M3, relative_floor=0.25).tolist() == [1, 0.25, 0.25, 0.25, 0.25]
+    assert scale_from_amax(amax, E4M3, relative_floor=0.3, power_of_two=True).tolist() == [1, 0.5, 0.5, 0.5, 0.5]
+    assert scale_from_amax(torch.zeros(3), E4M3, relative_floor=0.25).tolist() == [SMALLEST_SCALE] * 3
+
+
+def test_one_huge_outlier_swallows_what_is_two_to_the_minus_19_of_it():
+    """The amax becomes 448; what becomes half the smallest subnormal, 2^-10, or less is zero: 2^-18.8 of the amax."""
+    exponents = [-8, -15, -17, -18, -19, -30]
+    x = torch.tensor([[2.0**20, *(2.0 ** (20 + e) for e in exponents)]])
+    data = quantize(x, Cast(granularity=ROW)).data.float()[0, 1:]
+    with np.errstate(under="ignore"):
+        expected = np.array([448 * 2.0**e for e in exponents]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert data.tolist() == expected.tolist()
+    assert (data > 0).tolist() == [True] * 4 + [False] * 2
+    edge = torch.tensor([[448.0, 2.0**-10, np.nextafter(np.float32(2.0**-10), np.float32(1))]])
+    assert quantize(edge, Cast()).data.float()[0, 1:].tolist() == [0.0, 2.0**-9]
+
+
+# ---- delayed scaling's rules over a history, newest first
+
+
+@pytest.fixture
+def recent():
+    torch.manual_seed(5)
+    return torch.rand(100) * 10
+
+
+def test_history_max_and_most_recent(recent):
+    assert History(rule="max").amax(recent).item() == recent.numpy().max()
+    assert History(rule="most_recent").amax(recent).item() == recent.numpy()[0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99])
+def test_history_exponential_mean(recent, beta):
+    weights = beta ** np.arange(100)
+    expected = np.average(recent.double().numpy(), weights=weights)
+    assert History(rule="ema", beta=beta).amax(recent).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("percentile", [1, 50, 99, 99.99, 100])
+def test_history_percentile(recent, percentile):
+    expected = np.percentile(recent.double().numpy(), percentile)
+    assert History(rule="percentile", percentile=percentile).amax(recent).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_history_percentile_lets_a_lone_outlier_saturate(recent):
+    recent[50] = 1e6
+    assert History(rule="percentile", percentile=95).amax(recent) < 10
+    assert History(rule="max").amax(recent) == 1e6
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("margin", [-1.0, 0.5, 2.0])
+def test_history_margin_leaves_headroom(recent, rule, margin):
+    plain, roomy = (History(rule=rule, margin=m).amax(recent) for m in (0.0, margin))
+    assert roomy.item() == pytest.approx(plain.item() * 2**margin, rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_history_of_one_step_is_that_step(rule):
+    amax = History(rule=rule).amax(torch.tensor([3.5]))
+    assert (amax.item(), amax.shape, amax.dtype) == (3.5, (), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rule": "mean"}, "unknown history rule 'mean': choose one of max, most_recent, ema, percentile"),
+        ({"length": 0}, "at least 1, got 0 and 1"),
+        ({"interval": 0}, "at least 1, got 1024 and 0"),
+        ({"percentile": 0.0}, "0 < percentile <= 100"),
+        ({"percentile": 101.0}, "0 < percentile <= 100"),
+        ({"beta": 1.0}, "0 <= beta < 1"),
+        ({"beta": -0.1}, "0 <= beta < 1"),
+    ],
+)
+def test_history_refuses(fields, message):
+    with pytest.raises(ValueError, match=message.replace("<", r"\<")):
+        History(**fields)
