@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from octavo import ops
@@ -33,6 +35,8 @@ def quantize(
         )
     if x.ndim != 2 and cast.granularity.rows not in (None, 1):
         raise ValueError(f"{granularity} blocks need a matrix, got shape {list(x.shape)}: reshape it to two dimensions")
-    matrix = ops.quantize(x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1), cast)
+    if x.ndim == 0:
+        raise ValueError("quantize needs at least one dimension, got a scalar: pass x.view(1)")
+    matrix = ops.quantize(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), cast)
     data = matrix.data.view(x.shape)
     return QTensor(data, matrix.scale.view(cast.granularity.scale_shape(tuple(x.shape))), cast.fmt, cast.granularity)

@@ -9,7 +9,7 @@ same cast in both asks for *one* quantization, and the granularity says how its 
 
     tensor, square blocks   the bytes transpose, and the scale with them
     row                     the bytes transpose, and the scale, now on the reduction, folds into the other operand:
-                            s_w into dy before dy is quantized, s_x into the exponents of dy's bytes for dw
+                            s_w and the mantissa of s_x into dy before dy is quantized, exponents into dy's bytes
     groups                  nothing serves both: the tensor is quantized again along its other axis
 """
 
@@ -69,19 +69,27 @@ class Recipe:
             given = {op for op in ("x", "w", "dy") if getattr(getattr(self, gemm), op) is not None}
             if given and given != set(operands):
                 raise ValueError(f"recipe {self.name}: {gemm} takes casts of {' and '.join(operands)}, got {sorted(given)}")
-        if self.dx.quantized and self.dx.w is not None and self.dx.w.granularity == ROW and self.dx.w != self.y.w:
-            raise ValueError(f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y: its bytes, transposed")
+        if self.dx.w is not None and self.dx.w.granularity == ROW:
+            self._check_row_dx()
         if self.dw.x is not None and self.dw.x.granularity == ROW:
             self._check_row_dw()
+
+    def _check_row_dx(self) -> None:
+        assert self.dx.dy is not None
+        if self.dx.w != self.y.w or self.dx.dy.history is not None:
+            raise ValueError(
+                f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y (its bytes, transposed), and dy, "
+                "into which its scale is folded, cannot scale by a history"
+            )
 
     def _check_row_dw(self) -> None:
         x, dy = self.dw.x, self.dw.dy
         assert x is not None
         assert dy is not None
-        if x != self.y.x or dy != self.dx.dy or dy.granularity != ROW or not (x.power_of_two and dy.power_of_two):
+        if x != self.y.x or dy != self.dx.dy or dy.granularity != ROW or not dy.power_of_two:
             raise ValueError(
-                f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row with "
-                "power-of-two scales, since their product is folded into the exponents of dy's bytes"
+                f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy with "
+                "power-of-two scales, since these are folded into the exponents of dy's bytes"
             )
 
     @property
@@ -135,8 +143,8 @@ def tensorwise(gradients: str = "e5m2") -> Recipe:
 
 def rowwise(gradients: str = "e4m3") -> Recipe:
     """The one-quantization design, the default: a scale a row, each tensor quantized once, bytes transposed."""
-    x = Cast(granularity=ROW, scale="pow2")
-    return _three("rowwise", x, Cast(granularity=ROW, relative_floor=WEIGHT_FLOOR), replace(x, format=gradients))
+    x = Cast(granularity=ROW)
+    return _three("rowwise", x, replace(x, relative_floor=WEIGHT_FLOOR), replace(x, format=gradients, scale="pow2"))
 
 
 def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.numerics import codec
 from octavo.numerics.codec import cast, decode, encode, widen
 from octavo.numerics.formats import FORMATS, FP8_FORMATS
 
@@ -52,7 +51,7 @@ def code_of(values: list[float], name: str) -> list[int]:
 
 
 def nearest_code(x: float, values: np.ndarray) -> int:
-    """Exactly: the code of the non-negative finite `values` (in ascending order) nearest to x, ties to the even code."""
+    """Exactly: the code of the non-negative finite `values` (ascending) nearest to x, ties to the even code."""
     after = int(np.searchsorted(values, x))
     candidates = [c for c in (after - 1, after) if 0 <= c < len(values)]
     return min(candidates, key=lambda c: (abs(Fraction(x) - Fraction(float(values[c]))), c % 2))
@@ -66,7 +65,9 @@ def test_every_code_decodes_as_in_ml_dtypes(name):
 
 def test_fp32_decodes_to_itself():
     torch.manual_seed(0)
-    codes = torch.cat([torch.randint(1 << 32, (100_000,)), torch.tensor([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000])])
+    codes = torch.cat(
+        [torch.randint(1 << 32, (100_000,)), torch.tensor([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000])]
+    )
     expected = codes.numpy().astype(np.uint32).view(np.float32)
     assert same(decode(codes, FORMATS["fp32"]), expected)
 
@@ -167,14 +168,18 @@ def test_fp32_encodes_to_its_own_bits():
     assert torch.equal(encode(y, FORMATS["fp32"]), y.float().view(torch.int32).long() & 0xFFFFFFFF)
 
 
-def test_e8m0_encodes_bf16_as_in_ml_dtypes():
-    """From 2^-126 up; below, ml_dtypes rounds subnormal float32 inputs in its own way: see the next test."""
+def test_e8m0_encodes_bf16_as_in_ml_dtypes_but_for_ties():
+    """From 2^-126 up; below, ml_dtypes rounds subnormal float32 inputs in its own way: see the next test.
+
+    The contract sends a tie, 1.5 * 2^e, to the even code; ml_dtypes and torch send it up. Nothing else differs.
+    """
     x = ALL_BF16[(ALL_BF16 >= 2.0**-126) & ALL_BF16.isfinite()]
     with np.errstate(over="ignore", invalid="ignore"):
         expected = torch.from_numpy(x.numpy().astype(ML_DTYPES["e8m0"]).view(np.uint8).astype(np.int64))
-    fits = expected != 0xFF
+    fits, tie = expected != 0xFF, torch.frexp(x).mantissa == 0.75
     codes = encode(x, FORMATS["e8m0"])
-    assert torch.equal(codes[fits], expected[fits])
+    assert torch.equal(codes[fits & ~tie], expected[fits & ~tie])
+    assert torch.equal(codes[fits & tie], expected[fits & tie] // 2 * 2)
     assert (x[~fits] >= 1.5 * 2.0**127).all()
     assert (codes[~fits] == 0xFE).all()
 
@@ -216,27 +221,41 @@ def test_infinity_is_cast_alike_however_it_is_rounded(name):
     assert torch.equal(cast(x, fmt, torch.zeros(2)).view(torch.uint8), nearest.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FP8)
-def test_widen_equals_decode(name):
+def test_widen_equals_decode(name, dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
-    wide = widen(codes.view(FORMATS[name].dtype))
-    assert wide.dtype == torch.float32
+    wide = widen(codes.view(FORMATS[name].dtype), dtype)
+    assert wide.dtype == dtype
     assert wide.shape == codes.shape
-    assert same(wide, decode(codes, FORMATS[name]).numpy())
+    assert same(wide.float(), decode(codes, FORMATS[name]).numpy())
     transposed = codes.view(FORMATS[name].dtype).transpose(0, 2)
-    assert same(widen(transposed), decode(codes, FORMATS[name]).transpose(0, 2).numpy())
+    assert same(widen(transposed, dtype).float(), decode(codes, FORMATS[name]).transpose(0, 2).numpy())
+    assert widen(transposed[:0], dtype).shape == (0, 8, 2)
 
 
-def test_widen_after_a_first_use_on_the_meta_device():
-    """A model is often made under `torch.device("meta")`: what is remembered from there must not be the meta tensor."""
-    codec._table.cache_clear()
-    data = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FP8)
+def test_widen_is_exact_where_subnormals_are_flushed(name, dtype):
+    """FP8's subnormals are ordinary numbers to a float32; `torch.set_flush_denormal` has no business with them."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
     try:
-        with torch.device("meta"):
-            widen(data.to("meta"))
-        assert widen(data).tolist() == [1.0, -2.0]
+        wide = widen(codes.view(FORMATS[name].dtype), dtype).float()
     finally:
-        codec._table.cache_clear()
+        torch.set_flush_denormal(False)
+    assert same(wide, decode(codes, FORMATS[name]).numpy())
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_widen_takes_the_device_of_its_data_whatever_the_context(name):
+    """A model is often made under `torch.device("meta")`: nothing may be remembered from there."""
+    data = torch.tensor([1.0, -2.0]).to(FORMATS[name].dtype)
+    with torch.device("meta"):
+        assert widen(data.to("meta")).device.type == "meta"
+        assert widen(data).device.type == "cpu"
+    assert widen(data).tolist() == [1.0, -2.0]
 
 
 # ---- stochastic rounding, given the noise (the noise itself: test_rounding.py)

@@ -109,7 +109,9 @@ def test_names_written_out():
     assert parse_granularity("block:1x128") == group(128)
 
 
-@pytest.mark.parametrize("name", ["", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8"]
+)
 def test_bad_names_are_answered_with_the_choices(name):
     with pytest.raises(ValueError, match="unknown granularity") as error:
         parse_granularity(name)
@@ -135,5 +137,11 @@ def test_half_open_blocks_are_refused_or_mean_what_the_class_says(rows, cols):
 
 
 def test_which_transpose_and_which_apply_outside_a_gemm():
-    assert [g.transposes for g in (TENSOR, ROW, group(64), block(128, 128), block(1, 128))] == [True, False, False, True, False]
+    assert [g.transposes for g in (TENSOR, ROW, group(64), block(128, 128), block(1, 128))] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert [g.outer for g in (TENSOR, ROW, group(64), block(128, 128))] == [True, True, False, False]

@@ -69,7 +69,7 @@ def test_exponents_are_read_from_the_bits():
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_all_zero_blocks_get_zero_bytes_and_the_smallest_scale(power_of_two):
-    assert SMALLEST_SCALE == torch.finfo(torch.float32).tiny
+    assert torch.finfo(torch.float32).tiny == SMALLEST_SCALE
     assert scale_from_amax(torch.zeros(1), E4M3, power_of_two=power_of_two).item() == SMALLEST_SCALE
     x = torch.zeros(3, 8)
     x[1] = 5.0

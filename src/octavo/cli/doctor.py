@@ -31,11 +31,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     for name, value in report["machine"].items():
         console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
     table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "GEMM", "runs on", "why"):
-        table.add_column(column)
+    for column in ("recipe", "y", "dx", "dw", "why"):
+        table.add_column(column, no_wrap=column != "why")
     for recipe, gemms in report["recipes"].items():
-        for gemm, backend in gemms.items():
-            table.add_row(recipe if gemm == "y" else "", gemm, backend["name"], backend["reason"])
+        reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
+        table.add_row(recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons))
     console.print(table)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
@@ -13,6 +12,9 @@ from rich.table import Table
 
 from octavo.numerics.codec import decode, encode
 from octavo.numerics.formats import FORMATS, Format, get_format
+
+FACTS = ("format", "layout", "bias", "max", "normal", "subnormal", "epsilon", "specials")
+SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
 
 
 def formats(
@@ -35,27 +37,36 @@ def formats(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("format", "bits", "specials") else "right")
+    console = Console()
+    if number is not None and format is not None:
+        for name, value in rows[0].items():
+            console.print(f"{name:<9} {_text(value)}", highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    columns = FACTS if number is None else ("format", "bits", "code", "value", "relative")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
     for row in rows:
-        table.add_row(*(f"{v:.7g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
+        table.add_row(*(_text(row[column]) for column in columns))
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def facts(f: Format) -> dict[str, Any]:
-    """A row of the table of formats."""
-    fields = asdict(f)
-    specials = {"ieee": "inf, NaN", "fn": "NaN, no inf", "fnuz": "NaN, no inf, no -0", "e8m0": "NaN, no zero, no sign"}
+    """A row of the table of formats: sign-exponent-mantissa bits, and the extreme numbers."""
     return {
         "format": f.name,
-        "width": f.bits,
-        **{name: fields[name] for name in ("exponent_bits", "mantissa_bits", "bias")},
+        "bits": f.bits,
+        "layout": f"{int(f.signed)}-{f.exponent_bits}-{f.mantissa_bits}",
+        "bias": f.bias,
         "max": f.max,
-        "smallest_normal": f.smallest_normal,
-        "smallest_subnormal": f.smallest_subnormal,
+        "normal": f.smallest_normal,
+        "subnormal": f.smallest_subnormal,
         "epsilon": f.epsilon,
-        "specials": specials[f.family],
+        "specials": SPECIALS[f.family],
     }
 
 
@@ -72,7 +83,7 @@ def look(number: float, f: Format) -> dict[str, Any]:
         "below": _neighbour(code, f, -1),
         "above": _neighbour(code, f, +1),
         "error": error,
-        "relative_error": error / abs(number) if number else 0.0,
+        "relative": error / abs(number) if number else 0.0,
     }
 
 

@@ -9,12 +9,12 @@ from octavo.recipe import Recipe
 
 
 def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backend of y, dx and dw on `device`; "high precision" where the recipe has no cast."""
+    """The backend of y, dx and dw on `device`; "bf16" (in truth the autocast dtype, or the input's) where the recipe has no cast."""
     backends = {}
     for name, first, second in (("y", "x", "w"), ("dx", "dy", "w"), ("dw", "dy", "x")):
         gemm = getattr(recipe, name)
         if not gemm.quantized:
-            backends[name] = Backend("high precision", "the recipe has no cast here: the autocast dtype, or the input's")
+            backends[name] = Backend("bf16", "no cast: the autocast dtype")
             continue
         a, b = getattr(gemm, first), getattr(gemm, second)
         backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format))

@@ -47,7 +47,7 @@ class ScaleHistory(nn.Module):
         """Push the pending amax into the history, and take a new scale from it when one is due and not frozen."""
         if not bool(self.pending > 0):  # nothing met: the layer was not used
             return
-        self.recent = torch.cat([self.pending[0], self.recent[:-1]])
+        self.recent.copy_(torch.cat([self.pending[0], self.recent[:-1]]))
         self.pending.zero_()
         if not freeze and self.steps % self.rule.interval == 0:
             known = self.recent[: min(self.steps + 1, self.rule.length)]

@@ -2,20 +2,21 @@
 
 The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x always:
 
-    y [T,N] = x_q[T,K] @ w_q[N,K]^T   * s_x[T] * s_w[N]      both scales outside the sum
-    g [T,N] = dy[T,N] * s_w[N]        -> g_q, s_g[T]         s_w folded in before dy is quantized
-    dx[T,K] = g_q[T,N] @ wT_q[K,N]^T  * s_g[T]               wT_q: the bytes of w_q, transposed
-    dw[N,K] = h_q[N,T] @ xT_q[K,T]^T  * (c_max / s_w[N])     xT_q: the bytes of x_q, transposed
-              h_q = g_q^T with column t times c[t]/c_max, c = s_x*s_g: powers of two, so only exponents move
+    y [T,N] = x_q[T,K] @ w_q[N,K]^T    * s_x[T] * s_w[N]        both scales outside the sum
+    g [T,N] = dy[T,N] * s_w[N] * m[T]  -> g_q, s_g[T]           s_w folded in before dy is quantized; s_x = m * 2^e
+    dx[T,K] = g_q[T,N] @ wT_q[K,N]^T   * (s_g[T] / m[T])        wT_q: the bytes of w_q, transposed
+    dw[N,K] = h_q[N,T] @ xT_q[K,T]^T   * (c_max / s_w[N])       xT_q: the bytes of x_q, transposed
+              h_q = g_q^T with column t times c[t]/c_max, c = 2^e * s_g: powers of two, so only exponents move
 
-so forward and backward see the same weight, and the backward pass keeps one byte an element of x. Other granularities
-take the same road: a tensor scale or a square block transposes with its bytes, groups are quantized again along the
-other axis, and a GEMM without casts runs in the layer's high-precision dtype.
+so forward and backward see the same weight, and the backward pass keeps one byte an element of x. s_g is a power of two
+and the mantissa of s_x is in g already: x itself is scaled exactly as row scaling does it. Other granularities take
+the same road: a tensor scale or a square block transposes with its bytes, groups are quantized again along the other
+axis, and a GEMM without casts runs in the layer's high-precision dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import exponent_of
+from octavo.numerics.scaling import split_scale
 from octavo.ops import quantize, quantize_both, quantize_scaled, quantize_transposed, scaled_mm, transpose
 from octavo.recipe import Gemm, Recipe
 
@@ -78,23 +79,23 @@ class _Linear(torch.autograd.Function):
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        folds = plan.recipe.dx.w is not None and plan.recipe.dx.w.granularity == ROW
-        g = _quantize_dy(dy, s_w if folds else None, plan) if needs_x or needs_w else None
+        recipe = plan.recipe
+        fold_w = s_w if recipe.dx.w is not None and recipe.dx.w.granularity == ROW else None
+        m = split_scale(s_x)[0] if s_x is not None and recipe.dw.x is not None and recipe.dw.x.granularity == ROW else None
+        g = _quantize_dy(dy, fold_w, m, plan) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, w_data, s_w, w, plan).to(ctx.x_dtype)
+            dx = _dx(dy, g, m, w_data, s_w, w, plan).to(ctx.x_dtype)
         if needs_w:
-            dw = _dw(dy, g, x, s_x, s_w if folds else None, w.dtype, plan)
+            dw = _dw(dy, g, x, s_x, fold_w, w.dtype, plan)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None
 
 
-def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None, column_scale: Tensor | None = None) -> QTensor:
+def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
     """Quantize by the operand's history where it keeps one, else by its own amax."""
     if history is None:
-        return quantize(t, cast, column_scale)
-    if column_scale is not None:
-        t = t.float() * column_scale
+        return quantize(t, cast)
     if history.ready:
         q, amax = quantize_scaled(t, history.scale, cast)
     else:
@@ -121,15 +122,19 @@ def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor 
     return x_t.data, x_t.scale
 
 
-def _quantize_dy(dy: Tensor, s_w: Tensor | None, plan: Plan) -> QTensor | None:
-    """g = dy * s_w, quantized as dx wants it; None where dx runs unquantized."""
+def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -> QTensor | None:
+    """g = dy * s_w * m, quantized as dx wants it; None where dx runs unquantized."""
     cast = plan.recipe.dx.dy
     if cast is None:
         return None
-    return _quantize(dy, cast, plan.dy_history, None if s_w is None else s_w.t())
+    if s_w is None and m is None:
+        return _quantize(dy, cast, plan.dy_history)
+    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
 
 
-def _dx(dy: Tensor, g: QTensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan) -> Tensor:
+def _dx(
+    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan
+) -> Tensor:
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
@@ -137,6 +142,8 @@ def _dx(dy: Tensor, g: QTensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, p
         w_t = _transpose(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
     else:
         w_t = quantize_transposed(w, gemm.w)
+    if m is not None:
+        g = replace(g, scale=g.scale / m)
     return plan.mm(gemm, g, w_t, plan.dtype)  # [T,N] @ [K,N]^T
 
 
@@ -160,8 +167,8 @@ def _dw(
 
 
 def _dw_folded(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """dw from row-scaled g and x: their scales, powers of two on the reduction, move the exponents of g's bytes."""
-    exponent = (exponent_of(x_q.scale) + exponent_of(g.scale)).view(-1)  # [T] of c = s_x * s_g
+    """dw from row-scaled g and x: what their scales leave on the reduction, powers of two, moves the exponents of g."""
+    exponent = (split_scale(x_q.scale)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
     largest = exponent.amax()
     h = transpose(g.data, largest - exponent)  # [N,T]
     c_max = torch.exp2(largest.float())

@@ -32,9 +32,7 @@ class Linear(nn.Linear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        w = self.weight
+        dtype, w = _compute_dtype(x), self.weight
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if self.recipe.rotate:
@@ -50,3 +48,9 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype

@@ -80,9 +80,8 @@ def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     Saturates explicitly, since what torch's own conversion does beyond max differs by version, format and device. inf
     saturates too: whoever casts looks for it first (the scale of a non-finite block is NaN, `octavo.numerics.scaling`).
     """
-    if noise is not None:
-        return encode(x, fmt, noise).to(torch.uint8).view(fmt.dtype)
-    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    x = x.clamp(-fmt.max, fmt.max)
+    return x.to(fmt.dtype) if noise is None else encode(x, fmt, noise).to(torch.uint8).view(fmt.dtype)
 
 
 def widen(data: Tensor) -> Tensor:
@@ -93,11 +92,13 @@ def widen(data: Tensor) -> Tensor:
     """
     if data.dtype == torch.float8_e5m2:
         return (data.view(torch.int8).to(torch.int16) << 8).view(torch.float16).float()
-    if data.dtype == torch.float8_e4m3fn:
-        half = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # s0eeeemm m0000000
-        return half.view(torch.float16).float().mul_(256).masked_fill_((half & 0x3F80) == 0x3F80, torch.nan)
-    table = decode(torch.arange(256, device=data.device), format_of(data.dtype))
-    return table[data.view(torch.uint8).int()]
+    if data.dtype != torch.float8_e4m3fn:
+        return decode(torch.arange(256, device=data.device), format_of(data.dtype))[data.view(torch.uint8).int()]
+    bits = data.view(torch.int8).to(torch.int16)  # the sign, repeated down to the exponent
+    wide = (bits << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)  # s0eeeemm m0000000
+    nan = (data.view(torch.uint8) & 0x7F) == 0x7F
+    may_look = data.device.type == "cpu" and not torch.compiler.is_compiling()  # a look at the data costs a GPU a wait
+    return wide if may_look and not nan.any() else wide.masked_fill_(nan, torch.nan)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -106,9 +107,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _encode_power_of_two(x: Tensor, fmt: Format) -> Tensor:
-    """E8M0: the nearest power of two, 1.5 going to the even code; what is not a positive number is NaN."""
+    """E8M0: the nearest power of two, 1.5 of one going up; what is not a positive number is NaN."""
     fraction, exponent = torch.frexp(x)
-    low = exponent.long() - 1
-    up = (fraction > 0.75) | ((fraction == 0.75) & ((low + fmt.bias) % 2 == 1))
-    code = (low + fmt.bias + up).clamp(0, fmt.max_code)
+    code = (exponent.long() - 1 + fmt.bias + (fraction >= 0.75)).clamp(0, fmt.max_code)
     return torch.where((x > 0) & x.isfinite(), code, fmt.nan_code)

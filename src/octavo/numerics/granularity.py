@@ -34,6 +34,8 @@ class Granularity:
         for size in (self.rows, self.cols):
             if size is not None and size < 1:
                 raise ValueError(f"a block needs at least one row and one column, got {self.rows} x {self.cols}")
+        if (self.rows is None) != (self.cols is None) and self.rows != 1:
+            raise ValueError(f"only one row can span all columns, got a block of {self.rows} x {self.cols}")
 
     @property
     def name(self) -> str:
@@ -63,7 +65,10 @@ class Granularity:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
-        return tuple(-(-n // b) for n, b in zip(shape, self.block(shape), strict=True))
+        whole = self.cols is None  # a row, or a tensor, without elements still has its scale
+        sizes = (*shape[:-1], max(shape[-1], 1)) if whole and shape else shape
+        sizes = (1,) * len(shape) if self.rows is None else sizes
+        return tuple(-(-n // b) for n, b in zip(sizes, self.block(shape), strict=True))
 
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude in each block of `x`, in the scale's shape; NaN where a block holds one."""

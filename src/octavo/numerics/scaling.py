@@ -12,7 +12,7 @@ Source of delayed scaling: Micikevicius et al. (arXiv:2209.05433) and Transforme
 - The only absolute floor is the smallest normal float32, 2^-126: it keeps 1/scale finite, gives all-zero blocks zero
   bytes and a scale that no other can fall below, and leaves gradients of 1e-10 their relative error.
 - A block that holds inf or NaN gets the scale NaN: whatever is computed from it is NaN, never a plausible 448.
-- A single huge outlier takes the whole range of its block: with e4m3, elements 2^-18 of it and smaller become zero. That
+- A single huge outlier takes the whole range of its block: with e4m3, elements 2^-19 of it and smaller become zero. That
   is why finer blocks exist; a percentile rule instead lets the outlier saturate.
 """
 
@@ -37,7 +37,8 @@ def scale_from_amax(amax: Tensor, fmt: Format, *, power_of_two: bool = False, re
         power_of_two: round the scale up to a power of two.
         relative_floor: no scale is less than this part of the largest one in the tensor.
     """
-    scale = (amax.float() / fmt.max).clamp(min=SMALLEST_SCALE)
+    largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # by a Python number a GPU would not divide exactly
+    scale = (amax / largest).clamp(min=SMALLEST_SCALE)
     if relative_floor and scale.numel():
         scale = torch.maximum(scale, scale.nan_to_num(0, 0).amax() * relative_floor)
     if power_of_two:
@@ -50,9 +51,10 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def exponent_of(scale: Tensor) -> Tensor:
-    """The exponent (int32) of power-of-two float32 scales, read from their bits; 128 where the scale is NaN."""
-    return (scale.view(torch.int32) >> 23) - 127
+def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """m in [1, 2) (float32) and e (int32) with scale = m * 2^e, for positive normal float32 scales, from their bits."""
+    bits = scale.view(torch.int32)
+    return ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32), (bits >> 23) - 127
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Backend:
 def find_backend(device: torch.device, layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str]) -> Backend:
     """What `device` has for operands of these layouts and formats."""
     if device.type != "cuda":
-        return Backend("emulated", f"{device.type} has no FP8 GEMM: exact emulation in float32")
+        return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
     return _cuda_backend(torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None)
 
 

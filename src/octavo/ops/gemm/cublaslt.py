@@ -53,7 +53,7 @@ def scaled_mm(
         output_dtype=torch.bfloat16,
         use_fast_accum=fast_accumulation,
     )
-    y = y[:m, :n]
+    y = y[:m, :n].contiguous()
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)

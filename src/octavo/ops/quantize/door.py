@@ -13,17 +13,21 @@ from octavo.numerics.granularity import TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
 from octavo.ops.quantize import reference
+from octavo.ops.transpose import transpose
 
 
-def quantize(x: Tensor, cast: Cast, column_scale: Tensor | None = None) -> QTensor:
+def quantize(
+    x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_scale: Tensor | None = None
+) -> QTensor:
     """Quantize a matrix.
 
     Args:
         x: [M, K], floating. A block that holds inf or NaN gets a NaN scale.
         cast: format, granularity, scale and rounding (a history is not consulted: see `quantize_scaled`).
         column_scale: [1, K] float32, multiplied into the columns of x first.
+        row_scale: [M, 1] float32, multiplied into the rows after that.
     """
-    data, scale = torch.ops.octavo.quantize(x, *_words(cast), column_scale, _seed(x, cast))
+    data, scale = torch.ops.octavo.quantize(x, *_words(cast), column_scale, row_scale, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -41,8 +45,7 @@ def quantize_both(x: Tensor, cast: Cast) -> tuple[QTensor, QTensor]:
     q = quantize(x, cast)
     if not cast.granularity.transposes:
         return q, quantize_transposed(x, cast)
-    bytes_t = q.data.view(torch.uint8).t().contiguous().view(q.data.dtype)
-    return q, QTensor(bytes_t, q.scale.t(), q.format, q.layout)
+    return q, QTensor(transpose(q.data), q.scale.t(), q.format, q.layout)
 
 
 def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
@@ -71,7 +74,7 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
 
 
 def _check(x: Tensor) -> None:
-    if x.ndim != 2 or not x.is_floating_point() or x.element_size() < 2:
+    if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"quantize takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
 
 
@@ -83,10 +86,11 @@ def _quantize(
     scale: str,
     relative_floor: float,
     column_scale: Tensor | None,
+    row_scale: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize(x, _cast(fmt, granularity, scale, relative_floor), column_scale, seed)
+    return reference.quantize(x.contiguous(), _cast(fmt, granularity, scale, relative_floor), column_scale, row_scale, seed)
 
 
 @_quantize.register_fake
@@ -97,6 +101,7 @@ def _(
     scale: str,
     relative_floor: float,
     column_scale: Tensor | None,
+    row_scale: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return _fake(x, tuple(x.shape), _cast(fmt, granularity, scale, relative_floor))
@@ -107,7 +112,7 @@ def _quantize_transposed(
     x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize(x.t().contiguous(), _cast(fmt, granularity, scale, relative_floor), None, seed)
+    return reference.quantize(x.t().contiguous(), _cast(fmt, granularity, scale, relative_floor), None, None, seed)
 
 
 @_quantize_transposed.register_fake
@@ -120,7 +125,7 @@ def _(
 @torch.library.custom_op("octavo::quantize_scaled", mutates_args=())
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize_scaled(x, scale, fp8_format(fmt), seed)
+    return reference.quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
 
 
 @_quantize_scaled.register_fake

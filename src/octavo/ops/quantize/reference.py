@@ -18,11 +18,15 @@ from octavo.numerics.rounding import uniform_noise
 from octavo.numerics.scaling import scale_from_amax
 
 
-def quantize(x: Tensor, how: Cast, column_scale: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Data and scale of `x`, after its columns were multiplied by `column_scale` [1, K] where that is given."""
+def quantize(
+    x: Tensor, how: Cast, column_scale: Tensor | None, row_scale: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of x * column_scale [1, K] * row_scale [M, 1], multiplied in this order where they are given."""
     x = x.float()
     if column_scale is not None:
         x = x * column_scale
+    if row_scale is not None:
+        x = x * row_scale
     amax = how.granularity.amax(x) if x.numel() else x.new_zeros(how.granularity.scale_shape(tuple(x.shape)))
     scale = scale_from_amax(amax, how.fmt, power_of_two=how.power_of_two, relative_floor=how.relative_floor)
     inv_scale = how.granularity.expand(1 / scale, tuple(x.shape))

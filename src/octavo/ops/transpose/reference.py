@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.numerics.codec import cast, widen
-from octavo.numerics.formats import format_of
+from octavo.numerics.codec import widen
 
 
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     """The transpose of `data` [M, K], row m divided by 2^shift[m] first."""
     if shift is not None:
-        factor = torch.exp2(-shift.clamp(max=126).float()).unsqueeze(1)  # 2^-126 of 57,344 is zero in any format
-        data = cast(widen(data) * factor, format_of(data.dtype))
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+        factor = torch.exp2(-shift.clamp(max=100).float()).unsqueeze(1)  # 2^-100 of any number here is zero
+        data = (widen(data) * factor).to(data.dtype)  # exact in float32, then rounded once
+    return data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)

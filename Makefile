@@ -1,0 +1,35 @@
+# The two commands: `make demo` and `make test`. Both make their own environment in .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-gpu lint bench-cpu clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: .venv/installed  ## doctor, BF16 and FP8 training side by side, pack, generate
+	$(BIN)/python examples/demo.py
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## lint, types, and every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu" -n 2
+
+test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of torch, from the source tree
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio and loss gaps on this CPU
+	$(BIN)/python bench/cpu_step.py
+	$(BIN)/python bench/loss_gap.py
+	$(BIN)/python bench/tables.py
+
+clean:
+	rm -rf .venv runs build

@@ -1,0 +1,111 @@
+"""From a packed folder to a model that runs on its bytes. Everything is checked before anything is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.packed import PackedFolder, check_tensors, read_ignore, read_json
+from octavo.artifact.tensors import ArtifactError, load_tensors
+from octavo.serve.packed_linear import swap_linears
+from octavo.serve.skeleton import Skeleton, read_skeleton
+from octavo.train.checkpoint import model_tensors
+from octavo.train.tokenizer import Tokenizer, load_tokenizer
+
+
+class Loaded(NamedTuple):
+    """A packed model, ready to run: `context` is the number of tokens it can see."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
+    """Open a packed folder. Nothing but its files is read, and none of them is a pickle.
+
+    Args:
+        folder: what `octavo pack` wrote.
+        device: where the model shall be.
+
+    Returns:
+        The model in evaluation mode, its packed layers `PackedLinear` and all else BF16 (a `Llama` or `GPT2` of ours,
+        or a model of transformers), its tokenizer, and its context.
+
+    Raises:
+        FileNotFoundError: a file of the folder is missing.
+        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ImportError: the architecture needs transformers, which is not installed.
+    """
+    packed = PackedFolder(Path(folder))
+    ignore = read_ignore(read_json(packed.config), packed.config)
+    skeleton = read_skeleton(packed.path)
+    swap_linears(skeleton.model, _packed_names(skeleton, ignore, packed.config))
+    tensors = load_tensors(packed.tensors)
+    check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.tensors)
+    model = _materialize(skeleton, tensors).to(device)
+    return Loaded(model, load_tokenizer(packed.path), skeleton.context)
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """The tokens that end a text, as the folder's generation_config.json or config.json declares them."""
+    found: Any = None
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if found is None and path.is_file():
+            found = read_json(path).get("eos_token_id")
+    return frozenset(() if found is None else [found] if isinstance(found, int) else found)
+
+
+def _packed_names(skeleton: Skeleton, ignore: list[str], where: Path) -> list[str]:
+    """The linear layers of the model that are packed: those that `ignore` does not name."""
+    linears = skeleton.linears()
+    known = {disk for names in linears.values() for disk in names}
+    if unknown := [name for name in ignore if name not in known]:
+        raise ArtifactError(
+            f"{where}: ignore has {unknown[0]!r}, which is the name of no linear layer: pack the run again"
+        )
+    packed = []
+    for name, names in linears.items():
+        unpacked = [disk for disk in names if disk in ignore]
+        if not unpacked:
+            packed.append(name)
+        elif unpacked != names:
+            raise ArtifactError(
+                f"{where}: {', '.join(names)} are one layer here, and must all be packed or all be ignored; "
+                f"ignored are {', '.join(unpacked)}: pack the run again"
+            )
+    return packed
+
+
+def _materialize(skeleton: Skeleton, tensors: dict[str, Tensor]) -> nn.Module:
+    """The skeleton with its tensors, themselves and not copies, on the CPU."""
+    model: Any = skeleton.model
+    if skeleton.config is None:
+        _compute_buffers(model)
+    model.load_state_dict(skeleton.in_model(tensors), strict=False, assign=True)  # strict: a tied head is not stored
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
+    loaded: nn.Module = model
+    return loaded
+
+
+def _compute_buffers(model: Any) -> None:
+    """Let transformers compute what no file holds (rotary frequencies), by the rule that its own loading follows."""
+    for module in model.modules():
+        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        for name in names:
+            poison = torch.nan if module._buffers[name].is_floating_point() else 0
+            module._buffers[name] = torch.full_like(module._buffers[name], poison, device="cpu")
+        if names:
+            model._init_weights(module)
+        if left := [name for name in names if module._buffers[name].isnan().any()]:
+            raise ArtifactError(
+                f"transformers does not compute {left[0]} of {type(module).__name__}: this model cannot run here"
+            )

@@ -1,0 +1,89 @@
+"""A model without its numbers: the modules that a config.json describes, on the meta device, and their names on disk.
+
+Packing needs it to know which tensors are weights of linear layers, loading to know which tensors must be there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.packed import OTHER_DTYPE, read_json
+from octavo.artifact.tensors import ArtifactError
+from octavo.models import Config, build, from_hf_config, hf_mapping
+from octavo.models.llama import merge_from_hf, split_for_hf
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A model in BF16 on the meta device.
+
+    `config` is ours for an architecture of `octavo.models`, and None for a model of transformers, which has on disk the
+    names that it has in memory. `context`: the tokens that the model can see.
+    """
+
+    model: nn.Module
+    config: Config | None
+    context: int
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a file that hold `tensors`, which are named as in the model."""
+        split = split_for_hf if self.config is None else hf_mapping(self.config)[0]
+        return {ours: t for name, tensor in tensors.items() for ours, t in split(name, tensor).items()}
+
+    def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `on_disk`, for a whole file."""
+        return (merge_from_hf if self.config is None else hf_mapping(self.config)[1])(tensors)
+
+    def linears(self) -> dict[str, list[str]]:
+        """Each linear layer's name in the model, with the names of the one or more that hold it on disk."""
+        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+        return {
+            name: [disk.removesuffix(".weight") for disk in self.on_disk({f"{name}.weight": layer.weight})]
+            for name, layer in layers.items()
+        }
+
+
+def read_skeleton(folder: Path) -> Skeleton:
+    """The model that `folder`/config.json describes: of `octavo.models` if it is there, else of transformers.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ArtifactError: it is not JSON, or says nothing of a context.
+        ImportError: transformers is needed and not installed.
+    """
+    hf = read_json(folder / "config.json")
+    try:
+        found = from_hf_config(hf)
+    except ValueError:  # the architecture is ours, a feature of it is not
+        found = None
+    return transformers_skeleton(folder) if found is None else our_skeleton(found[1])
+
+
+def our_skeleton(config: Config) -> Skeleton:
+    """The skeleton of a model of `octavo.models`."""
+    with torch.device("meta"):
+        return Skeleton(build(config).to(OTHER_DTYPE).eval(), config, config.context)
+
+
+def transformers_skeleton(folder: Path) -> Skeleton:
+    """The skeleton of the causal language model of transformers that `folder`/config.json describes."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            f'{folder / "config.json"} describes a model that runs through transformers: pip install "octavo[hf]"'
+        ) from error
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise ArtifactError(f"{folder / 'config.json'} must state max_position_embeddings, got {context!r}")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=OTHER_DTYPE)
+    return Skeleton(model.eval(), None, context)

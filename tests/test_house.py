@@ -1,0 +1,155 @@
+"""The house rules that a machine can hold: which room may import which, and that nobody hides an import.
+
+    numerics < recipe < ops < nn < (models, dist, telemetry, artifact) < (train, serve, plan) < cli
+
+`quantize.py`, a function over ops, stands beside nn; `version.py` below everything; the package's own `__init__`, which
+gathers the public names, above every room but cli.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(octavo.__file__).parent
+ROOMS = [
+    {"version"},
+    {"numerics"},
+    {"recipe"},
+    {"ops"},
+    {"nn", "quantize"},
+    {"models", "dist", "telemetry", "artifact"},
+    {"train", "serve", "plan"},
+    {""},
+    {"cli"},
+    {"__main__"},
+]
+RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def module_name(path: Path) -> str:
+    parts = ["octavo", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+PACKAGES = {module_name(path) for path in ROOT.rglob("__init__.py")}
+
+
+def room_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
+    """The modules of ours that an import names; `from octavo.a import b` is octavo.a.b where that is a module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "octavo")
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "octavo":
+        for alias in node.names:
+            below = f"{node.module}.{alias.name}"
+            yield below if below in modules else str(node.module)
+
+
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    return {name for node in ast.walk(ast.parse(source)) for name in imported(node, modules)}
+
+
+def hidden_imports(source: str, modules: set[str]) -> list[int]:
+    """The lines of imports of ours that stand inside a function."""
+    functions = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    return [node.lineno for f in functions for node in ast.walk(f) if list(imported(node, modules))]
+
+
+def upward(module: str, imports: set[str]) -> set[str]:
+    """The imports that do not run downward, or stay in the room."""
+    room = room_of(module)
+    return {name for name in imports if room_of(name) != room and RANK[room_of(name)] >= RANK[room]}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+IMPORTS = {name: imports_of(source, set(SOURCES)) for name, source in SOURCES.items()}
+
+
+def test_every_room_has_its_place():
+    assert {room_of(name) for name in SOURCES} <= RANK.keys()
+    assert {"octavo.numerics.codec", "octavo.ops.gemm.door", "octavo"} <= SOURCES.keys()
+    assert "octavo.numerics.formats" in IMPORTS["octavo.numerics.codec"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_run_downward(name):
+    assert not upward(name, IMPORTS[name])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_import_of_ours_is_of_a_module_that_exists(name):
+    assert IMPORTS[name] <= SOURCES.keys()
+
+
+def test_there_are_no_cycles():
+    # What a package's __init__ gathers is imported with it: `from octavo.a import b` waits for all of octavo.a.
+    assert cycle(IMPORTS) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_import_hides_in_a_function(name):
+    assert hidden_imports(SOURCES[name], set(SOURCES)) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_are_absolute(name):
+    nodes = ast.walk(ast.parse(SOURCES[name]))
+    assert not [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+
+
+@pytest.mark.parametrize("operation", sorted(name for name in PACKAGES if name.startswith("octavo.ops.")))
+def test_a_reference_and_its_kernels_meet_at_the_door_alone(operation):
+    members = {name for name in SOURCES if name.startswith(f"{operation}.")}
+    reference, door = f"{operation}.reference", f"{operation}.door"
+    if reference in members:
+        assert not IMPORTS[reference] & members
+    for other in members - {door, reference}:
+        assert not IMPORTS[other] & {reference, door}
+
+
+def test_names_of_test_files_are_unique():
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+# ---- the rules themselves can fail
+
+
+def test_the_rules_see_what_they_forbid():
+    modules = {
+        "octavo",
+        "octavo.numerics",
+        "octavo.numerics.codec",
+        "octavo.ops",
+        "octavo.nn",
+        "octavo.models",
+        "octavo.dist",
+    }
+    assert imports_of("from octavo.numerics import codec, Cast", modules) == {
+        "octavo.numerics.codec",
+        "octavo.numerics",
+    }
+    assert imports_of("import octavo.ops\nimport torch\nfrom octavo import nn", modules) == {"octavo.ops", "octavo.nn"}
+    assert upward("octavo.numerics.codec", {"octavo.ops", "octavo.numerics"}) == {"octavo.ops"}
+    assert upward("octavo.models", {"octavo.dist", "octavo.nn"}) == {"octavo.dist"}
+    assert upward("octavo.nn", {"octavo"}) == {"octavo"}
+    assert hidden_imports("def f():\n    from octavo.nn import x", modules) == [2]
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})

@@ -1,0 +1,156 @@
+"""`octavo.quantize`, the function for one tensor by hand."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import octavo
+
+SHAPES = [(5,), (3, 70), (2, 3, 70), (2, 1, 3, 5)]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape).to(dtype)
+
+
+def quantize_block(block: np.ndarray) -> tuple[np.ndarray, np.float32]:
+    """E4M3 codes and the scale of one block."""
+    scale = np.abs(block).max() / np.float32(448)
+    shrunk = np.clip(block * (np.float32(1) / scale), -448, 448)
+    return shrunk.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [None, 32, 3])
+def test_ranks_one_to_four_by_row_and_group(shape, size):
+    x = tensor(shape)
+    q = octavo.quantize(x, granularity="row" if size is None else f"group:{size}")
+    step = size or shape[-1]
+    assert (q.data.shape, q.data.dtype) == (x.shape, torch.float8_e4m3fn)
+    assert tuple(q.scale.shape) == (*shape[:-1], -(-shape[-1] // step))
+    codes, scales = q.data.view(torch.uint8).numpy(), q.scale.numpy()
+    for row in np.ndindex(shape[:-1]):
+        for g in range(scales.shape[-1]):
+            expected, scale = quantize_block(x.numpy()[row][g * step : (g + 1) * step])
+            assert np.array_equal(codes[row][g * step : (g + 1) * step], expected)
+            assert scales[row][g] == scale
+
+
+@pytest.mark.parametrize("shape", [(), *SHAPES], ids=str)
+def test_ranks_nought_to_four_by_tensor(shape):
+    x = tensor(shape)
+    q = octavo.quantize(x, granularity="tensor")
+    expected, scale = quantize_block(x.numpy())
+    assert tuple(q.scale.shape) == (1,) * len(shape)
+    assert q.scale.item() == scale
+    assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
+
+
+@pytest.mark.parametrize("granularity", ["row", "group:32"])
+def test_a_single_number_has_no_row(granularity):
+    """Rank 0 with the default granularity: either it is one row, or the error says what to do."""
+    try:
+        q = octavo.quantize(torch.tensor(3.0), granularity=granularity)
+    except ValueError as error:
+        assert "granularity" in str(error)  # noqa: PT017
+    else:
+        assert q.dequantize().item() == 3.0
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (2, 0, 3)])
+def test_empty_tensors(shape):
+    q = octavo.quantize(torch.zeros(shape))
+    assert tuple(q.data.shape) == shape
+    assert tuple(q.dequantize().shape) == shape
+
+
+def test_blocks_of_a_matrix():
+    x = tensor((5, 70))
+    q = octavo.quantize(x, granularity="block:2x32")
+    assert tuple(q.scale.shape) == (3, 3)
+    for i, j in np.ndindex(3, 3):
+        expected, scale = quantize_block(x.numpy()[2 * i : 2 * i + 2, 32 * j : 32 * j + 32])
+        assert np.array_equal(q.data.view(torch.uint8).numpy()[2 * i : 2 * i + 2, 32 * j : 32 * j + 32], expected)
+        assert q.scale[i, j].item() == scale
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 70)], ids=str)
+def test_blocks_of_anything_else_are_refused(shape):
+    message = f"block:2x32 blocks need a matrix, got shape {list(shape)}: reshape it to two dimensions"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        octavo.quantize(tensor(shape), granularity="block:2x32")
+
+
+def test_mx():
+    x = tensor((3, 70))
+    q = octavo.quantize(x, granularity="group:32", scale="e8m0")
+    assert (tuple(q.scale.shape), q.scale.dtype) == ((3, 3), torch.float8_e8m0fnu)
+    groups = np.pad(np.abs(x.numpy()), ((0, 0), (0, 26))).reshape(3, 3, 32).max(-1)
+    exponents = np.ceil(np.log2(groups / 448)).astype(int)
+    assert np.array_equal(q.scale.view(torch.uint8).numpy(), exponents + 127)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_error_is_within_the_formats_spacing(fmt, dtype, rounding):
+    x = tensor((8, 64), dtype)
+    q = octavo.quantize(x, fmt, rounding=rounding)
+    facts = octavo.FORMATS[fmt]
+    spacing = torch.maximum(x.float().abs() * facts.epsilon, q.scale * facts.smallest_subnormal)
+    bound = spacing * (0.5 if rounding == "nearest" else 1.0) * 1.0001
+    assert ((q.dequantize() - x.float()).abs() <= bound).all()
+
+
+def test_stochastic_draws_follow_torch_manual_seed():
+    x = tensor((8, 64))
+    torch.manual_seed(1)
+    first, second = (octavo.quantize(x, rounding="stochastic").data.view(torch.uint8) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(octavo.quantize(x, rounding="stochastic").data.view(torch.uint8), first)
+    assert not torch.equal(first, second)
+
+
+def test_views_are_taken():
+    x = tensor((2, 70, 3)).transpose(1, 2)
+    q, expected = octavo.quantize(x), octavo.quantize(x.contiguous())
+    assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(q.scale, expected.scale)
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf", "-inf"])
+def test_non_finite_numbers_are_counted_and_located(poison):
+    x = tensor((2, 3, 70))
+    x[1, 0, 5] = x[1, 2, 3] = float(poison)
+    message = f"quantize needs finite numbers: 2 of 420 are not, the first, {poison}, at [1, 0, 5]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        octavo.quantize(x)
+
+
+def test_a_single_non_finite_number():
+    with pytest.raises(ValueError, match=r"1 of 1 are not, the first, nan, at \[\]"):
+        octavo.quantize(torch.tensor(torch.nan), granularity="tensor")
+
+
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        ({"format": "fp8"}, ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"]),
+        ({"granularity": "channel"}, ["tensor", "row", "group:G", "block:RxC"]),
+        ({"scale": "fp16"}, ["fp32", "pow2", "e8m0"]),
+        ({"rounding": "down"}, ["nearest", "stochastic"]),
+    ],
+)
+def test_unknown_words_are_answered_with_the_choices(words, choices):
+    with pytest.raises(ValueError, match=repr(next(iter(words.values())))) as error:
+        octavo.quantize(torch.ones(2, 2), **words)
+    assert all(choice in str(error.value) for choice in choices)
+
+
+def test_integers_are_refused():
+    with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, got torch.int32"):
+        octavo.quantize(torch.ones(2, 2, dtype=torch.int32))

@@ -1,0 +1,237 @@
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from octavo.numerics import ROW, TENSOR, Cast, History, block, group
+from octavo.recipe import (
+    PRESETS,
+    WEIGHT_FLOOR,
+    Gemm,
+    Recipe,
+    bf16,
+    blockwise,
+    delayed,
+    get_recipe,
+    groupwise,
+    mxfp8,
+    rowwise,
+    rowwise_dw_bf16,
+    tensorwise,
+)
+
+POW2_ROW = Cast(scale="pow2")
+CUSTOM = Recipe(
+    "mine",
+    y=Gemm(x=Cast("e5m2", group(96), "e8m0", "stochastic"), w=Cast(granularity=block(3, 5), relative_floor=0.125)),
+    dx=Gemm(
+        dy=Cast("e5m2", TENSOR, history=History(16, "percentile", 99.5, 0.5, 1.5, 4)),
+        w=Cast("e4m3fnuz", TENSOR, "pow2"),
+        fast_accumulation=True,
+    ),
+    rotate=True,
+)
+
+
+# ---- what each preset is
+
+
+def casts(recipe: Recipe) -> dict[str, tuple[Cast | None, Cast | None]]:
+    return {"y": (recipe.y.x, recipe.y.w), "dx": (recipe.dx.dy, recipe.dx.w), "dw": (recipe.dw.dy, recipe.dw.x)}
+
+
+def three(x: Cast, w: Cast, dy: Cast) -> dict[str, tuple[Cast, Cast]]:
+    return {"y": (x, w), "dx": (dy, w), "dw": (dy, x)}
+
+
+def test_bf16_quantizes_nothing():
+    assert bf16() == Recipe("bf16")
+    assert not any(gemm.quantized for gemm in (bf16().y, bf16().dx, bf16().dw))
+
+
+def test_tensorwise():
+    x = Cast("e4m3", TENSOR, "fp32")
+    assert casts(tensorwise()) == three(x, x, replace(x, format="e5m2"))
+
+
+def test_rowwise():
+    weight = Cast("e4m3", ROW, "fp32", relative_floor=2.0**-8)
+    assert WEIGHT_FLOOR == 2.0**-8
+    assert casts(rowwise()) == three(POW2_ROW, weight, POW2_ROW)
+
+
+def test_rowwise_dw_bf16_is_rowwise_but_for_dw():
+    assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dw=Gemm())
+
+
+def test_delayed():
+    x = Cast("e4m3", TENSOR, "fp32", history=History(1024, "max"))
+    assert casts(delayed()) == three(x, x, replace(x, format="e5m2"))
+    history = History(16, "ema")
+    assert {cast.history for pair in casts(delayed(history=history)).values() for cast in pair} == {history}
+
+
+def test_blockwise():
+    x = Cast("e4m3", group(128), "fp32")
+    assert casts(blockwise()) == three(x, Cast("e4m3", block(128, 128), "fp32"), x)
+
+
+def test_mxfp8():
+    x = Cast("e4m3", group(32), "e8m0")
+    assert casts(mxfp8()) == three(x, x, x)
+
+
+def test_groupwise():
+    for size in (32, 64, 128):
+        x = Cast("e4m3", group(size), "fp32")
+        assert casts(groupwise(size=size)) == three(x, x, x)
+    assert groupwise() == groupwise(size=64)
+
+
+def test_gradients_are_e5m2_where_the_scale_spans_the_tensor_and_e4m3_elsewhere():
+    formats = {name: preset().dx.dy.format for name, preset in PRESETS.items() if preset().dx.dy is not None}
+    assert formats == {
+        "tensorwise": "e5m2",
+        "rowwise": "e4m3",
+        "rowwise_dw_bf16": "e4m3",
+        "delayed": "e5m2",
+        "blockwise": "e4m3",
+        "mxfp8": "e4m3",
+        "groupwise": "e4m3",
+    }
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if n != "bf16"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m2fnuz"])
+def test_the_gradients_format_can_be_chosen(name, fmt):
+    recipe = PRESETS[name](gradients=fmt)
+    assert recipe.dx.dy.format == fmt
+    assert recipe.dw.dy is None or recipe.dw.dy.format == fmt
+    assert recipe.y == PRESETS[name]().y
+
+
+def test_fast_accumulation_forward_only_and_no_rotation():
+    for name, preset in PRESETS.items():
+        recipe = preset()
+        flags = (recipe.y.fast_accumulation, recipe.dx.fast_accumulation, recipe.dw.fast_accumulation)
+        assert flags == (name != "bf16", False, False)
+        assert recipe.name == name
+        assert not recipe.rotate
+
+
+def test_only_delayed_recipes_are_delayed():
+    assert {name for name, preset in PRESETS.items() if preset().delayed} == {"delayed"}
+    assert CUSTOM.delayed
+    assert Recipe("w", y=Gemm(x=Cast(), w=Cast(granularity=TENSOR, history=History()))).delayed
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize("recipe", [*(preset() for preset in PRESETS.values()), CUSTOM], ids=lambda r: r.name)
+def test_json_round_trip(recipe):
+    text = recipe.to_json()
+    assert Recipe.from_json(text) == recipe
+    assert Recipe.from_json(json.dumps(json.loads(text), indent=4, sort_keys=True)) == recipe
+
+
+def test_json_says_what_the_recipe_says():
+    """Known text, so that files written today are read tomorrow."""
+    weight = {"format": "e4m3", "granularity": "row", "scale": "fp32", "rounding": "nearest", "history": None}
+    assert json.loads(rowwise().to_json())["y"] == {
+        "x": weight | {"scale": "pow2", "relative_floor": 0.0},
+        "w": weight | {"relative_floor": 0.00390625},
+        "fast_accumulation": True,
+    }
+    history = json.loads(CUSTOM.to_json())["dx"]["dy"]["history"]
+    assert history == {
+        "length": 16,
+        "rule": "percentile",
+        "percentile": 99.5,
+        "beta": 0.5,
+        "margin": 1.5,
+        "interval": 4,
+    }
+    assert json.loads(CUSTOM.to_json())["dw"] == {"fast_accumulation": False}
+
+
+def test_equal_recipes_hash_alike_and_are_frozen():
+    assert len({rowwise(), rowwise(), Recipe.from_json(rowwise().to_json())}) == 1
+    with pytest.raises(FrozenInstanceError):
+        rowwise().rotate = True
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("gemms", "message"),
+    [
+        ({"y": Gemm(x=Cast())}, r"y takes casts of x and w, got \['x'\]"),
+        ({"y": Gemm(x=Cast(), dy=Cast())}, r"y takes casts of x and w, got \['dy', 'x'\]"),
+        ({"dx": Gemm(dy=Cast(), x=Cast())}, r"dx takes casts of dy and w, got \['dy', 'x'\]"),
+        ({"dw": Gemm(dy=Cast())}, r"dw takes casts of dy and x, got \['dy'\]"),
+        ({"dw": Gemm(x=Cast(), w=Cast(), dy=Cast())}, r"dw takes casts of dy and x, got \['dy', 'w', 'x'\]"),
+    ],
+)
+def test_each_gemm_takes_its_two_operands_or_none(gemms, message):
+    with pytest.raises(ValueError, match="recipe odd: " + message):
+        Recipe("odd", **gemms)
+
+
+def test_a_row_scaled_w_in_dx_must_be_the_one_of_y():
+    good = Gemm(dy=POW2_ROW, w=Cast())
+    assert Recipe("fine", y=Gemm(x=POW2_ROW, w=Cast()), dx=good).dx == good
+    for y in (Gemm(), Gemm(x=POW2_ROW, w=Cast("e5m2")), Gemm(x=POW2_ROW, w=Cast(granularity=TENSOR))):
+        with pytest.raises(ValueError, match="recipe odd: a row-scaled w in dx must be the cast of w in y"):
+            Recipe("odd", y=y, dx=good)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"y": Gemm()},
+        {"y": Gemm(x=Cast(), w=Cast())},
+        {"dx": Gemm()},
+        {"dx": Gemm(dy=replace(POW2_ROW, format="e5m2"), w=Cast())},
+        {"dw": Gemm(x=Cast(), dy=POW2_ROW)},
+        {"dw": Gemm(x=POW2_ROW, dy=Cast())},
+        {"dw": Gemm(x=POW2_ROW, dy=Cast(granularity=TENSOR))},
+    ],
+    ids=str,
+)
+def test_a_row_scaled_dw_folds_powers_of_two(change):
+    gemms = {"y": Gemm(x=POW2_ROW, w=Cast()), "dx": Gemm(dy=POW2_ROW, w=Cast()), "dw": Gemm(x=POW2_ROW, dy=POW2_ROW)}
+    Recipe("fine", **gemms)
+    if not change.get("y", gemms["y"]).quantized:
+        gemms["dx"] = Gemm(dy=POW2_ROW, w=Cast(granularity=TENSOR))  # a row-scaled w would be refused for itself
+    with pytest.raises(ValueError, match="recipe odd: a row-scaled dw takes the casts of x in y and of dy in dx"):
+        Recipe("odd", **gemms | change)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": "fp8"}, "'fp8' is no format to quantize to: choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
+        ({"format": "bf16"}, "'bf16' is no format to quantize to"),
+        ({"scale": "fp16"}, "unknown kind of scale 'fp16': choose one of fp32, pow2, e8m0"),
+        ({"rounding": "up"}, "unknown rounding 'up': choose one of nearest, stochastic"),
+        ({"relative_floor": -0.1}, "0 to 1, got -0.1"),
+        ({"relative_floor": 1.5}, "0 to 1, got 1.5"),
+        ({"relative_floor": float("nan")}, "0 to 1, got nan"),
+        ({"history": History()}, "needs granularity tensor, got row"),
+        ({"history": History(), "granularity": group(32)}, "needs granularity tensor, got group:32"),
+    ],
+)
+def test_casts_refuse(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Cast(**fields)
+
+
+def test_recipes_by_name():
+    for name, preset in PRESETS.items():
+        assert get_recipe(name) == preset()
+    assert get_recipe(CUSTOM) is CUSTOM
+    with pytest.raises(ValueError, match="unknown recipe 'row': choose one of") as error:
+        get_recipe("row")
+    assert all(name in str(error.value) for name in PRESETS)

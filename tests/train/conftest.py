@@ -1,0 +1,91 @@
+"""A tiny run: two layers of width 32 on 20 kB of text. A step takes some milliseconds on one thread."""
+
+import json
+import random
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.train.config import Config
+from octavo.train.start import resume, start
+
+WORDS = "a quire of sheets folded three times makes eight leaves an octavo and cut pages".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Products of a few thousand elements wait for a second thread longer than they take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=12)) for _ in range(300)))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path, text):
+    """settings(**overrides): the configuration of a tiny run in `tmp_path`/run."""
+
+    def make(**overrides):
+        tiny = {
+            "data": (str(text),),
+            "layers": 2,
+            "width": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "mlp_width": 64,
+            "context": 32,
+            "batch": 2,
+            "steps": 8,
+            "warmup": 2,
+            "learning_rate": 1e-2,
+            "min_learning_rate": 1e-3,
+            "device": "cpu",
+            "out": str(tmp_path / "run"),
+            "log_every": 1,
+            "evaluate_every": 4,
+            "evaluate_batches": 2,
+            "save_every": 4,
+        }
+        return Config(**(tiny | overrides))
+
+    return make
+
+
+@pytest.fixture
+def begin(settings):
+    """begin(**overrides): the `Trainer` of a new tiny run."""
+    return lambda **overrides: start(settings(**overrides), Console(quiet=True))
+
+
+@pytest.fixture
+def go_on():
+    """go_on(folder, *overrides): the `Trainer` of a run taken up again."""
+    return lambda folder, *overrides: resume(folder, overrides, Console(quiet=True))
+
+
+def _refuse(constant):
+    raise ValueError(f"{constant} is not JSON")
+
+
+@pytest.fixture
+def records():
+    """records(folder, key): {step: value} of every record in the run's metrics.jsonl that has `key`, each step once."""
+
+    def read(folder, key="loss"):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line, parse_constant=_refuse) for line in lines]
+        found = [(record["step"], record[key]) for record in found if key in record]
+        assert len(dict(found)) == len(found), "a step stands twice"
+        return dict(found)
+
+    return read

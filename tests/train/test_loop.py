@@ -1,0 +1,273 @@
+"""The steps of the training loop, and what must not change them."""
+
+import copy
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo import PRESETS, Cast, Gemm, Recipe, convert, scale_state
+from octavo.train.checkpoint import model_tensors
+from octavo.train.loop import Trainer, TrainingError
+from octavo.train.optimizer import make_optimizer
+
+
+def copied(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_same(found, required):
+    assert found.keys() == required.keys()
+    different = [name for name in required if not torch.equal(found[name], required[name])]
+    assert not different
+
+
+def gradients(trainer):
+    """The gradients, as the optimizer sees them in one step; and that step's loss and norm."""
+    seen = {}
+
+    def note(optimizer, args, kwargs):
+        seen.update({name: p.grad.detach().clone() for name, p in trainer.model.named_parameters()})
+
+    handle = trainer.state.optimizer.register_step_pre_hook(note)
+    loss, norm = trainer.step()
+    handle.remove()
+    return seen, loss, norm
+
+
+def in_double(trainer, batches):
+    """Loss and gradients of these batches, each of one weight, in float64."""
+    model = copy.deepcopy(trainer.model).double()
+    inputs = torch.cat([inputs for inputs, _ in batches])
+    targets = torch.cat([targets for _, targets in batches])
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, loss.detach()
+
+
+@pytest.fixture
+def stochastic(monkeypatch):
+    """A recipe whose operands and gradients are rounded stochastically, from torch's random state."""
+    cast = Cast(rounding="stochastic", scale="pow2")
+    three = Recipe("stochastic", y=Gemm(x=cast, w=cast), dx=Gemm(dy=cast, w=cast), dw=Gemm(dy=cast, x=cast))
+    monkeypatch.setitem(PRESETS, "stochastic", lambda: three)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_every_recipe_trains(begin, recipe):
+    trainer = begin(recipe=recipe, steps=4, log_every=4)
+    before = copied(model_tensors(trainer.model))
+    result = trainer.run()
+    assert (result.step, result.interrupted) == (4, None)
+    assert math.isfinite(result.evaluation_loss)
+    after = model_tensors(trainer.model)
+    assert all(tensor.isfinite().all() and tensor.dtype == torch.float32 for tensor in after.values())
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_loss_falls_below_what_the_frequency_of_bytes_alone_gives(begin, text):
+    content = text.read_bytes()
+    shares = [count / len(content) for count in Counter(content).values()]
+    entropy = -sum(share * math.log(share) for share in shares)
+    trainer = begin(steps=80, batch=8, log_every=80, evaluate_every=80, save_every=80)
+    assert trainer.evaluate() == pytest.approx(math.log(256), abs=0.1)
+    assert trainer.run().evaluation_loss < entropy - 0.2
+
+
+def test_recipes_start_from_the_same_weights_and_see_the_same_batches(begin, tmp_path):
+    seen = {}
+    for recipe in ("bf16", "rowwise", "delayed"):
+        trainer = begin(recipe=recipe, steps=3, accumulate=2, out=str(tmp_path / recipe))
+        weights, batches, at = copied(model_tensors(trainer.model)), [], trainer.training.at
+        trainer.training.at = lambda index, at=at, batches=batches: batches.append((index, at(index)[0])) or at(index)
+        trainer.run()
+        seen[recipe] = weights, batches
+    for weights, batches in seen.values():
+        assert_same(weights, seen["bf16"][0])
+        assert [index for index, _ in batches] == [0, 1, 2, 3, 4, 5]
+        assert all(torch.equal(mine, other) for (_, mine), (_, other) in zip(batches, seen["bf16"][1], strict=True))
+
+
+@pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (2, 2), (1, 4)])
+def test_gradient_is_the_mean_over_all_micro_batches(begin, batch, accumulate):
+    settings = {"model": "gpt2", "recipe": "bf16", "precision": "fp32", "clip": 0.0}
+    trainer = begin(batch=batch, accumulate=accumulate, **settings)
+    required, required_loss = in_double(trainer, [trainer.training.at(i) for i in range(accumulate)])
+    found, loss, norm = gradients(trainer)
+    assert found.keys() == required.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        error = (gradient.double() - required[name]).norm() / required[name].norm()
+        assert error < 1e-5, name
+    assert abs(loss - required_loss) < 1e-6
+    required_norm = torch.cat([gradient.flatten() for gradient in required.values()]).norm()
+    assert abs(norm / required_norm - 1) < 1e-6
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
+def test_gradients_are_float32_under_autocast(begin, recipe):
+    found, loss, norm = gradients(begin(recipe=recipe))
+    assert {gradient.dtype for gradient in found.values()} | {loss.dtype, norm.dtype} == {torch.float32}
+
+
+def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
+    free, _, free_norm = gradients(begin(recipe="bf16", clip=0.0, out=str(tmp_path / "free")))
+    clipped, _, norm = gradients(begin(recipe="bf16", clip=0.25, out=str(tmp_path / "clipped")))
+    loose, _, _ = gradients(begin(recipe="bf16", clip=100.0, out=str(tmp_path / "loose")))
+    assert norm == free_norm > 0.5  # what is reported is the norm before clipping
+    assert_same(loose, free)
+    for name, gradient in clipped.items():
+        torch.testing.assert_close(gradient, free[name] * (0.25 / norm), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_each_step_has_its_learning_rate(begin, records, schedule):
+    trainer = begin(recipe="bf16", steps=8, warmup=2, decay=0.5, schedule=schedule)
+    used = []
+    trainer.state.optimizer.register_step_pre_hook(lambda *_: used.append(trainer.state.optimizer.param_groups[0]["lr"]))
+    trainer.run()
+    half = [1e-3 + 9e-3 * (1 + math.cos(math.pi * k / 6)) / 2 for k in range(6)]
+    line = [1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3]
+    assert used == pytest.approx([5e-3, 1e-2, *(half if schedule == "cosine" else line)])
+    assert list(records(trainer.run_folder.path, "learning_rate").values()) == used
+    assert len({group["lr"] for group in trainer.state.optimizer.param_groups}) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
+def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe):
+    trainer = begin(recipe=recipe)
+    trainer.step()
+    state = copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()})
+    first = trainer.evaluate()
+    assert_same(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()}, state)
+    assert trainer.evaluate() == first
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_evaluation_is_the_mean_over_the_first_batches_held_out(begin):
+    trainer = begin(model="gpt2", recipe="bf16", precision="fp32", evaluate_batches=3)
+    _, required = in_double(trainer, [trainer.validation.at(i) for i in range(3)])
+    assert abs(trainer.evaluate() - required) < 1e-6
+
+
+def test_evaluation_takes_no_batch_twice(begin):
+    trainer = begin(recipe="bf16", evaluate_batches=1000)
+    taken, at = [], trainer.validation.at
+    trainer.validation.at = lambda index: taken.append(index) or at(index)
+    trainer.evaluate()
+    assert taken == list(range(trainer.validation.sequences // 2))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "stochastic"])
+def test_sampling_leaves_the_random_state_alone(begin, stochastic, recipe):
+    trainer = begin(recipe=recipe)
+    state = torch.get_rng_state()
+    first = trainer.sample(40)  # more than the context
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert trainer.sample(40) == first
+    assert len(first.encode()) >= 40
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "stochastic"])
+def test_looking_does_not_change_the_run(begin, stochastic, tmp_path, recipe):
+    """Logging, evaluating, sampling and saving at every step, or none of them until the last."""
+    ends = []
+    for every in (1, 6):
+        often = {"log_every": every, "evaluate_every": every, "save_every": every, "sample": 8}
+        trainer = begin(recipe=recipe, steps=6, out=str(tmp_path / str(every)), **often)
+        trainer.run()
+        state = model_tensors(trainer.model) | scale_state(trainer.model)
+        ends.append(copied(state | {"random": torch.get_rng_state()}))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed", "stochastic"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_path, recipe, model):
+    ends = []
+    for recompute in (False, True):
+        out = str(tmp_path / f"{recompute}")
+        trainer = begin(recipe=recipe, model=model, accumulate=2, checkpoint_activations=recompute, out=out)
+        losses = torch.stack([trainer.step()[0] for _ in range(3)])
+        ends.append(copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"losses": losses}))
+    assert_same(*ends)
+
+
+def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
+    """The graph that torch.compile captures, run without generated code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    ends = []
+    for compiled in (False, True):
+        trainer = begin(layers=1, compile=compiled, steps=3, evaluate_every=2, out=str(tmp_path / f"{compiled}"))
+        result = trainer.run()
+        ends.append(copied(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)}))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it loads its compiler
+def test_compiled_steps_are_those_of_eager(begin, tmp_path):
+    losses = {}
+    for compiled in (False, True):
+        trainer = begin(compile=compiled, out=str(tmp_path / f"{compiled}"))
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256))  # of few kernels: each takes seconds to build
+        convert(model, "rowwise")
+        state = replace(trainer.state, model=model, optimizer=make_optimizer(model, trainer.config))
+        parts = (trainer.training, trainer.validation, trainer.tokenizer, trainer.run_folder, trainer.console)
+        trainer = Trainer(trainer.config, state, *parts)
+        losses[compiled] = [float(trainer.step()[0]) for _ in range(3)]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    assert losses[True][2] < losses[True][0] - 0.05
+
+
+def test_frozen_parameters_stay(begin):
+    trainer = begin(steps=3)
+    model = trainer.model
+    for name, p in model.named_parameters():
+        p.requires_grad_("self_attn" in name)
+    trainer.state.optimizer = make_optimizer(model, trainer.config)
+    before = copied(model_tensors(model))
+    trainer.run()
+    moved = {name for name, tensor in model_tensors(model).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if "self_attn" in name}
+
+
+# --- A run that breaks
+
+
+@pytest.mark.parametrize(
+    ("every", "last"),
+    [({}, 4), ({"log_every": 8, "evaluate_every": 1}, 4), ({"log_every": 8, "evaluate_every": 8, "save_every": 6}, 0)],
+    ids=["log", "evaluate", "save"],
+)
+def test_loss_that_is_no_number_names_the_step_and_the_last_checkpoint(begin, records, every, last):
+    trainer = begin(recipe="bf16", **every)
+    step = trainer.step
+
+    def broken():
+        if trainer.state.step == 5:
+            trainer.model.model.norm.weight.data.fill_(math.inf)
+        return step()
+
+    trainer.step = broken
+    with pytest.raises(TrainingError, match="step 6: the loss is nan") as caught:
+        trainer.run()
+    run = trainer.run_folder
+    assert run.checkpoints() == ([run.checkpoint(4)] if last else [])
+    assert (str(run.checkpoint(4)) if last else "no checkpoint was saved yet") in str(caught.value)
+    assert max([0, *records(run.path), *records(run.path, "evaluation_loss")]) < 6
+
+
+def test_gradient_that_is_no_number_ends_a_bf16_run_before_it_is_saved(begin):
+    trainer = begin(recipe="bf16", save_every=3, log_every=8, evaluate_every=8)
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient * math.inf if trainer.state.step == 2 else gradient)
+    with pytest.raises(TrainingError, match=r"step 3: .* norm (inf|nan)"):
+        trainer.run()
+    assert trainer.run_folder.checkpoints() == []

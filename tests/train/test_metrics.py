@@ -1,0 +1,123 @@
+"""metrics.jsonl, TensorBoard's events, and the line on the terminal."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from octavo.train.checkpoint import model_tensors
+from octavo.train.metrics import Metrics, show_progress
+
+WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_writes_all_that_was_promised(begin, records, tmp_path):
+    trainer = begin(steps=6, log_every=2, evaluate_every=3, sample=5)
+    trainer.run()
+    run = trainer.run_folder.path
+    keys = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "dtypes", "weights")
+    assert [list(records(run, key)) for key in keys] == [[2, 4, 6]] * 6
+    assert [list(records(run, key)) for key in ("evaluation_loss", "sample")] == [[3, 6]] * 2
+    assert all(speed > 0 for speed in records(run, "tokens_per_second").values())
+    weights = records(run, "weights")[6]
+    assert weights == {n: [float(t.min()), float(t.max())] for n, t in model_tensors(trainer.model).items()}
+
+
+def test_gradient_norm_is_that_of_all_gradients_before_clipping(begin, records):
+    trainer = begin(steps=3, clip=0.1, accumulate=2)
+    squares = {}
+
+    def note(name):
+        def add(p):
+            squares[name] = float(p.grad.double().square().sum())  # the last micro-batch leaves the whole
+
+        return add
+
+    for name, p in trainer.model.named_parameters():
+        p.register_post_accumulate_grad_hook(note(name))
+    required = []
+    step = trainer.step
+    trainer.step = lambda: (step(), required.append(math.sqrt(sum(squares.values()))))[0]
+    trainer.run()
+    assert list(records(trainer.run_folder.path, "gradient_norm").values()) == pytest.approx(required, rel=1e-5)
+    assert min(required) > 0.2
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(WHOLE)
+    with Metrics(path, tensorboard=False, resumed_at=2) as metrics:
+        metrics.write(3, loss=0.25)
+    assert steps(path) == [1, 1, 2, 2, 3]
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3, "loss": 0.25}
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, cut):
+    """Wherever it was cut, just before its end of line included."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(WHOLE[:-cut])
+    with Metrics(path, tensorboard=False, resumed_at=3) as metrics:
+        metrics.write(4, loss=0.25)
+    found = steps(path)
+    assert found[-1] == 4
+    assert found[:-1] == [1, 1, 2, 2, 3, 3][: WHOLE[:-cut].count("\n")]
+
+
+def test_a_new_run_starts_from_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(WHOLE)
+    with Metrics(path, tensorboard=False, resumed_at=0):
+        pass
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_is_null(tmp_path, value):
+    """JSON has no word for it, and a reader other than Python's stops there."""
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, tensorboard=False, resumed_at=0) as metrics:
+        metrics.write(1, gradient_norm=value, loss=1.5)
+    assert path.read_text() == '{"step": 1, "gradient_norm": null, "loss": 1.5}\n'
+
+
+def test_progress_is_one_line_however_narrow_the_terminal():
+    out = io.StringIO()
+    record = {"loss": 1.23456, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 12345.6, "loss_scale": 65536.0}
+    show_progress(Console(file=out, width=40), 7, 1000, record, 3725.4)
+    line = out.getvalue()
+    assert line.count("\n") == 1
+    for part in ("step    7/1000", "loss 1.2346", "lr 1.00e-03", "grad norm 0.50", "12,346 tokens/s", "loss scale 65536", "1:02:05"):
+        assert part in line
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+def test_tensorboard_reads_the_events(begin, go_on, records):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = begin(tensorboard=True, steps=4)
+    trainer.run()
+    run = trainer.run_folder.path
+    go_on(run, "--steps", "6").run()
+    events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "learning_rate", "gradient_norm", "evaluation_loss"):
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(records(run, name))
+    assert list(records(run)) == [1, 2, 3, 4, 5, 6]
+    weight = "model.layers.0.mlp.up_proj.weight"
+    largest = {step: max(map(abs, ranges[weight])) for step, ranges in records(run, "weights").items()}
+    assert {e.step: e.value for e in events.Scalars(f"weights/{weight}/largest")} == pytest.approx(largest)
+
+
+def test_without_tensorboard_the_error_names_the_extra(begin, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r'pip install "octavo\[tensorboard\]"'):
+        begin(tensorboard=True).run()
+    assert torch.is_grad_enabled()
