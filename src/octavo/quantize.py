@@ -31,7 +31,8 @@ def quantize(
     if bad.any():
         first = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"quantize needs finite numbers: {int(bad.sum())} of {x.numel()} are not, the first, {x[tuple(first)]}, at {first}"
+            f"quantize needs finite numbers: {int(bad.sum())} of {x.numel()} are not, "
+            f"the first, {x[tuple(first)]}, at {first}"
         )
     if x.ndim != 2 and cast.granularity.rows not in (None, 1):
         raise ValueError(f"{granularity} blocks need a matrix, got shape {list(x.shape)}: reshape it to two dimensions")

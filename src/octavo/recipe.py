@@ -24,7 +24,7 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR, block, group
 from octavo.numerics.scaling import History
 
-# A weight row far below the others would vanish from dy * s_w, and an all-zero one could never learn: docs/decisions.md.
+# A weight row far below the others would vanish from dy * s_w, an all-zero one could never learn: docs/decisions.md.
 WEIGHT_FLOOR = 2.0**-8
 
 
@@ -68,7 +68,9 @@ class Recipe:
         for gemm, operands in (("y", ("x", "w")), ("dx", ("dy", "w")), ("dw", ("dy", "x"))):
             given = {op for op in ("x", "w", "dy") if getattr(getattr(self, gemm), op) is not None}
             if given and given != set(operands):
-                raise ValueError(f"recipe {self.name}: {gemm} takes casts of {' and '.join(operands)}, got {sorted(given)}")
+                raise ValueError(
+                    f"recipe {self.name}: {gemm} takes casts of {' and '.join(operands)}, got {sorted(given)}"
+                )
         if self.dx.w is not None and self.dx.w.granularity == ROW:
             self._check_row_dx()
         if self.dw.x is not None and self.dw.x.granularity == ROW:
@@ -88,8 +90,8 @@ class Recipe:
         assert dy is not None
         if x != self.y.x or dy != self.dx.dy or dy.granularity != ROW or not dy.power_of_two:
             raise ValueError(
-                f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy with "
-                "power-of-two scales, since these are folded into the exponents of dy's bytes"
+                f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy "
+                "with power-of-two scales, since these are folded into the exponents of dy's bytes"
             )
 
     @property

@@ -89,7 +89,9 @@ def test_rowwise_keeps_the_accuracy_of_separate_row_scaling(kind: str, t: int, k
         assert sqnr(e, o) > sqnr(e, u) - 0.5, name
 
 
-@pytest.mark.parametrize(("recipe", "floor"), [(r, (27, 23, 23) if r in ("tensorwise", "delayed") else (27, 27, 27)) for r in QUANTIZED])
+@pytest.mark.parametrize(
+    ("recipe", "floor"), [(r, (27, 23, 23) if r in ("tensorwise", "delayed") else (27, 27, 27)) for r in QUANTIZED]
+)
 def test_every_recipe_is_near_the_exact_product(recipe: str, floor: tuple[float, float, float]) -> None:
     linear = converted(recipe)
     x, dy = torch.randn(T, K), torch.randn(T, N) * 1e-3

@@ -14,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from octavo import serve
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config
-from octavo.train.tokenizer import ByteTokenizer
 
 LLAMA = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 48}
 QWEN = {

@@ -21,10 +21,11 @@ from octavo import convert, serve
 from octavo.artifact.tensors import ArtifactError
 from octavo.cli.generate import generate
 from octavo.cli.pack import pack
+from octavo.models.stream import stream
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
 from octavo.recipe import rowwise
 from octavo.serve.packed_linear import swap_linears
-from octavo.train.tokenizer import ByteTokenizer
 
 PROMPT = "Grüße, "
 
@@ -181,7 +182,7 @@ class Scripted(nn.Module):
 
 def say(ids: list[int], **options: Any) -> list[str]:
     model, tokenizer = Scripted(ids), ByteTokenizer()
-    return list(serve.stream(model, tokenizer, 999, "é", count=len(ids), temperature=0, **options))
+    return list(stream(model, tokenizer, 999, "é", count=len(ids), temperature=0, **options))
 
 
 def test_characters_come_whole_and_at_once() -> None:
@@ -217,7 +218,7 @@ def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
         with torch.no_grad():
             out = model(torch.tensor([ids]))
         ids.append(int((out if isinstance(out, Tensor) else out.logits)[0, -1].argmax()))
-    text = "".join(serve.stream(model, tokenizer, context, PROMPT, count=6, temperature=0))
+    text = "".join(stream(model, tokenizer, context, PROMPT, count=6, temperature=0))
     assert PROMPT + text == tokenizer.decode(ids)
 
 
@@ -227,7 +228,7 @@ def test_text_goes_on_past_the_context(packed: dict[str, Example], name: str) ->
     assert context == 48
 
     def text(seed: int) -> str:
-        pieces = serve.stream(model, tokenizer, context, PROMPT, count=44, temperature=1.0, top_k=50, seed=seed)
+        pieces = stream(model, tokenizer, context, PROMPT, count=44, temperature=1.0, top_k=50, seed=seed)
         return "".join(pieces)
 
     assert len(PROMPT.encode()) + 44 > context
@@ -241,7 +242,7 @@ def test_arguments_out_of_range(packed: dict[str, Example], prompt: str, count: 
     for name in ("llama", "qwen2"):
         model, tokenizer, context = serve.load(packed[name].packed)
         with pytest.raises(ValueError, match=r"prompt must hold|must be >= 0"):
-            serve.stream(model, tokenizer, context, prompt, count=count)
+            stream(model, tokenizer, context, prompt, count=count)
 
 
 # --- The commands ------------------------------------------------------------------------------------------------

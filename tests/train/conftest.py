@@ -10,7 +10,23 @@ from rich.console import Console
 from octavo.train.config import Config
 from octavo.train.start import resume, start
 
-WORDS = "a quire of sheets folded three times makes eight leaves an octavo and cut pages".split()
+WORDS = [
+    "a",
+    "quire",
+    "of",
+    "sheets",
+    "folded",
+    "three",
+    "times",
+    "makes",
+    "eight",
+    "leaves",
+    "an",
+    "octavo",
+    "and",
+    "cut",
+    "pages",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.data import Batches, DataError, Texts, build_corpus, find_text, load_texts
-from octavo.train.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

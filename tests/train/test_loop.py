@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo import PRESETS, Cast, Gemm, Recipe, convert, scale_state
-from octavo.train.checkpoint import model_tensors
+from octavo.artifact.tensors import model_tensors
 from octavo.train.loop import Trainer, TrainingError
 from octavo.train.optimizer import make_optimizer
 
@@ -129,7 +129,9 @@ def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
 def test_each_step_has_its_learning_rate(begin, records, schedule):
     trainer = begin(recipe="bf16", steps=8, warmup=2, decay=0.5, schedule=schedule)
     used = []
-    trainer.state.optimizer.register_step_pre_hook(lambda *_: used.append(trainer.state.optimizer.param_groups[0]["lr"]))
+    trainer.state.optimizer.register_step_pre_hook(
+        lambda *_: used.append(trainer.state.optimizer.param_groups[0]["lr"])
+    )
     trainer.run()
     half = [1e-3 + 9e-3 * (1 + math.cos(math.pi * k / 6)) / 2 for k in range(6)]
     line = [1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3]

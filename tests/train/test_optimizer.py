@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.train.checkpoint import model_tensors
+from octavo.artifact.tensors import model_tensors
 from octavo.train.optimizer import load_optimizer_state, make_optimizer, optimizer_state, required_state
 
 
@@ -22,8 +22,12 @@ def test_frozen_parameters_are_not_in_the_optimizer(settings):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     optimizer = make_optimizer(model, settings())
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in model[1].parameters()]
-    assert sorted(required_state(model)) == sorted(f"1.{p}.{e}" for p in ("weight", "bias") for e in ("step", "exp_avg", "exp_avg_sq"))
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in model[1].parameters()
+    ]
+    assert sorted(required_state(model)) == sorted(
+        f"1.{p}.{e}" for p in ("weight", "bias") for e in ("step", "exp_avg", "exp_avg_sq")
+    )
 
 
 def test_steps_are_those_of_adamw(settings):

@@ -1,14 +1,14 @@
 """The folder of a training run.
 
-    RUN/
-      config.json              the settings, as `octavo.train.config.Config` gives them
-      model/                   config.json and tokenizer in Hugging Face's terms
-      metrics.jsonl            one JSON object a line
-      step-00000100/           a checkpoint: appears whole or not at all
-        model.safetensors      the master weights, under the names of the unconverted model
-        optimizer.safetensors  PARAMETER.exp_avg, ...
-        state.safetensors      random states and scale histories
-        train.json             step, data fingerprint, loss scaler
+RUN/
+  config.json              the settings, as `octavo.train.config.Config` gives them
+  model/                   config.json and tokenizer in Hugging Face's terms
+  metrics.jsonl            one JSON object a line
+  step-00000100/           a checkpoint: appears whole or not at all
+    model.safetensors      the master weights, under the names of the unconverted model
+    optimizer.safetensors  PARAMETER.exp_avg, ...
+    state.safetensors      random states and scale histories
+    train.json             step, data fingerprint, loss scaler
 """
 
 from __future__ import annotations

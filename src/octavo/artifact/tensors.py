@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ArtifactError(ValueError):
@@ -35,6 +35,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ArtifactError(f"{path} is truncated or not a safetensors file ({error})") from error
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tensor that has several names under its first."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
 
 
 def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:

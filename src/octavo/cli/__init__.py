@@ -9,6 +9,8 @@ from rich.console import Console
 
 from octavo.cli.doctor import doctor
 from octavo.cli.formats import formats
+from octavo.cli.generate import generate
+from octavo.cli.pack import pack
 from octavo.cli.train import CONTEXT, train
 
 app = typer.Typer(
@@ -20,6 +22,8 @@ app = typer.Typer(
 app.command()(formats)
 app.command()(doctor)
 app.command(context_settings=CONTEXT)(train)
+app.command()(pack)
+app.command()(generate)
 
 
 def main() -> None:

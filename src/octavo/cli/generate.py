@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from octavo import serve
+from octavo.models.stream import stream
 
 
 def generate(
@@ -33,7 +34,7 @@ def generate(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, context = serve.load(folder, device)
-    pieces = serve.stream(
+    pieces = stream(
         model,
         tokenizer,
         context,

@@ -21,7 +21,7 @@ def train(
     resume_from: Annotated[
         Path | None, typer.Option("--resume", help="The folder of a run to go on with, at its newest checkpoint.")
     ] = None,
-    settings: Annotated[bool, typer.Option("--settings", help="List every setting with its default, and exit.")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="List every setting and its default, and exit.")] = False,
 ) -> None:
     """Train a GPT on text, or fine-tune a Hugging Face model from a local folder, with FP8 linear layers.
 
@@ -50,9 +50,12 @@ def train(
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
-        console.print(f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}", highlight=False)
+        console.print(
+            f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}", highlight=False
+        )
     else:
-        console.print(f"done: {result.step} steps in {run}", highlight=False)
+        message = f"done: {result.step} steps in {run}"
+    console.print(message, highlight=False, soft_wrap=True)
 
 
 def _settings() -> Table:

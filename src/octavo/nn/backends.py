@@ -9,7 +9,7 @@ from octavo.recipe import Recipe
 
 
 def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backend of y, dx and dw on `device`; "bf16" (in truth the autocast dtype, or the input's) where the recipe has no cast."""
+    """The backend of y, dx and dw on `device`; "bf16" (the autocast dtype, or the input's) where there is no cast."""
     backends = {}
     for name, first, second in (("y", "x", "w"), ("dx", "dy", "w"), ("dw", "dy", "x")):
         gemm = getattr(recipe, name)

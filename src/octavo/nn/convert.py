@@ -70,7 +70,9 @@ class Conversion:
         lines = [self.summary()]
         for row in self.rows:
             n, k = row.shape
-            lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {'skipped: ' + row.reason if row.reason else 'converted'}")
+            lines.append(
+                f"  {row.name:<{width}}  {n:>6} x {k:<6}  {'skipped: ' + row.reason if row.reason else 'converted'}"
+            )
         return "\n".join(lines)
 
 
@@ -99,7 +101,9 @@ def convert(
         if not any(fnmatchcase(name, glob) for name in linears):
             raise ValueError(f"skip={glob!r} matches no linear layer: they are {', '.join(list(linears)[:8])}, ...")
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    rows = tuple(Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items())
+    rows = tuple(
+        Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
+    )
     backends = gemm_backends(recipe, next(iter(linears.values())).weight.device)
     report = Conversion(recipe, rows, backends)
     if not report.converted:
@@ -107,8 +111,8 @@ def convert(
     missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
     if missing and not emulate:
         raise ValueError(
-            f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it can, "
-            "and emulate=True computes it slowly in float32"
+            f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
+            "can, and emulate=True computes it slowly in float32"
         )
     for name in report.converted:
         linear = linears[name]

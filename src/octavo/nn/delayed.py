@@ -1,8 +1,9 @@
 """Delayed scaling's memory: per operand a history of amax, and the scale that comes of it.
 
 A forward or backward pass only reads the scale and notes the largest amax it met (`pending`). The history moves when
-`update_scales(model)` is called, once after each optimizer step. So every micro-batch of a step, and every recomputation
-under activation checkpointing, sees the same scale. The first step, with no history yet, scales dynamically.
+`update_scales(model)` is called, once after each optimizer step. So every micro-batch of a step, and every
+recomputation under activation checkpointing, sees the same scale. The first step, with no history yet, scales
+dynamically.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class ScaleHistory(nn.Module):
         self.pending.zero_()
         if not freeze and self.steps % self.rule.interval == 0:
             known = self.recent[: min(self.steps + 1, self.rule.length)]
-            self.scale.copy_(scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two))
+            self.scale.copy_(
+                scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two)
+            )
         self.steps += 1
 
 
@@ -89,12 +92,16 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore what `scale_state` gave. A ValueError names what is missing or left over; nothing is changed then."""
     required = scale_state(model)
     if missing := sorted(required.keys() - state.keys()):
-        raise ValueError(f"no scale history for {missing[0]} ({len(missing)} missing): was the run trained with this recipe?")
+        raise ValueError(
+            f"no scale history for {missing[0]} ({len(missing)} missing): was the run trained with this recipe?"
+        )
     if extra := sorted(state.keys() - required.keys()):
         raise ValueError(f"scale history {extra[0]} has no place in this model ({len(extra)} left over)")
     for name, tensor in required.items():
         if state[name].shape != tensor.shape:
-            raise ValueError(f"scale history {name} must have shape {list(tensor.shape)}, got {list(state[name].shape)}")
+            raise ValueError(
+                f"scale history {name} must have shape {list(tensor.shape)}, got {list(state[name].shape)}"
+            )
     for name, history in histories(model):
         for part in ("recent", "pending", "scale"):
             getattr(history, part).copy_(state[f"{name}.{part}"])

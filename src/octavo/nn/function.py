@@ -28,7 +28,7 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.scaling import split_scale
-from octavo.ops import quantize, quantize_both, quantize_scaled, quantize_transposed, scaled_mm, transpose
+from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm, transpose
 from octavo.recipe import Gemm, Recipe
 
 
@@ -52,7 +52,7 @@ class Plan:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
     """y[T,N] = x[T,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says."""
-    y: Tensor = _Linear.apply(x, w, bias, plan)
+    y: Tensor = _Linear.apply(x, w, bias, plan)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -79,9 +79,8 @@ class _Linear(torch.autograd.Function):
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        recipe = plan.recipe
-        fold_w = s_w if recipe.dx.w is not None and recipe.dx.w.granularity == ROW else None
-        m = split_scale(s_x)[0] if s_x is not None and recipe.dw.x is not None and recipe.dw.x.granularity == ROW else None
+        fold_w = s_w if _by_row(plan.recipe.dx.w) else None
+        m = split_scale(s_x)[0] if needs_w and _by_row(plan.recipe.dw.x) else None
         g = _quantize_dy(dy, fold_w, m, plan) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
@@ -104,8 +103,12 @@ def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
     return q
 
 
+def _by_row(cast: Cast | None) -> bool:
+    return cast is not None and cast.granularity == ROW
+
+
 def _transpose(q: QTensor) -> QTensor:
-    """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, must have been folded: it is 1."""
+    """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
     data = transpose(q.data)
     scale = torch.ones_like(data[:, :1], dtype=torch.float32) if q.layout == ROW else q.scale.t()
     return QTensor(data, scale, q.format, q.layout)
@@ -132,9 +135,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -
     return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
 
 
-def _dx(
-    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan
-) -> Tensor:
+def _dx(dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan) -> Tensor:
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
@@ -172,5 +173,6 @@ def _dw_folded(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype,
     largest = exponent.amax()
     h = transpose(g.data, largest - exponent)  # [N,T]
     c_max = torch.exp2(largest.float())
-    scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1)
-    return plan.mm(plan.recipe.dw, QTensor(h, scale.contiguous(), g.format, ROW), _transpose(x_q), dtype)  # [N,T] @ [K,T]^T
+    scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1).contiguous()
+    h_q = QTensor(h, scale, g.format, ROW)
+    return plan.mm(plan.recipe.dw, h_q, _transpose(x_q), dtype)  # [N,T] @ [K,T]^T

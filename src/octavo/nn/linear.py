@@ -42,7 +42,7 @@ class Linear(nn.Linear):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _history(self, operand: str) -> ScaleHistory | None:
-        history = self.histories[operand] if operand in self.histories else None
+        history = dict(self.histories.items()).get(operand)
         assert history is None or isinstance(history, ScaleHistory)
         return history
 

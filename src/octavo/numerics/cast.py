@@ -42,7 +42,9 @@ class Cast:
         if not 0 <= self.relative_floor <= 1:
             raise ValueError(f"relative_floor is a part of the largest scale, 0 to 1, got {self.relative_floor}")
         if self.history is not None and self.granularity != TENSOR:
-            raise ValueError(f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}")
+            raise ValueError(
+                f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}"
+            )
 
     @property
     def fmt(self) -> Format:

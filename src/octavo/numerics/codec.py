@@ -87,8 +87,8 @@ def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 def widen(data: Tensor) -> Tensor:
     """An eight-bit tensor as float32, exactly, by moving its bits to their place in a float16.
 
-    E5M2 is the upper byte of a float16. E4M3's exponent and mantissa, one place lower, make a float16 of 2^-8 the value,
-    subnormals included; only NaN must be put back. The FNUZ formats look their 256 values up.
+    E5M2 is the upper byte of a float16. E4M3's exponent and mantissa, one place lower, make a float16 of 2^-8 the
+    value, subnormals included; only NaN must be put back. The FNUZ formats look their 256 values up.
     """
     if data.dtype == torch.float8_e5m2:
         return (data.view(torch.int8).to(torch.int16) << 8).view(torch.float16).float()

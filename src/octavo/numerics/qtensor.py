@@ -41,7 +41,9 @@ class QTensor:
                 f"got {list(self.scale.shape)}"
             )
         if self.scale.device != self.data.device:
-            raise ValueError(f"data is on {self.data.device} and its scale on {self.scale.device}: move one to the other")
+            raise ValueError(
+                f"data is on {self.data.device} and its scale on {self.scale.device}: move one to the other"
+            )
 
     @property
     def shape(self) -> torch.Size:

@@ -27,4 +27,4 @@ def hadamard(x: Tensor) -> Tensor:
         a, b = y.view(-1, size // (2 * half), 2, half).unbind(2)
         y = torch.stack((a + b, a - b), dim=2).view(-1, size)
         half *= 2
-    return (y * size**-0.5).view(x.shape)
+    return y.mul(size**-0.5).view(x.shape)

@@ -7,13 +7,14 @@ steps, so that one pass over the tensor is enough; what grew since then saturate
 its max, the most recent entry, an exponential mean, or a percentile. `margin` leaves 2^margin of headroom, `interval`
 holds a scale for so many steps.
 
-Source of delayed scaling: Micikevicius et al. (arXiv:2209.05433) and Transformer Engine's user guide. Three choices of ours:
+Source of delayed scaling: Micikevicius et al. (arXiv:2209.05433) and Transformer Engine's user guide. Three choices of
+ours:
 
 - The only absolute floor is the smallest normal float32, 2^-126: it keeps 1/scale finite, gives all-zero blocks zero
   bytes and a scale that no other can fall below, and leaves gradients of 1e-10 their relative error.
 - A block that holds inf or NaN gets the scale NaN: whatever is computed from it is NaN, never a plausible 448.
-- A single huge outlier takes the whole range of its block: with e4m3, elements 2^-19 of it and smaller become zero. That
-  is why finer blocks exist; a percentile rule instead lets the outlier saturate.
+- A single huge outlier takes the whole range of its block: with e4m3, elements 2^-19 of it and smaller become zero.
+  That is why finer blocks exist; a percentile rule instead lets the outlier saturate.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def scale_from_amax(amax: Tensor, fmt: Format, *, power_of_two: bool = False, re
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is at least `x` (positive normal float32), by carrying the mantissa's bits over."""
+    """The smallest power of two that is at least `x` (positive normal float32): the mantissa's bits carry over."""
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
@@ -96,4 +97,4 @@ class History:
             chosen = (recent * weight).sum() / weight.sum()
         else:
             chosen = torch.quantile(recent, self.percentile / 100)
-        return chosen * 2.0**self.margin
+        return chosen.mul(2.0**self.margin)

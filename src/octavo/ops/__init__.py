@@ -1,4 +1,4 @@
-"""How it is computed. One folder an operation: its door, its reference twin, its kernels; the twin is the CPU's path."""
+"""How it is computed. One folder an operation: its door, its reference twin (which is the CPU's path), its kernels."""
 
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_transposed

@@ -3,6 +3,5 @@
 from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
-from octavo.serve.stream import stream
 
-__all__ = ["Loaded", "PackReport", "PackedLinear", "end_tokens", "load", "pack", "stream"]
+__all__ = ["Loaded", "PackReport", "PackedLinear", "end_tokens", "load", "pack"]

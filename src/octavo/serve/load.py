@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed import PackedFolder, check_tensors, read_ignore, read_json
-from octavo.artifact.tensors import ArtifactError, load_tensors
+from octavo.artifact.tensors import ArtifactError, load_tensors, model_tensors
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_linear import swap_linears
 from octavo.serve.skeleton import Skeleton, read_skeleton
-from octavo.train.checkpoint import model_tensors
-from octavo.train.tokenizer import Tokenizer, load_tokenizer
 
 
 class Loaded(NamedTuple):

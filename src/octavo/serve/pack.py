@@ -19,14 +19,12 @@ from torch import Tensor
 from octavo.artifact.folder import whole_folder
 from octavo.artifact.packed import OTHER_DTYPE, SCALE_NAME, PackedFolder, quantization_config, read_json
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, save_tensors
-from octavo.models import from_hf_config
+from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
+from octavo.models import BUILT_IN_MODELS, from_hf_config
 from octavo.nn import convert
 from octavo.ops import quantize
 from octavo.serve.packed_linear import FORWARD
 from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
-from octavo.train.checkpoint import model_tensors
-from octavo.train.config import BUILT_IN_MODELS
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.folder import whole_folder
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, save_tensors
+from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
 from octavo.nn import load_scale_state, scale_state
 from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
 
@@ -41,6 +41,8 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     Raises:
         WriteError: the disk refused; the older checkpoints are all still there.
     """
+    for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
+        shutil.rmtree(leftover)
     target = run.checkpoint(state.step)
     with whole_folder(target) as folder:
         save_tensors(model_tensors(state.model), folder / "model.safetensors", {"format": "pt"})
@@ -66,35 +68,33 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
     """
     try:
         described = _read_description(folder)
-        model_file, optimizer_file = folder / "model.safetensors", folder / "optimizer.safetensors"
-        tensors, moments = load_tensors(model_file), load_tensors(optimizer_file)
-        saved = load_tensors(folder / "state.safetensors")
+        files = [folder / f"{name}.safetensors" for name in ("model", "optimizer", "state")]
+        tensors, moments, saved = map(load_tensors, files)
     except (FileNotFoundError, ArtifactError) as error:
         raise ArtifactError(
             f"the checkpoint {folder} is not whole: {error}. Remove that folder to resume from the one before it"
         ) from error
     if described["fingerprint"] != state.fingerprint:
-        raise ArtifactError(f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data")
+        raise ArtifactError(
+            f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
+        )
     current = model_tensors(state.model)
     scales = {name: t for name, t in saved.items() if not name.startswith("random.")}
-    check_match(tensors, current, f"{model_file} is of another model")
-    check_match(moments, required_state(state.model), f"{optimizer_file} is of another model")
-    check_match(scales, scale_state(state.model), f"{folder / 'state.safetensors'} is of another recipe")
+    check_match(tensors, current, f"{files[0]} is of another model")
+    check_match(moments, required_state(state.model), f"{files[1]} is of another model")
+    check_match(scales, scale_state(state.model), f"{files[2]} is of another recipe")
+    random = _saved_random(saved, state.device, files[2])
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(tensors[name])
     load_optimizer_state(state.model, state.optimizer, moments)
     load_scale_state(state.model, scales)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
-    state.scaler.load_state_dict(described["scaler"])
-    _restore_random(saved, state.device)
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tensor that has several names under its first."""
-    persistent = model.state_dict(keep_vars=True).keys()
-    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
+    if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
+        state.scaler.load_state_dict(described["scaler"])
+    torch.set_rng_state(random["random.cpu"])
+    if "random.cuda" in random:
+        torch.cuda.set_rng_state(random["random.cuda"], state.device)
 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:
@@ -105,6 +105,10 @@ def _read_description(folder: Path) -> Mapping[str, Any]:
         described: Mapping[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+    required = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": dict}
+    if not isinstance(described, dict) or any(not isinstance(described.get(k), kind) for k, kind in required.items()):
+        entries = ", ".join(f"{key} ({kind.__name__})" for key, kind in required.items())
+        raise ArtifactError(f"{path} must be an object with {entries}")
     return described
 
 
@@ -115,7 +119,11 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _restore_random(saved: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(saved["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in saved:
-        torch.cuda.set_rng_state(saved["random.cuda"], device)
+def _saved_random(saved: Mapping[str, Tensor], device: torch.device, path: Path) -> dict[str, Tensor]:
+    """The random states that `device` takes; a GPU's is not there if the run comes from a CPU, which is allowed."""
+    required = _random_state(device)
+    if "random.cuda" not in saved:
+        required.pop("random.cuda", None)
+    found = {name: saved[name] for name in required if name in saved}
+    check_match(found, required, f"{path} has no random state of this machine")
+    return found

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-BUILT_IN_MODELS = ("llama", "gpt2")
+from octavo.models import BUILT_IN_MODELS
 
 
 class ConfigError(ValueError):

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.artifact.run import RunFolder
-from octavo.models.decoder import Decoder
-from octavo.models.generate import generate
+from octavo.models.stream import stream
+from octavo.models.tokenizer import Tokenizer
 from octavo.nn import update_scales
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
@@ -33,9 +34,8 @@ from octavo.train.data import Batches
 from octavo.train.instrument import observed_dtypes, weight_ranges
 from octavo.train.interrupt import interrupt
 from octavo.train.metrics import Metrics, show_progress
-from octavo.train.model import logits
+from octavo.train.model import Forward, logits
 from octavo.train.schedule import learning_rate
-from octavo.train.tokenizer import Tokenizer
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,24 +74,29 @@ class Trainer:
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
-        evaluation = None
+        evaluation = signal = None
         clock = _Clock(state.step)
         with (
             interrupt() as stop,
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
         ):
-            while state.step < config.steps and stop.received is None:
+            while state.step < config.steps and signal is None:
                 loss, norm = self.step()
-                last = state.step == config.steps or stop.received is not None
-                if state.step % config.log_every == 0 or last:
+                signal = stop.received  # read once a step: what comes later in this turn is for the next
+                done = state.step == config.steps
+                logs = state.step % config.log_every == 0 or done or signal is not None
+                evaluates = state.step % config.evaluate_every == 0 or done
+                saves = state.step % config.save_every == 0 or done or signal is not None
+                if logs or evaluates or saves:
+                    self._check_finite(loss, norm)
+                if logs:
                     self._log(metrics, clock, loss, norm)
                 with clock.paused():
-                    if state.step % config.evaluate_every == 0 or state.step == config.steps:
+                    if evaluates:
                         evaluation = self._evaluate_and_sample(metrics)
-                    if state.step % config.save_every == 0 or last:
-                        self._check_finite(loss, norm)
+                    if saves:
                         save_checkpoint(self.run_folder, state, config.keep)
-        return Result(state.step, evaluation, stop.received)
+        return Result(state.step, evaluation, signal)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step: its mean loss and the norm of its gradient, 0-dim tensors on the device."""
@@ -121,27 +126,28 @@ class Trainer:
         """The mean loss over the first `evaluate_batches` batches held out, at most all of them once."""
         self.model.eval()
         count = min(self.config.evaluate_batches, max(self.validation.sequences // self.config.batch, 1))
-        losses = [self._loss(self.compiled, *self.validation.at(i)) for i in range(count)]
+        with self._own_random():
+            losses = [self._loss(self.compiled, *self.validation.at(i)) for i in range(count)]
         return float(torch.stack(losses).mean())
 
     def sample(self, count: int) -> str:
         """`count` tokens from a newline on, always with the same seed, leaving the run's random state as it was."""
-        prompt = torch.tensor([self.tokenizer.encode("\n")], device=self.state.device)
-        devices = [self.state.device] if self.state.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._autocast():
-            torch.manual_seed(0)
-            if isinstance(self.model, Decoder):
-                ids = [int(t) for t in generate(self.model, prompt, count, context=self.config.context, seed=0)]
-            else:
-                hugging_face: Any = self.model
-                ids = hugging_face.generate(prompt, max_new_tokens=count, do_sample=True)[0, prompt.shape[1] :].tolist()
-        return self.tokenizer.decode(ids)
+        self.model.eval()
+        with self._own_random(), self._autocast():
+            return "".join(stream(self.model, self.tokenizer, self.config.context, "\n", count=count, seed=0))
 
-    def _loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, model: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
         inputs, targets = inputs.to(self.state.device), targets.to(self.state.device)
         with self._autocast():
             predicted = logits(model, inputs)
         return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Random numbers from a fixed seed within the block (recipes may round stochastically); the run's own after it."""
+        with torch.random.fork_rng([self.state.device] if self.state.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.config.precision)
@@ -149,7 +155,6 @@ class Trainer:
 
     def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
-        self._check_finite(loss, norm)
         seconds = clock.lap(state.step)
         tokens = config.batch * config.accumulate * config.context
         record: dict[str, Any] = {
@@ -169,17 +174,16 @@ class Trainer:
         """The dtypes met on one sequence, in evaluation mode so that scale histories take no notice."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        devices = [self.state.device] if self.state.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with self._own_random():
             return observed_dtypes(self.model, lambda: self._loss(self.model, inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: Metrics) -> float:
         loss = self.evaluate()
         record: dict[str, Any] = {"evaluation_loss": loss}
-        self.console.print(f"step {self.state.step}: evaluation loss {loss:.4f}", highlight=False)
+        self.console.print(f"step {self.state.step}: evaluation loss {loss:.4f}", highlight=False, soft_wrap=True)
         if self.config.sample:
             record["sample"] = self.sample(self.config.sample)
-            self.console.print(record["sample"], markup=False, highlight=False)
+            self.console.print(record["sample"], markup=False, highlight=False, soft_wrap=True)
         metrics.write(self.state.step, **record)
         return loss
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import os
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -16,13 +18,15 @@ class Metrics:
     """Writes records, each with its step. A resumed run drops those of later steps, so that no step stands twice."""
 
     def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int) -> None:
-        kept = _records_until(path, resumed_at)
-        path.write_text("".join(kept))
+        purge_step = resumed_at + 1 if resumed_at else None
+        self._board = event_writer()(path.parent / "tensorboard", purge_step=purge_step) if tensorboard else None
+        path.touch()
+        os.truncate(path, _length_until(path, resumed_at))
         self._file = path.open("a")
-        self._board = _open_board(path.parent / "tensorboard", resumed_at) if tensorboard else None
 
     def write(self, step: int, **record: Any) -> None:
-        """Append {"step": step, ...}; its numbers go to TensorBoard too."""
+        """Append {"step": step, ...}; its numbers go to TensorBoard too. inf and NaN, which JSON lacks, become null."""
+        record = {name: None if _no_number(value) else value for name, value in record.items()}
         self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -52,24 +56,30 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
         f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{scale}  "
         f"ETA {timedelta(seconds=round(seconds_left))}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
-def _records_until(path: Path, step: int) -> list[str]:
-    """The lines of `path` up to `step`; a last line that a kill cut short is dropped."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    return kept
-
-
-def _open_board(folder: Path, resumed_at: int) -> Any:
+def event_writer() -> Any:
+    """TensorBoard's SummaryWriter; an ImportError names the extra that has it."""
     try:
-        writer = importlib.import_module("torch.utils.tensorboard")
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
         raise ImportError('tensorboard = true needs the package: pip install "octavo[tensorboard]"') from error
-    return writer.SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
+
+
+def _length_until(path: Path, step: int) -> int:
+    """The bytes of the records up to `step`; a last line that a kill cut short does not count."""
+    length = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+        except ValueError:
+            break
+        length += len(line)
+    return length
+
+
+def _no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

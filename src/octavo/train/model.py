@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models import GPT2Config, LlamaConfig, build, from_hf_config
-from octavo.train.config import BUILT_IN_MODELS, Config, ConfigError
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from octavo.train.config import Config, ConfigError
 from octavo.train.data import Texts
-from octavo.train.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+Forward = Callable[..., Any]  # a model, or what torch.compile made of it
 
 
 def make_tokenizer(config: Config, texts: Texts, saved: Path) -> Tokenizer:
@@ -52,7 +55,7 @@ def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, fol
             shutil.copy(path, folder / path.name)
 
 
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def logits(model: Forward, tokens: Tensor) -> Tensor:
     """[B, T, V] from int64 tokens [B, T], whichever family the model is of."""
     out = model(tokens)
     result: Tensor = out if isinstance(out, Tensor) else out.logits

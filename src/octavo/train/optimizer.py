@@ -25,17 +25,18 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as PARAMETER.ENTRY -> tensor."""
-    return {
-        f"{name}.{entry}": tensor
-        for name, p in model.named_parameters()
-        for entry, tensor in optimizer.state.get(p, {}).items()
-    }
+    """The optimizer's state as PARAMETER.ENTRY -> tensor: zeros for a trained parameter that was never stepped."""
+    state: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            entries = optimizer.state.get(p) or {entry: torch.zeros_like(p) for entry in ("exp_avg", "exp_avg_sq")}
+            state |= {f"{name}.{entry}": tensor for entry, tensor in ({"step": torch.zeros(())} | entries).items()}
+    return state
 
 
 def required_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of the names and shapes that `optimizer_state` gives once every trained parameter was stepped."""
-    required = {}
+    """Tensors of the names and shapes that `optimizer_state` gives."""
+    required: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             required |= {f"{name}.exp_avg": p, f"{name}.exp_avg_sq": p, f"{name}.step": torch.zeros(())}

@@ -30,7 +30,9 @@ def start(config: Config, console: Console) -> Trainer:
     """
     run = RunFolder(Path(config.out))
     if run.config.exists():
-        raise FileExistsError(f"{run.path} holds a run already: resume it with --resume {run.path}, or choose another --out")
+        raise FileExistsError(
+            f"{run.path} holds a run already: resume it with --resume {run.path}, or choose another --out"
+        )
     trainer = _prepare(config, run, console)
     run.path.mkdir(parents=True, exist_ok=True)
     save_description(trainer.model, trainer.tokenizer, config, run.model)
@@ -84,7 +86,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, but this torch ({torch.__version__}) sees no GPU: use --device cpu")
+        raise ConfigError(
+            f"device {name} was asked for, but this torch ({torch.__version__}) sees no GPU: use --device cpu"
+        )
     return torch.device(name)
-
-

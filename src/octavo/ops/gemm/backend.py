@@ -37,11 +37,15 @@ class Backend:
     reason: str
 
 
-def find_backend(device: torch.device, layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str]) -> Backend:
+def find_backend(
+    device: torch.device, layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str]
+) -> Backend:
     """What `device` has for operands of these layouts and formats."""
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
-    return _cuda_backend(torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None)
+    return _cuda_backend(
+        torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None
+    )
 
 
 @cache
@@ -55,7 +59,9 @@ def _cuda_backend(
     if hip:
         wanted = capability == (9, 4)  # gfx942, MI300: FNUZ; later ones take the OCP formats
         if fnuz != wanted:
-            return Backend("none", f"this AMD GPU takes {'FNUZ' if wanted else 'OCP'} formats, the recipe has {formats}")
+            return Backend(
+                "none", f"this AMD GPU takes {'FNUZ' if wanted else 'OCP'} formats, the recipe has {formats}"
+            )
         ok = (layout_a, layout_b) in ((TENSOR, TENSOR), (ROW, ROW))
         return Backend("hipblaslt", names) if ok else Backend("none", f"hipBLASLt has no GEMM with {names}")
     if fnuz:

@@ -16,9 +16,7 @@ from octavo.ops.quantize import reference
 from octavo.ops.transpose import transpose
 
 
-def quantize(
-    x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_scale: Tensor | None = None
-) -> QTensor:
+def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_scale: Tensor | None = None) -> QTensor:
     """Quantize a matrix.
 
     Args:
@@ -90,7 +88,9 @@ def _quantize(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize(x.contiguous(), _cast(fmt, granularity, scale, relative_floor), column_scale, row_scale, seed)
+    return reference.quantize(
+        x.contiguous(), _cast(fmt, granularity, scale, relative_floor), column_scale, row_scale, seed
+    )
 
 
 @_quantize.register_fake

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from octavo.train.tokenizer import (
+from octavo.models.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     HuggingFaceTokenizer,

@@ -1,4 +1,4 @@
-"""Text from a packed model, as it comes.
+"""Text from a language model, as it comes.
 
 A token may hold a part of a character: in UTF-8 a character has up to four bytes, and byte-level tokenizers cut between
 them. The bytes that do not yet make a character decode to one U+FFFD at the end of the text, and nothing before that
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.models.decoder import Decoder
 from octavo.models.generate import generate, sample
-from octavo.train.tokenizer import Tokenizer
+from octavo.models.tokenizer import Tokenizer
 
 UNSETTLED = "�"
 
@@ -35,7 +35,8 @@ def stream(
     """Yield the text that follows `prompt`, in pieces, for up to `count` tokens.
 
     Args:
-        model, tokenizer, context: what `octavo.serve.load` gives.
+        model, tokenizer: a model of ours, or of transformers.
+        context: tokens that the model may see.
         temperature: 0 takes the most likely token.
         top_k: draw from the k most likely tokens; 0 from all.
         seed: of the draws; None takes a new one.

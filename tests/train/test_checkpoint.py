@@ -1,0 +1,245 @@
+"""A checkpoint is whole or not there, and fits or changes nothing."""
+
+import json
+import re
+import resource
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from octavo import scale_state
+from octavo.artifact.folder import WriteError
+from octavo.artifact.tensors import ArtifactError, model_tensors
+from octavo.train.checkpoint import load_checkpoint, save_checkpoint
+from octavo.train.optimizer import optimizer_state
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
+
+
+def everything(trainer):
+    """All that a checkpoint restores, copied."""
+    state = trainer.state
+    tensors = model_tensors(state.model) | optimizer_state(state.model, state.optimizer) | scale_state(state.model)
+    return {"random": torch.get_rng_state()} | {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_unchanged(trainer, before):
+    after = everything(trainer)
+    assert after.keys() == before.keys()
+    assert [name for name in before if not torch.equal(after[name], before[name])] == []
+
+
+@contextmanager
+def files_of_at_most(size):
+    """No file may grow beyond `size` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def saved(begin):
+    """A run of `delayed` after four steps, and its checkpoint."""
+    trainer = begin(recipe="delayed")
+    for _ in range(4):
+        trainer.step()
+    return trainer, save_checkpoint(trainer.run_folder, trainer.state, keep=3)
+
+
+def test_checkpoint_holds_the_unconverted_model_in_float32(saved):
+    trainer, folder = saved
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    model = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+    assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
+    assert json.loads((folder / "train.json").read_text())["step"] == 4
+
+
+def test_newest_are_kept(begin):
+    trainer = begin(recipe="bf16", steps=6, save_every=1, keep=2)
+    trainer.run()
+    run = trainer.run_folder
+    assert run.checkpoints() == [run.checkpoint(5), run.checkpoint(6)]
+    assert sorted(path.name for path in run.path.iterdir() if "step" in path.name) == ["step-00000005", "step-00000006"]
+
+
+def test_full_disk_leaves_the_older_checkpoint_whole_and_nothing_partial(saved):
+    trainer, folder = saved
+    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    trainer.step()
+    before = everything(trainer)
+    with files_of_at_most(20_000), pytest.raises(WriteError, match="step-00000005.*File too large") as caught:
+        save_checkpoint(trainer.run_folder, trainer.state, keep=1)
+    assert "nothing that existed was changed" in str(caught.value)
+    assert trainer.run_folder.checkpoints() == [folder]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+    assert list(trainer.run_folder.path.glob(".*")) == []
+    assert_unchanged(trainer, before)
+    save_checkpoint(trainer.run_folder, trainer.state, keep=1)  # there is space again
+    assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(5)]
+
+
+def test_disk_that_fills_in_the_last_file_is_no_different(saved, monkeypatch):
+    trainer, folder = saved
+    trainer.step()
+    trainer.state.fingerprint = "0" * 300_000  # train.json is now the largest file, and written last
+    with files_of_at_most(280_000), pytest.raises(WriteError, match="File too large"):
+        save_checkpoint(trainer.run_folder, trainer.state, keep=1)
+    assert trainer.run_folder.checkpoints() == [folder]
+    assert list(trainer.run_folder.path.glob(".*")) == []
+
+
+def test_leftovers_of_a_kill_are_ignored_and_cleared(saved):
+    """Also those of a step that the resumed run will not save at."""
+    trainer, folder = saved
+    for step in (3, 7):
+        leftover = trainer.run_folder.path / f".step-{step:08d}.partial"
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_bytes(b"half")
+    assert trainer.run_folder.newest() == folder
+    trainer.step()
+    save_checkpoint(trainer.run_folder, trainer.state, keep=3)
+    assert sorted(path.name for path in trainer.run_folder.path.glob("*step*")) == ["step-00000004", "step-00000005"]
+    assert list(trainer.run_folder.path.glob(".*")) == []
+
+
+# --- What cannot be loaded
+
+
+def refuses(trainer, folder, *essentials):
+    """Loading `folder` raises an ArtifactError with these essentials, and changes nothing."""
+    before = everything(trainer)
+    with pytest.raises(ArtifactError) as caught:
+        load_checkpoint(folder, trainer.state)
+    for essential in essentials:
+        assert str(essential) in str(caught.value)
+    assert_unchanged(trainer, before)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_file(saved, name):
+    trainer, folder = saved
+    (folder / name).unlink()
+    trainer.step()
+    refuses(trainer, folder, folder / name, "is missing", "Remove that folder to resume from the one before it")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.999])
+def test_truncated_file(saved, name, share):
+    trainer, folder = saved
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(len(content) * share)].rstrip())
+    trainer.step()
+    refuses(trainer, folder, folder / name)
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", "3", "null", "{}", '{"step": "four"}', b"\xff\xfe"])
+def test_description_that_is_none(saved, content):
+    trainer, folder = saved
+    (folder / "train.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    trainer.step()
+    refuses(trainer, folder, folder / "train.json")
+
+
+@pytest.mark.parametrize("key", ["step", "skipped_steps", "fingerprint", "scaler"])
+def test_description_that_lacks_a_key(saved, key):
+    trainer, folder = saved
+    described = json.loads((folder / "train.json").read_text())
+    del described[key]
+    (folder / "train.json").write_text(json.dumps(described))
+    trainer.step()
+    refuses(trainer, folder, folder / "train.json", key)
+
+
+@pytest.mark.parametrize("random", [None, torch.zeros(3, dtype=torch.uint8), torch.zeros(5056)])
+def test_random_state_that_is_none(saved, random):
+    trainer, folder = saved
+    tensors = load_file(folder / "state.safetensors")
+    del tensors["random.cpu"]
+    save_file(tensors | ({} if random is None else {"random.cpu": random}), folder / "state.safetensors")
+    trainer.step()
+    refuses(trainer, folder, folder / "state.safetensors", "random.cpu")
+
+
+@pytest.mark.parametrize(
+    ("other", "essentials"),
+    [
+        ({"width": 64}, ["model.safetensors", "another model", "must have shape [256, 64], the file has [256, 32]"]),
+        ({"layers": 1}, ["model.safetensors", "another model", "model.layers.1."]),
+        ({"layers": 3}, ["model.safetensors", "another model", "model.layers.2.", "missing"]),
+        ({"model": "gpt2"}, ["model.safetensors", "another model"]),
+        ({"tied": False}, ["model.safetensors", "lm_head.weight", "missing"]),
+        ({"recipe": "rowwise"}, ["state.safetensors", "another recipe"]),
+        ({"recipe": "bf16"}, ["state.safetensors", "another recipe"]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_checkpoint_of_another_run(saved, begin, tmp_path, other, essentials):
+    _, folder = saved
+    trainer = begin(**({"recipe": "delayed", "out": str(tmp_path / "other")} | other))
+    trainer.step()
+    refuses(trainer, folder, folder, *essentials)
+
+
+def test_checkpoint_without_histories_is_of_another_recipe(begin, tmp_path):
+    trainer = begin(recipe="rowwise")
+    trainer.step()
+    folder = save_checkpoint(trainer.run_folder, trainer.state, keep=3)
+    refuses(begin(recipe="delayed", out=str(tmp_path / "delayed")), folder, "state.safetensors", "another recipe")
+
+
+def test_other_data(saved, begin, tmp_path):
+    _, folder = saved
+    (tmp_path / "other.txt").write_text("another text altogether, " * 40)
+    trainer = begin(recipe="delayed", data=(str(tmp_path / "other.txt"),), out=str(tmp_path / "other"))
+    refuses(trainer, folder, folder, "the data", "--data")
+
+
+def test_optimizer_of_another_model(saved):
+    trainer, folder = saved
+    moments = load_file(folder / "optimizer.safetensors")
+    del moments["model.norm.weight.exp_avg"]
+    save_file(moments, folder / "optimizer.safetensors")
+    trainer.step()
+    refuses(trainer, folder, folder / "optimizer.safetensors", "model.norm.weight.exp_avg")
+
+
+# --- What is loaded
+
+
+def test_loading_restores_everything(saved, begin, tmp_path):
+    trainer, folder = saved
+    before = everything(trainer)
+    other = begin(recipe="delayed", out=str(tmp_path / "other"))
+    torch.manual_seed(99)
+    other.step()
+    load_checkpoint(folder, other.state)
+    assert_unchanged(other, before)
+    assert (other.state.step, other.state.skipped_steps) == (4, 0)
+
+
+def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
+    trainer = begin(recipe="delayed")
+    folder = save_checkpoint(trainer.run_folder, trainer.state, keep=3)
+    shutil.move(folder, tmp_path / "step-00000000")
+    other = begin(recipe="delayed", seed=1, out=str(tmp_path / "other"))
+    load_checkpoint(tmp_path / "step-00000000", other.state)
+    for _ in range(2):
+        assert torch.equal(trainer.step()[0], other.step()[0]) is False  # other data order: the seed's
+    other.training = trainer.training
+    load_checkpoint(tmp_path / "step-00000000", other.state)
+    assert re.match("tensor", repr(other.step()[0]))
+
+
+def test_persistent_buffers_are_saved_and_others_are_not():
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    assert list(model_tensors(model)) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
