@@ -28,7 +28,7 @@ test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of tor
 
 bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio and loss gaps on this CPU
 	$(BIN)/python bench/cpu_step.py
-	$(BIN)/python bench/loss_gap.py
+	PYTHONPATH=examples $(BIN)/python bench/loss_gap.py
 	$(BIN)/python bench/tables.py
 
 clean:

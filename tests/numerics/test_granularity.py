@@ -74,7 +74,7 @@ def test_scale_shapes_written_out(granularity, shape, expected):
     assert granularity.scale_shape(shape) == expected
 
 
-@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0,)])
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0,), (0, 0), (2, 0, 7), ()])
 def test_a_tensor_scale_is_one_number_even_of_an_empty_tensor(shape):
     """The module says "tensor: one block, scale[1, 1]", and delayed scaling has that scale before it sees a tensor."""
     assert TENSOR.scale_shape(shape) == (1,) * len(shape)
@@ -84,6 +84,14 @@ def test_a_tensor_scale_is_one_number_even_of_an_empty_tensor(shape):
 def test_one_block_spans_an_empty_reduction(granularity):
     """A row scale is [M, 1] whatever K is; a GEMM multiplies its [M, N] result by it."""
     assert granularity.scale_shape((3, 0))[1] == 1
+    assert granularity.scale_shape((2, 3, 0))[-1] == 1
+    assert granularity.scale_shape((0,)) == (1,)
+
+
+def test_a_row_scale_has_a_number_a_row_even_of_empty_rows():
+    assert ROW.scale_shape((3, 0)) == (3, 1)
+    assert ROW.scale_shape((2, 3, 0)) == (2, 3, 1)
+    assert ROW.scale_shape((0, 0)) == (0, 1)
 
 
 @pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
@@ -125,14 +133,22 @@ def test_empty_blocks_are_refused(name):
         parse_granularity(name)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(None, 64), (64, None)])
-def test_half_open_blocks_are_refused_or_mean_what_the_class_says(rows, cols):
-    """None stands for all of a dimension, and every granularity has a name that can be read back."""
-    try:
-        granularity = Granularity(rows, cols)
-    except ValueError:
-        return
-    assert granularity.scale_shape((128, 128)) == (1 if rows is None else 2, 1 if cols is None else 2)
+@pytest.mark.parametrize(("rows", "cols"), [(None, 64), (None, 1), (64, None), (2, None)])
+def test_only_a_row_spans_all_columns_and_only_a_tensor_all_rows(rows, cols):
+    with pytest.raises(ValueError, match=f"only one row can span all columns, got a block of {rows} x {cols}"):
+        Granularity(rows, cols)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 4), (4, 0), (-1, 4), (0, None), (None, 0)])
+def test_blocks_of_nothing_are_refused(rows, cols):
+    with pytest.raises(ValueError, match=f"at least one row and one column, got {rows} x {cols}"):
+        Granularity(rows, cols)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(None, None), (1, None), (1, 64), (64, 1), (3, 5), (128, 128)])
+def test_every_other_block_has_a_name_that_can_be_read_back(rows, cols):
+    granularity = Granularity(rows, cols)
+    assert (granularity.rows, granularity.cols) == (rows, cols)
     assert parse_granularity(granularity.name) == granularity
 
 

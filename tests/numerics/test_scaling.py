@@ -8,7 +8,7 @@ import torch
 from octavo.numerics import Cast
 from octavo.numerics.formats import FP8_FORMATS, get_format
 from octavo.numerics.granularity import ROW
-from octavo.numerics.scaling import RULES, SMALLEST_SCALE, History, ceil_power_of_two, exponent_of, scale_from_amax
+from octavo.numerics.scaling import RULES, SMALLEST_SCALE, History, ceil_power_of_two, scale_from_amax, split_scale
 from octavo.ops import quantize
 
 E4M3 = get_format("e4m3")
@@ -61,10 +61,31 @@ def test_power_of_two_scales_never_overflow_and_waste_less_than_a_binade():
     assert (filled > 224).all()
 
 
-def test_exponents_are_read_from_the_bits():
-    exponents = torch.arange(-126, 128)
-    assert torch.equal(exponent_of(torch.exp2(exponents.float())), exponents.int())
-    assert exponent_of(torch.tensor(torch.nan)).item() == 128
+def test_a_scale_splits_into_mantissa_and_exponent():
+    """Powers of two, their neighbours, the ends, and anything between, against math.frexp."""
+    torch.manual_seed(6)
+    powers = torch.exp2(torch.arange(-126.0, 128.0))
+    ends = torch.tensor([SMALLEST_SCALE, torch.finfo(torch.float32).max])
+    below, above = (torch.nextafter(powers, torch.tensor(limit)) for limit in (0.0, torch.inf))
+    scale = torch.cat([powers, above, below[1:], torch.exp2(torch.empty(5000).uniform_(-126, 128)), ends])
+    m, e = split_scale(scale)
+    assert (m.dtype, e.dtype) == (torch.float32, torch.int32)
+    assert (m.shape, e.shape) == (scale.shape, scale.shape)
+    expected = [math.frexp(s) for s in scale.tolist()]
+    assert m.tolist() == [2 * fraction for fraction, _ in expected]
+    assert e.tolist() == [exponent - 1 for _, exponent in expected]
+    assert (m[:254] == 1).all()
+    assert ((m >= 1) & (m < 2)).all()
+
+
+def test_a_split_scale_keeps_its_shape_and_its_scale():
+    scale = scale_from_amax(torch.rand(5, 1), E4M3)
+    before = scale.clone()
+    m, e = split_scale(scale)
+    assert (m.shape, e.shape) == ((5, 1), (5, 1))
+    m.fill_(0)
+    e.fill_(0)
+    assert torch.equal(scale, before)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

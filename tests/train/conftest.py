@@ -1,7 +1,11 @@
 """A tiny run: two layers of width 32 on 20 kB of text. A step takes some milliseconds on one thread."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -87,6 +91,42 @@ def begin(settings):
 def go_on():
     """go_on(folder, *overrides): the `Trainer` of a run taken up again."""
     return lambda folder, *overrides: resume(folder, overrides, Console(quiet=True))
+
+
+@pytest.fixture
+def spawn(settings):
+    """spawn(**overrides): the process of `octavo train` with these settings, its output piped; ended with the test."""
+    started = []
+
+    def start_process(**overrides):
+        words = [sys.executable, "-m", "octavo", "train"]
+        for key, value in settings(**overrides).to_dict().items():
+            values = (
+                value or [""] if isinstance(value, list) else [str(value).lower() if value in (True, False) else value]
+            )
+            words += [f"--{key}", *map(str, values)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        piped = subprocess.PIPE
+        started.append(subprocess.Popen(words, env=environment, stdout=piped, stderr=piped, text=True))
+        return started[-1]
+
+    yield start_process
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def wait_for():
+    """wait_for(process, condition): until it holds, the process ends, or a minute has passed."""
+
+    def wait(process, condition):
+        patience = time.monotonic() + 60
+        while not condition() and process.poll() is None and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert condition(), process.communicate() if process.poll() is not None else "it takes too long"
+
+    return wait
 
 
 def _refuse(constant):

@@ -1,9 +1,7 @@
 """A checkpoint is whole or not there, and fits or changes nothing."""
 
 import json
-import re
 import resource
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -132,7 +130,7 @@ def test_missing_file(saved, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9])
 def test_truncated_file(saved, name, share):
     trainer, folder = saved
     content = (folder / name).read_bytes()
@@ -159,7 +157,7 @@ def test_description_that_lacks_a_key(saved, key):
     refuses(trainer, folder, folder / "train.json", key)
 
 
-@pytest.mark.parametrize("random", [None, torch.zeros(3, dtype=torch.uint8), torch.zeros(5056)])
+@pytest.mark.parametrize("random", [None, torch.zeros(3, dtype=torch.uint8)])
 def test_random_state_that_is_none(saved, random):
     trainer, folder = saved
     tensors = load_file(folder / "state.safetensors")
@@ -229,14 +227,13 @@ def test_loading_restores_everything(saved, begin, tmp_path):
 def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
     trainer = begin(recipe="delayed")
     folder = save_checkpoint(trainer.run_folder, trainer.state, keep=3)
-    shutil.move(folder, tmp_path / "step-00000000")
-    other = begin(recipe="delayed", seed=1, out=str(tmp_path / "other"))
-    load_checkpoint(tmp_path / "step-00000000", other.state)
+    other = begin(recipe="delayed", out=str(tmp_path / "other"))
+    other.step()
+    load_checkpoint(folder, other.state)
     for _ in range(2):
-        assert torch.equal(trainer.step()[0], other.step()[0]) is False  # other data order: the seed's
-    other.training = trainer.training
-    load_checkpoint(tmp_path / "step-00000000", other.state)
-    assert re.match("tensor", repr(other.step()[0]))
+        trainer.step()
+        other.step()
+    assert_unchanged(other, everything(trainer))
 
 
 def test_persistent_buffers_are_saved_and_others_are_not():

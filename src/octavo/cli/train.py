@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.train.config import Config, describe
+from octavo.train.config import Config, ConfigError, describe
 from octavo.train.start import resume, start
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -46,16 +46,16 @@ def train(
     overrides = list(context.args)
     if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
         overrides, config = [str(config), *overrides], None
+    if resume_from and config:
+        raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} away")
     trainer = resume(resume_from, overrides, console) if resume_from else start(Config.load(config, overrides), console)
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
-        console.print(
-            f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}", highlight=False
-        )
+        message = f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}"
     else:
         message = f"done: {result.step} steps in {run}"
-    console.print(message, highlight=False, soft_wrap=True)
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def _settings() -> Table:

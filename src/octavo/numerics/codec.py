@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import Format, format_of
+from octavo.numerics.formats import E4M3, Format, format_of
 
 
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
@@ -95,10 +95,12 @@ def widen(data: Tensor) -> Tensor:
     if data.dtype != torch.float8_e4m3fn:
         return decode(torch.arange(256, device=data.device), format_of(data.dtype))[data.view(torch.uint8).int()]
     bits = data.view(torch.int8).to(torch.int16)  # the sign, repeated down to the exponent
-    wide = (bits << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)  # s0eeeemm m0000000
-    nan = (data.view(torch.uint8) & 0x7F) == 0x7F
-    may_look = data.device.type == "cpu" and not torch.compiler.is_compiling()  # a look at the data costs a GPU a wait
-    return wide if may_look and not nan.any() else wide.masked_fill_(nan, torch.nan)
+    half = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)  # s0eeeemm m0000000
+    wide, code = half.float().mul_(256), data.view(torch.uint8) & 0x7F
+    looks = data.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere looking at data is a long wait
+    if not looks or (code.numel() and int(code.amax()) == E4M3.nan_code):
+        wide.masked_fill_(code == E4M3.nan_code, torch.nan)
+    return wide
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class Config:
     heads: int = _setting(4, "query heads of an attention", _POSITIVE)
     kv_heads: int = _setting(2, "key and value heads of an attention (llama)", _POSITIVE)
     mlp_width: int = _setting(704, "hidden features of the MLP (llama; gpt2 has 4 * width)", _POSITIVE)
-    context: int = _setting(256, "tokens in a sequence", _POSITIVE)
+    context: int = _setting(512, "tokens in a sequence", _POSITIVE)
     tied: bool = _setting(True, "share the weight of the embedding with the output projection")
     rope_theta: float = _setting(10000.0, "base of the rotary position embedding (llama)", _ABOVE_ZERO)
 
@@ -79,7 +79,7 @@ class Config:
 
     # Optimization
     steps: int = _setting(500, "optimizer steps", _POSITIVE)
-    batch: int = _setting(8, "sequences in a micro-batch", _POSITIVE)
+    batch: int = _setting(4, "sequences in a micro-batch", _POSITIVE)
     accumulate: int = _setting(1, "micro-batches in a step", _POSITIVE)
     seed: int = _setting(0, "seed of the initial weights and of the order of the data", _NOT_NEGATIVE)
     learning_rate: float = _setting(1e-3, "peak learning rate", _ABOVE_ZERO)

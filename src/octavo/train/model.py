@@ -42,6 +42,17 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     return _from_hugging_face(config, saved)
 
 
+def check_vocabulary(model: nn.Module, highest: int) -> None:
+    """Raise a ConfigError unless the model of a Hugging Face folder has an embedding for the token `highest`."""
+    hugging_face: Any = model
+    rows = hugging_face.get_input_embeddings().num_embeddings
+    if highest >= rows:
+        raise ConfigError(
+            f"the model's embedding has {rows} rows, but its tokenizer makes token {highest} of the data: "
+            "give the folder the tokenizer that belongs to the model"
+        )
+
+
 def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, folder: Path) -> None:
     """Write config.json, in Hugging Face's terms, and the tokenizer to `folder`."""
     folder.mkdir(parents=True)
@@ -98,6 +109,8 @@ def _from_hugging_face(config: Config, saved: Path) -> nn.Module:
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
     if config.checkpoint_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renames it within its version 5
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     trained: nn.Module = model
     return trained

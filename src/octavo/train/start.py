@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ import torch
 from rich.console import Console
 
 from octavo.artifact.run import RunFolder
+from octavo.artifact.tensors import ArtifactError
+from octavo.models import BUILT_IN_MODELS
 from octavo.nn import convert
 from octavo.recipe import get_recipe
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, build_corpus, load_texts
 from octavo.train.loop import Trainer
-from octavo.train.model import make_model, make_tokenizer, save_description
+from octavo.train.metrics import event_writer
+from octavo.train.model import check_vocabulary, make_model, make_tokenizer, save_description
 from octavo.train.optimizer import make_optimizer
 
 
@@ -29,14 +33,15 @@ def start(config: Config, console: Console) -> Trainer:
         FileExistsError: `config.out` holds a run already.
     """
     run = RunFolder(Path(config.out))
-    if run.config.exists():
-        raise FileExistsError(
-            f"{run.path} holds a run already: resume it with --resume {run.path}, or choose another --out"
-        )
+    if run.path.exists() and any(run.path.iterdir()):
+        advice = f"resume it with --resume {run.path}" if run.checkpoints() else "it has no checkpoint: remove it"
+        raise FileExistsError(f"{run.path} is not empty: {advice}, or choose another --out")
+    if config.model not in BUILT_IN_MODELS:  # the run may be resumed from elsewhere
+        config = dataclasses.replace(config, model=str(Path(config.model).resolve()))
     trainer = _prepare(config, run, console)
     run.path.mkdir(parents=True, exist_ok=True)
     save_description(trainer.model, trainer.tokenizer, config, run.model)
-    run.config.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    _write_settings(config, run)
     return trainer
 
 
@@ -48,18 +53,42 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """
     run = RunFolder(path)
     newest = run.newest()
-    config = Config.from_dict(json.loads(run.config.read_text()) | {"out": str(path)}).replace(overrides)
+    config = _read_settings(run).replace(overrides)
+    if config.out != str(path):
+        raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it away")
     trainer = _prepare(config, run, console)
     load_checkpoint(newest, trainer.state)
-    run.config.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    console.print(f"resumed from {newest}", highlight=False)
+    _write_settings(config, run)
+    console.print(f"resumed from {newest}", markup=False, highlight=False, soft_wrap=True)
     return trainer
+
+
+def _read_settings(run: RunFolder) -> Config:
+    try:
+        settings = json.loads(run.config.read_text())
+    except ValueError as error:
+        raise ArtifactError(f"{run.config} is not valid JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise ArtifactError(f"{run.config} must be an object of settings, got {type(settings).__name__}")
+    return Config.from_dict(settings | {"out": str(run.path)})
+
+
+def _write_settings(config: Config, run: RunFolder) -> None:
+    """Write the settings beside the old ones, then replace these: a full disk must not cost the run its settings."""
+    partial = run.path / ".config.json.partial"
+    try:
+        partial.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        partial.replace(run.config)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("octavo train runs as one process for now: start it without torchrun")
     get_recipe(config.recipe)
+    if config.tensorboard:
+        event_writer()
     device = choose_device(config.device)
     torch.use_deterministic_algorithms(config.deterministic)
     texts = load_texts(config.data)
@@ -69,12 +98,16 @@ def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     validation = Batches(corpus.validation, config.context, config.batch, None)
     torch.manual_seed(config.seed)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
+    if config.model not in BUILT_IN_MODELS:
+        check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
     report = convert(model, config.recipe, skip=config.skip, emulate=config.emulate)
     size = sum(p.numel() for p in model.parameters())
     console.print(
         f"{config.model}: {size / 1e6:.2f}M parameters on {device}, {config.precision}; "
         f"{len(corpus.train) / 1e6:.2f}M training tokens\n{report.summary()}",
+        markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)

@@ -26,7 +26,7 @@ def scaled_mm(
         y = _operand(a, scale_a, layout_a) @ _operand(b, scale_b, layout_b).t()  # [M,K] @ [N,K]^T
     if layout_a.outer:
         y *= scale_a
-    if layout_b.outer:
+    if layout_b.outer and not bool((scale_b == 1).all()):  # ones where the scale was folded into a
         y *= scale_b.t()
     return y
 

@@ -1,0 +1,67 @@
+"""Does FP8 training end where BF16 ends? The demo's model and text, three seeds of each, and the packed model.
+
+For each seed both runs start from the same weights and see the same batches. The result holds every evaluation, the
+relative gap of the last one by seed, their mean, and beside it the spread between the BF16 seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import demo
+import record
+from rich.console import Console
+
+from octavo import serve
+from octavo.train.config import Config
+from octavo.train.start import start
+
+SEEDS = (0, 1, 2)
+RECIPES = ("bf16", "rowwise")
+
+
+def main() -> None:
+    runs: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        for seed in SEEDS:
+            for recipe in RECIPES:
+                runs.append(train(recipe, seed, Path(folder)))
+                print(f"{recipe:8} seed {seed}: {runs[-1]['final']:.4f}", flush=True)
+        packed = [judge(Path(folder), seed, runs) for seed in SEEDS]
+    final = {recipe: [run["final"] for run in runs if run["recipe"] == recipe] for recipe in RECIPES}
+    gaps = [fp8 / bf16 - 1 for bf16, fp8 in zip(*final.values(), strict=True)]
+    spread = (max(final["bf16"]) - min(final["bf16"])) / statistics.mean(final["bf16"])
+    summary = {"gaps": gaps, "mean_gap": statistics.mean(gaps), "bf16_spread": spread, "packed": packed}
+    print(json.dumps(summary, indent=2))
+    print(record.write("loss_gap", {"settings": demo.SETTINGS, "runs": runs, **summary}))
+
+
+def name(folder: Path, recipe: str, seed: int) -> Path:
+    return folder / f"{recipe}-{seed}"
+
+
+def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+    """One run of the demo: its evaluation losses by step."""
+    out = name(folder, recipe, seed)
+    overrides = [*demo.SETTINGS, "--recipe", recipe, "--seed", str(seed), "--out", str(out), "--device", "cpu"]
+    start(Config.load(None, overrides), Console(quiet=True)).run()
+    losses = demo.evaluations(out)
+    return {"recipe": recipe, "seed": seed, "evaluations": losses, "final": list(losses.values())[-1]}
+
+
+def judge(folder: Path, seed: int, runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Pack the FP8 run of a seed: what its bytes weigh and what its loss is."""
+    run = name(folder, "rowwise", seed)
+    report = serve.pack(run, folder / f"packed-{seed}")
+    config = Config.from_dict(json.loads((run / "config.json").read_text()))
+    loss = demo.packed_loss(report.folder, config, "cpu")
+    trained = next(r["final"] for r in runs if r["recipe"] == "rowwise" and r["seed"] == seed)
+    return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
+
+
+if __name__ == "__main__":
+    main()

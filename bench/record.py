@@ -1,0 +1,44 @@
+"""What every result file begins with: the machine, the versions, the commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.version import __version__
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Write `result` under the facts of this machine to results/NAME.json."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts = {
+        "measured": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": facts, **result}, indent=2) + "\n")
+    return path
+
+
+def _processor() -> str:
+    """The processor's name and the vector units that decide how fast BF16 is on it."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    name = next((line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line), "unknown")
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if unit in text]
+    return f"{name} ({', '.join(units)})"

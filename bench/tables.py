@@ -1,0 +1,62 @@
+"""Writes docs/accuracy.md from the result files: no number there is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent
+TARGET = ROOT.parent / "docs" / "accuracy.md"
+
+
+def main() -> None:
+    loss, step = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("loss_gap", "cpu_step"))
+    text = "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *steps(step)])
+    TARGET.write_text(text + "\n")
+
+
+INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is the
+demo's: a Llama of 3 million parameters on the text of Python's standard library, byte by byte."""
+
+
+def losses(result: dict[str, Any]) -> list[str]:
+    rows = [
+        "| seed | BF16 loss | FP8 (rowwise) loss | gap | packed model | its weights, of BF16 |",
+        "|---|---|---|---|---|---|",
+    ]
+    final = {(run["recipe"], run["seed"]): run["final"] for run in result["runs"]}
+    for seed, (gap, packed) in enumerate(zip(result["gaps"], result["packed"], strict=True)):
+        rows.append(
+            f"| {seed} | {final['bf16', seed]:.4f} | {final['rowwise', seed]:.4f} | {gap:+.2%} "
+            f"| {packed['loss']:.4f} ({packed['to_trained']:+.2%}) | {packed['bytes_to_bf16']:.3f} |"
+        )
+    verdict = (
+        f"Mean gap {result['mean_gap']:+.2%}; the BF16 seeds lie {result['bf16_spread']:.2%} apart "
+        f"(largest less smallest, over their mean). {machine(result)}"
+    )
+    return ["## Loss at the end of training", "\n".join(rows), verdict]
+
+
+def steps(result: dict[str, Any]) -> list[str]:
+    rows = ["| recipe | high precision | ms a step | of BF16 | of FP32 |", "|---|---|---|---|---|"]
+    for row in result["steps"]:
+        rows.append(
+            f"| {row['recipe']} | {row['precision']} | {row['milliseconds']:.0f} | {row['to_bf16']:.2f} | {row['to_fp32']:.2f} |"
+        )
+    words = (
+        "Medians of interleaved steps in one process. Emulation is exact, so that it can be studied; it is never fast."
+    )
+    return ["## A training step, emulated", "\n".join(rows), f"{words} {machine(result)}"]
+
+
+def machine(result: dict[str, Any]) -> str:
+    facts = result["machine"]
+    return (
+        f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}, Python {facts['python']}, "
+        f"commit {facts['commit']}, {facts['measured']}."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""octavo train: settings from a file and the command line, and what it says of bad ones."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+
+import pytest
+
+from octavo import PRESETS
+from octavo.train.config import Config
+from octavo.train.loop import Trainer
+
+TINY = """
+layers = 1
+width = 32
+heads = 2
+kv_heads = 1
+mlp_width = 64
+context = 16
+batch = 2
+steps = 4
+warmup = 1
+device = "cpu"
+log_every = 1
+evaluate_every = 4
+evaluate_batches = 1
+save_every = 2
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to stand in, with text.txt, other.txt and tiny.toml."""
+    draw = random.Random(0)
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text(" ".join(draw.choices("folio quarto octavo duodecimo".split(), k=200)))
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(octavo, here, *words):
+    """The message of a command that must fail without writing anything."""
+    before = tree(here)
+    code, out, err = octavo("train", *words)
+    assert code == 1
+    assert "Traceback" not in out + err
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert tree(here) == before
+    return err
+
+
+def settings_of(run):
+    return Config.from_dict(json.loads((run / "config.json").read_text()))
+
+
+def test_a_run_and_its_continuation(octavo, here):
+    code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "other.txt", "--recipe=delayed", "--out", "run")
+    assert (code, err) == (0, "")
+    steps = [line for line in out.splitlines() if line.startswith("step ") and "/4" in line]
+    assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
+    assert all(part in steps[0] for part in ("loss", "lr", "grad norm", "tokens/s", "ETA"))
+    assert "delayed: 7 linear layers converted, 1 skipped" in out
+    assert out.splitlines()[-1] == "done: 4 steps in run"
+    assert (settings_of(here / "run").data, settings_of(here / "run").recipe) == (("text.txt", "other.txt"), "delayed")
+    code, out, err = octavo("train", "--resume", "run", "--steps", "6", "--log-every", "2")
+    assert (code, err) == (0, "")
+    assert "resumed from run/step-00000004" in out
+    assert out.splitlines()[-1] == "done: 6 steps in run"
+    assert sorted(path.name for path in (here / "run").glob("step-*")) == [f"step-0000000{n}" for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--steps=3"], ["--steps", "9", "--steps", "3"]])
+def test_settings_may_come_first_and_without_a_file(octavo, here, words):
+    tiny = [f"--{key}={value}" for key, value in re.findall(r"(\w+) = \"?(\w+)", TINY) if key != "steps"]
+    code, out, err = octavo("train", *words, *tiny, "--data", "text.txt", "--recipe", "bf16", "--out", "run")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "done: 3 steps in run"
+
+
+def test_long_and_odd_names_are_printed_as_they_are(octavo, here, monkeypatch):
+    name = "a folder of [red]many[/red] words " * 7
+    code, out, _ = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", name.strip())
+    assert code == 0
+    assert out.splitlines()[-1] == f"done: 4 steps in {name.strip()}"
+    out = octavo("train", "--resume", name.strip(), "--steps", "5")[1]
+    assert f"resumed from {name.strip()}/step-00000004" in out.splitlines()
+
+
+def signalled(monkeypatch, *numbers):
+    """Signals that come in the second step."""
+    step = Trainer.step
+
+    def stepped(trainer):
+        result = step(trainer)
+        if trainer.state.step == 2:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", stepped)
+
+
+def test_a_signal_ends_with_success_and_the_way_on(octavo, here, monkeypatch):
+    signalled(monkeypatch, signal.SIGINT)
+    code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "SIGINT: saved step 2; go on with: octavo train --resume run"
+
+
+def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkeypatch):
+    signalled(monkeypatch, signal.SIGINT, signal.SIGINT)
+    code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")
+    assert code not in (0, None)
+    assert "Traceback" not in out + err
+    assert not list((here / "run").glob("*step*"))
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "essentials"),
+    [
+        (["--recipe", "fp8"], ["'fp8'", *PRESETS]),
+        (["--recipee", "bf16"], ["recipee", "did you mean 'recipe'"]),
+        (["--learningrate=1"], ["learningrate", "did you mean 'learning_rate'"]),
+        (["--steps", "many"], ["steps", "an integer", "'many'"]),
+        (["--steps", "1.5"], ["steps", "an integer", "1.5"]),
+        (["--steps"], ["--steps", "needs a value"]),
+        (["--steps", "-3"], ["steps", "at least 1", "-3"]),
+        (["--learning-rate", "nan"], ["learning_rate", "finite number"]),
+        (["--compile", "yes"], ["compile", "true or false", "'yes'"]),
+        (["--precision", "fp8"], ["precision", "bf16", "fp32", "fp16"]),
+        (["--heads", "5"], ["heads 5", "width 32", "heads can be"]),
+        (["--kv-heads", "3"], ["kv_heads 3", "heads 2"]),
+        (["--skip", "nothing.*"], ["nothing.*", "matches no linear layer"]),
+        (["--model", "lama"], ["'lama'", "llama", "gpt2"]),
+        (["--model", "./nowhere"], ["nowhere"]),
+        (["--data", "nowhere.txt"], ["nowhere.txt", "no such file"]),
+        (["--data", "*.md"], ["*.md", "matches none"]),
+        (["--data", "empty.txt"], ["empty.txt", "must hold some text"]),
+        (["--data", "binary.txt"], ["binary.txt", "must be text", "byte 3"]),
+        (["--data", "short.txt"], ["17 tokens"]),
+        (["--data", "text.txt", "nowhere.txt"], ["nowhere.txt"]),
+        (["--data="], ["data", "at least one entry"]),
+        (["--out="], ["out", "not empty"]),
+        (["--out", "full"], ["full is not empty"]),
+        (["--out", "text.txt"], ["text.txt"]),
+        (["stray"], ["stray"]),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_setting_is_one_line_and_writes_nothing(octavo, here, words, essentials):
+    (here / "empty.txt").touch()
+    (here / "binary.txt").write_bytes(b"abc\0def")
+    (here / "short.txt").write_text("short")
+    (here / "full").mkdir()
+    (here / "full" / "notes.txt").write_text("mine")
+    message = refused(octavo, here, "tiny.toml", "--data=text.txt", "--out=run", *words)
+    for essential in essentials:
+        assert essential in message
+
+
+@pytest.mark.parametrize(
+    ("content", "essentials"),
+    [
+        ("steps = ", ["config.toml", "not valid TOML"]),
+        ("[train]\nsteps = 3", ["train", "config.toml"]),
+        ("step = 3", ["'step'", "config.toml", "did you mean 'steps'"]),
+        ("steps = '3'", ["steps", "config.toml", "an integer"]),
+        ("tied = 1", ["tied", "true or false"]),
+    ],
+)
+def test_a_bad_file_is_named(octavo, here, content, essentials):
+    (here / "config.toml").write_text(content)
+    message = refused(octavo, here, "config.toml", "--data=text.txt", "--out=run")
+    for essential in essentials:
+        assert essential in message
+
+
+def test_a_file_that_is_not_there(octavo, here):
+    assert "nowhere.toml" in refused(octavo, here, "nowhere.toml")
+
+
+@pytest.fixture
+def run(octavo, here):
+    assert octavo("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")[0] == 0
+    return here / "run"
+
+
+def test_a_run_that_exists_is_not_overwritten(octavo, here, run):
+    message = refused(octavo, here, "tiny.toml", "--data=text.txt", "--out=run")
+    assert "run is not empty: resume it with --resume run, or choose another --out" in message
+
+
+@pytest.mark.parametrize("folder", ["nowhere", ".", "run/model"])
+def test_a_folder_that_is_no_run_is_not_resumed(octavo, here, run, folder):
+    assert folder in refused(octavo, here, "--resume", folder)
+
+
+def test_a_resumed_run_takes_no_file(octavo, here, run):
+    message = refused(octavo, here, "--resume", "run", "tiny.toml")
+    assert "tiny.toml" in message
+
+
+def test_what_a_resumed_run_cannot_change(octavo, here, run):
+    assert "another model" in refused(octavo, here, "--resume", "run", "--width", "64")
+    assert "the data is not what" in refused(octavo, here, "--resume", "run", "--data", "other.txt")
+    assert "stays in its folder run" in refused(octavo, here, "--resume", "run", "--out", "other")
+
+
+def test_a_broken_checkpoint_is_named(octavo, here, run):
+    (run / "step-00000004" / "model.safetensors").write_bytes(b"")
+    message = refused(octavo, here, "--resume", "run")
+    assert "run/step-00000004/model.safetensors is truncated or not a safetensors file" in message
+    assert "Remove that folder" in message
+    shutil.rmtree(run / "step-00000004")
+    assert octavo("train", "--resume", "run")[0] == 0
+
+
+def test_a_run_that_breaks_says_where_it_can_go_on(octavo, here):
+    code, out, err = octavo(
+        "train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run", "--learning-rate=1e30"
+    )
+    assert code == 1
+    assert re.fullmatch(
+        r"error: step \d: the loss is [^\n]* norm nan[^\n]*(no checkpoint was saved yet|step-0000000\d)\n", err
+    )
+    assert "Traceback" not in out
+
+
+# --- Help
+
+
+def test_help_shows_the_essentials(octavo):
+    code, out, _ = octavo("train", "--help")
+    assert code == 0
+    essentials = (
+        "TOML",
+        "--resume",
+        "--settings",
+        "--data",
+        "--recipe",
+        "--steps",
+        "--out",
+        "SIGINT",
+        "octavo train --resume",
+    )
+    assert [part for part in essentials if part not in out] == []
+
+
+def test_settings_lists_every_one_with_its_default(octavo):
+    code, out, _ = octavo("train", "--settings")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("--")}
+    assert rows.keys() == {f"--{name.replace('_', '-')}" for name in Config().to_dict()}
+    assert "0.001" in rows["--learning-rate"]
+    assert "peak learning rate" in rows["--learning-rate"]
+    assert "rowwise" in rows["--recipe"]

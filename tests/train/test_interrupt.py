@@ -1,0 +1,107 @@
+"""Signals ask a run to stop after its step, wherever in the step they come; a second one stops it at once."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from octavo.artifact.run import RunFolder
+from octavo.train import loop
+from octavo.train.interrupt import interrupt
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_within_the_block_only(number):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with interrupt() as state:
+        assert state.received is None
+        os.kill(os.getpid(), number)
+        assert state.received == number.name
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_a_second_signal_acts_at_once():
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(KeyboardInterrupt), interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal was noted too")
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_handlers_come_back_after_an_error():
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(RuntimeError, match="broken"), interrupt():
+        raise RuntimeError("broken")
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def signalled(trainer, monkeypatch, where, step):
+    """Send SIGTERM to this process when the run comes to the end of `where` at `step`."""
+    owner = loop if where == "save_checkpoint" else trainer
+    original = getattr(owner, where)
+
+    def wrapped(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if trainer.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(owner, where, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "saved"),
+    [("step", 3, 3), ("_log", 3, 4), ("evaluate", 4, 5), ("save_checkpoint", 4, 5), ("step", 4, 4), ("_log", 1, 2)],
+)
+def test_the_step_it_stops_at_is_saved(begin, go_on, monkeypatch, records, where, step, saved):
+    trainer = begin(recipe="bf16")
+    signalled(trainer, monkeypatch, where, step)
+    result = trainer.run()
+    assert (result.step, result.interrupted) == (saved, "SIGTERM")
+    assert trainer.run_folder.newest() == trainer.run_folder.checkpoint(saved)
+    assert list(records(trainer.run_folder.path)) == list(range(1, saved + 1))
+    monkeypatch.undo()
+    assert go_on(trainer.run_folder.path).state.step == saved
+
+
+def test_a_signal_in_the_last_step_finds_the_run_done(begin, monkeypatch):
+    trainer = begin(recipe="bf16")
+    signalled(trainer, monkeypatch, "evaluate", 8)
+    result = trainer.run()
+    assert (result.step, result.interrupted) == (8, None)
+
+
+def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
+    trainer = begin(recipe="bf16")
+    signalled(trainer, monkeypatch, "step", 6)
+    original = loop.save_checkpoint
+
+    def interrupted(*args):
+        if trainer.state.step == 6:
+            monkeypatch.setattr(torch, "get_rng_state", lambda: os.kill(os.getpid(), signal.SIGINT))
+        return original(*args)
+
+    monkeypatch.setattr(loop, "save_checkpoint", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(4)]
+    assert list(trainer.run_folder.path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path, number):
+    run = RunFolder(tmp_path / "run")
+    process = spawn(recipe="bf16", steps=100_000, save_every=10)
+    wait_for(process, run.checkpoints)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    said = rf"^{number.name}: saved step (\d+); go on with: octavo train --resume {run.path}$"
+    saved = re.search(said, out, re.MULTILINE)
+    assert saved, out
+    assert run.newest() == run.checkpoint(int(saved[1]))
