@@ -42,7 +42,8 @@ def steps(result: dict[str, Any]) -> list[str]:
     rows = ["| recipe | high precision | ms a step | of BF16 | of FP32 |", "|---|---|---|---|---|"]
     for row in result["steps"]:
         rows.append(
-            f"| {row['recipe']} | {row['precision']} | {row['milliseconds']:.0f} | {row['to_bf16']:.2f} | {row['to_fp32']:.2f} |"
+            f"| {row['recipe']} | {row['precision']} | {row['milliseconds']:.0f} "
+            f"| {row['to_bf16']:.2f} | {row['to_fp32']:.2f} |"
         )
     words = (
         "Medians of interleaved steps in one process. Emulation is exact, so that it can be studied; it is never fast."

@@ -40,8 +40,8 @@ def test_ranks_one_to_four_by_row_and_group(shape, size):
             assert scales[row][g] == scale
 
 
-@pytest.mark.parametrize("shape", [(), *SHAPES], ids=str)
-def test_ranks_nought_to_four_by_tensor(shape):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ranks_one_to_four_by_tensor(shape):
     x = tensor(shape)
     q = octavo.quantize(x, granularity="tensor")
     expected, scale = quantize_block(x.numpy())
@@ -50,22 +50,32 @@ def test_ranks_nought_to_four_by_tensor(shape):
     assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
 
 
-@pytest.mark.parametrize("granularity", ["row", "group:32"])
-def test_a_single_number_has_no_row(granularity):
-    """Rank 0 with the default granularity: either it is one row, or the error says what to do."""
-    try:
-        q = octavo.quantize(torch.tensor(3.0), granularity=granularity)
-    except ValueError as error:
-        assert "granularity" in str(error)  # noqa: PT017
-    else:
-        assert q.dequantize().item() == 3.0
+@pytest.mark.parametrize(
+    ("granularity", "message"),
+    [
+        ("tensor", "needs at least one dimension, got a scalar: pass x.view(1)"),
+        ("row", "needs at least one dimension, got a scalar: pass x.view(1)"),
+        ("group:32", "needs at least one dimension, got a scalar: pass x.view(1)"),
+        ("block:2x32", "need a matrix, got shape []"),
+    ],
+)
+def test_a_single_number_is_refused_and_told_what_to_do(granularity, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        octavo.quantize(torch.tensor(3.0), granularity=granularity)
+    if not granularity.startswith("block"):
+        assert octavo.quantize(torch.tensor(3.0).view(1), granularity=granularity).dequantize().tolist() == [3.0]
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (2, 0, 3)])
-def test_empty_tensors(shape):
-    q = octavo.quantize(torch.zeros(shape))
-    assert tuple(q.data.shape) == shape
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group:4"])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (2, 0, 3), (0, 0)], ids=str)
+def test_empty_tensors(shape, granularity):
+    q = octavo.quantize(torch.zeros(shape), granularity=granularity)
+    groups = -(-shape[-1] // 4)
+    scale_shape = {"tensor": (1,) * len(shape), "row": (*shape[:-1], 1), "group:4": (*shape[:-1], groups)}
+    assert tuple(q.scale.shape) == scale_shape[granularity]
+    assert (tuple(q.data.shape), q.data.dtype) == (shape, torch.float8_e4m3fn)
     assert tuple(q.dequantize().shape) == shape
+    assert (q.scale > 0).all()
 
 
 def test_blocks_of_a_matrix():
@@ -151,6 +161,7 @@ def test_unknown_words_are_answered_with_the_choices(words, choices):
     assert all(choice in str(error.value) for choice in choices)
 
 
-def test_integers_are_refused():
-    with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, got torch.int32"):
-        octavo.quantize(torch.ones(2, 2, dtype=torch.int32))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_integers_and_float64_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"float32, bfloat16 or float16, got {dtype}"):
+        octavo.quantize(torch.ones(2, 2, dtype=dtype))

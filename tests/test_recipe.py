@@ -21,6 +21,7 @@ from octavo.recipe import (
 )
 
 POW2_ROW = Cast(scale="pow2")
+TENSOR_POW2 = Cast(granularity=TENSOR, scale="pow2")
 CUSTOM = Recipe(
     "mine",
     y=Gemm(x=Cast("e5m2", group(96), "e8m0", "stochastic"), w=Cast(granularity=block(3, 5), relative_floor=0.125)),
@@ -57,7 +58,7 @@ def test_tensorwise():
 def test_rowwise():
     weight = Cast("e4m3", ROW, "fp32", relative_floor=2.0**-8)
     assert WEIGHT_FLOOR == 2.0**-8
-    assert casts(rowwise()) == three(POW2_ROW, weight, POW2_ROW)
+    assert casts(rowwise()) == three(Cast("e4m3", ROW, "fp32"), weight, Cast("e4m3", ROW, "pow2"))
 
 
 def test_rowwise_dw_bf16_is_rowwise_but_for_dw():
@@ -137,11 +138,15 @@ def test_json_round_trip(recipe):
 
 def test_json_says_what_the_recipe_says():
     """Known text, so that files written today are read tomorrow."""
-    weight = {"format": "e4m3", "granularity": "row", "scale": "fp32", "rounding": "nearest", "history": None}
-    assert json.loads(rowwise().to_json())["y"] == {
-        "x": weight | {"scale": "pow2", "relative_floor": 0.0},
-        "w": weight | {"relative_floor": 0.00390625},
-        "fast_accumulation": True,
+    row = {"format": "e4m3", "granularity": "row", "scale": "fp32", "rounding": "nearest", "history": None}
+    weight = row | {"relative_floor": 0.00390625}
+    gradient = row | {"scale": "pow2", "relative_floor": 0.0}
+    assert json.loads(rowwise().to_json()) == {
+        "name": "rowwise",
+        "rotate": False,
+        "y": {"x": row | {"relative_floor": 0.0}, "w": weight, "fast_accumulation": True},
+        "dx": {"dy": gradient, "w": weight, "fast_accumulation": False},
+        "dw": {"dy": gradient, "x": row | {"relative_floor": 0.0}, "fast_accumulation": False},
     }
     history = json.loads(CUSTOM.to_json())["dx"]["dy"]["history"]
     assert history == {
@@ -187,21 +192,43 @@ def test_a_row_scaled_w_in_dx_must_be_the_one_of_y():
             Recipe("odd", y=y, dx=good)
 
 
+def test_a_row_scaled_w_in_dx_forbids_a_history_for_dy():
+    """The scale of w is folded into dy first: what dy was in earlier steps says nothing of that."""
+    history = Gemm(dy=Cast("e5m2", TENSOR, history=History()), w=Cast())
+    with pytest.raises(
+        ValueError, match="recipe odd: .* dy, into which its scale is folded, cannot scale by a history"
+    ):
+        Recipe("odd", y=Gemm(x=Cast(), w=Cast()), dx=history)
+    dynamic = replace(history, dy=Cast("e5m2", TENSOR))
+    assert Recipe("fine", y=Gemm(x=Cast(), w=Cast()), dx=dynamic).dx == dynamic
+    tensor = replace(history, w=Cast(granularity=TENSOR))
+    assert Recipe("fine", y=Gemm(x=Cast(), w=Cast(granularity=TENSOR)), dx=tensor).dx == tensor
+
+
+@pytest.mark.parametrize("x", [Cast(), POW2_ROW, Cast("e5m2", scale="e8m0")], ids=str)
+@pytest.mark.parametrize("dy", [POW2_ROW, Cast("e5m2", scale="e8m0")], ids=str)
+def test_a_row_scaled_dw_takes_any_scale_of_x_and_powers_of_two_of_dy(x, dy):
+    recipe = Recipe("fine", y=Gemm(x=x, w=Cast()), dx=Gemm(dy=dy, w=Cast()), dw=Gemm(x=x, dy=dy))
+    assert (recipe.dw.x, recipe.dw.dy) == (x, dy)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"y": Gemm()},
-        {"y": Gemm(x=Cast(), w=Cast())},
+        {"y": Gemm(x=POW2_ROW, w=Cast())},
         {"dx": Gemm()},
         {"dx": Gemm(dy=replace(POW2_ROW, format="e5m2"), w=Cast())},
-        {"dw": Gemm(x=Cast(), dy=POW2_ROW)},
-        {"dw": Gemm(x=POW2_ROW, dy=Cast())},
-        {"dw": Gemm(x=POW2_ROW, dy=Cast(granularity=TENSOR))},
+        {"dw": Gemm(x=POW2_ROW, dy=POW2_ROW)},
+        {"dw": Gemm(x=Cast(), dy=Cast())},
+        {"dx": Gemm(dy=Cast(), w=Cast()), "dw": Gemm(x=Cast(), dy=Cast())},
+        {"dw": Gemm(x=Cast(), dy=Cast(granularity=TENSOR))},
+        {"dx": Gemm(dy=TENSOR_POW2, w=Cast()), "dw": Gemm(x=Cast(), dy=TENSOR_POW2)},
     ],
     ids=str,
 )
 def test_a_row_scaled_dw_folds_powers_of_two(change):
-    gemms = {"y": Gemm(x=POW2_ROW, w=Cast()), "dx": Gemm(dy=POW2_ROW, w=Cast()), "dw": Gemm(x=POW2_ROW, dy=POW2_ROW)}
+    gemms = {"y": Gemm(x=Cast(), w=Cast()), "dx": Gemm(dy=POW2_ROW, w=Cast()), "dw": Gemm(x=Cast(), dy=POW2_ROW)}
     Recipe("fine", **gemms)
     if not change.get("y", gemms["y"]).quantized:
         gemms["dx"] = Gemm(dy=POW2_ROW, w=Cast(granularity=TENSOR))  # a row-scaled w would be refused for itself

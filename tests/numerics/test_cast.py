@@ -1,4 +1,4 @@
-"""`cast`, torch's own conversion made to keep the contract, against `encode`; and stochastic rounding by given noise."""
+"""`cast`, torch's own conversion made to keep the contract, against `encode`; and stochastic rounding, noise given."""
 
 import numpy as np
 import pytest

@@ -36,7 +36,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    """As the door's; one path to the tensor cores, BF16 out of the GEMM, any other dtype converted from it."""
+    """As the door's. Block-scaled GEMMs give BF16, and have no fast accumulation: they promote each block as it is."""
     m, n = a.shape[0], b.shape[0]
     a, scale_a = _pad(a, scale_a, layout_a)
     b, scale_b = _pad(b, scale_b, layout_b)
@@ -50,8 +50,8 @@ def scaled_mm(
         _RECIPES[layout_b],
         swizzle_a=swizzle,
         swizzle_b=swizzle,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=fast_accumulation,
+        output_dtype=out_dtype if layout_a.outer else torch.bfloat16,
+        use_fast_accum=fast_accumulation and layout_a.outer,
     )
     y = y[:m, :n].contiguous()
     if bias is not None:

@@ -26,7 +26,8 @@ def scaled_mm(
         a, b: [M, K] and [N, K], both contracted over their last axis.
         bias: [N], added before the one rounding to `out_dtype` where the implementation can.
         out_dtype: of y; sums are float32.
-        fast_accumulation: partial sums may stay at the tensor core's 14 bits (a GPU's business; emulation is exact).
+        fast_accumulation: partial sums may stay at the tensor core's 14 bits. Emulation is exact, and block-scaled
+            GEMMs promote each block, all the same.
         emulate: permit emulation on a GPU that has no kernel for these layouts.
 
     Returns:
