@@ -36,9 +36,8 @@ def main() -> None:
         median = statistics.median(seconds[recipe, precision])
         row = {"recipe": recipe, "precision": precision, "milliseconds": 1e3 * median}
         rows.append(row | {"to_bf16": median / base["bf16"], "to_fp32": median / base["fp32"]})
-        print(
-            f"{recipe:16} {precision}  {1e3 * median:7.1f} ms  {rows[-1]['to_bf16']:.2f} x BF16  {rows[-1]['to_fp32']:.2f} x FP32"
-        )
+        ratios = f"{rows[-1]['to_bf16']:.2f} x BF16  {rows[-1]['to_fp32']:.2f} x FP32"
+        print(f"{recipe:16} {precision}  {1e3 * median:7.1f} ms  {ratios}")
     print(record.write("cpu_step", {"rounds": ROUNDS, "config": Config().to_dict(), "steps": rows}))
 
 

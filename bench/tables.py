@@ -16,8 +16,8 @@ def main() -> None:
     TARGET.write_text(text + "\n")
 
 
-INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is the
-demo's: a Llama of 3 million parameters on the text of Python's standard library, byte by byte."""
+INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is
+the demo's: a Llama of 3 million parameters on the text of Python's standard library, byte by byte."""
 
 
 def losses(result: dict[str, Any]) -> list[str]:

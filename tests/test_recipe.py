@@ -195,9 +195,7 @@ def test_a_row_scaled_w_in_dx_must_be_the_one_of_y():
 def test_a_row_scaled_w_in_dx_forbids_a_history_for_dy():
     """The scale of w is folded into dy first: what dy was in earlier steps says nothing of that."""
     history = Gemm(dy=Cast("e5m2", TENSOR, history=History()), w=Cast())
-    with pytest.raises(
-        ValueError, match="recipe odd: .* dy, into which its scale is folded, cannot scale by a history"
-    ):
+    with pytest.raises(ValueError, match=r"recipe odd: .* dy, into which its scale is folded, cannot .* a history"):
         Recipe("odd", y=Gemm(x=Cast(), w=Cast()), dx=history)
     dynamic = replace(history, dy=Cast("e5m2", TENSOR))
     assert Recipe("fine", y=Gemm(x=Cast(), w=Cast()), dx=dynamic).dx == dynamic

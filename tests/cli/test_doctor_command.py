@@ -9,7 +9,7 @@ import torch
 import octavo as package
 
 GEMMS = ("y", "dx", "dw")
-QUANTIZED = {name: GEMMS for name in package.PRESETS} | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
+QUANTIZED = dict.fromkeys(package.PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
 
 
 def test_machine_is_this_one(octavo):

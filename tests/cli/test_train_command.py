@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
     """A folder to stand in, with text.txt, other.txt and tiny.toml."""
     draw = random.Random(0)
     for name in ("text.txt", "other.txt"):
-        (tmp_path / name).write_text(" ".join(draw.choices("folio quarto octavo duodecimo".split(), k=200)))
+        (tmp_path / name).write_text(" ".join(draw.choices(["folio", "quarto", "octavo", "duodecimo"], k=200)))
     (tmp_path / "tiny.toml").write_text(TINY)
     monkeypatch.chdir(tmp_path)
     return tmp_path

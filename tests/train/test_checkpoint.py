@@ -52,7 +52,7 @@ def saved(begin):
 
 
 def test_checkpoint_holds_the_unconverted_model_in_float32(saved):
-    trainer, folder = saved
+    _, folder = saved
     assert sorted(path.name for path in folder.iterdir()) == FILES
     model = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
@@ -73,7 +73,7 @@ def test_full_disk_leaves_the_older_checkpoint_whole_and_nothing_partial(saved):
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     trainer.step()
     before = everything(trainer)
-    with files_of_at_most(20_000), pytest.raises(WriteError, match="step-00000005.*File too large") as caught:
+    with files_of_at_most(20_000), pytest.raises(WriteError, match=r"step-00000005.*File too large") as caught:
         save_checkpoint(trainer.run_folder, trainer.state, keep=1)
     assert "nothing that existed was changed" in str(caught.value)
     assert trainer.run_folder.checkpoints() == [folder]
@@ -130,41 +130,38 @@ def test_missing_file(saved, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9])
-def test_truncated_file(saved, name, share):
+def test_truncated_file(saved, name):
     trainer, folder = saved
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: int(len(content) * share)].rstrip())
     trainer.step()
-    refuses(trainer, folder, folder / name)
+    for share in (0, 0.1, 0.5, 0.9):
+        (folder / name).write_bytes(content[: int(len(content) * share)])
+        refuses(trainer, folder, folder / name)
 
 
-@pytest.mark.parametrize("content", ["not json", "[]", "3", "null", "{}", '{"step": "four"}', b"\xff\xfe"])
-def test_description_that_is_none(saved, content):
+def test_description_that_is_none(saved):
     trainer, folder = saved
-    (folder / "train.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    path = folder / "train.json"
+    described = json.loads(path.read_text())
     trainer.step()
-    refuses(trainer, folder, folder / "train.json")
+    for content in (b"not json", b"[]", b"3", b"null", b"{}", b"\xff\xfe"):
+        path.write_bytes(content)
+        refuses(trainer, folder, path)
+    for key in ("step", "skipped_steps", "fingerprint", "scaler"):
+        for broken in ({name: value for name, value in described.items() if name != key}, described | {key: None}):
+            path.write_text(json.dumps(broken))
+            refuses(trainer, folder, path, key)
 
 
-@pytest.mark.parametrize("key", ["step", "skipped_steps", "fingerprint", "scaler"])
-def test_description_that_lacks_a_key(saved, key):
+def test_random_state_that_is_none(saved):
     trainer, folder = saved
-    described = json.loads((folder / "train.json").read_text())
-    del described[key]
-    (folder / "train.json").write_text(json.dumps(described))
-    trainer.step()
-    refuses(trainer, folder, folder / "train.json", key)
-
-
-@pytest.mark.parametrize("random", [None, torch.zeros(3, dtype=torch.uint8)])
-def test_random_state_that_is_none(saved, random):
-    trainer, folder = saved
-    tensors = load_file(folder / "state.safetensors")
+    path = folder / "state.safetensors"
+    tensors = load_file(path)
     del tensors["random.cpu"]
-    save_file(tensors | ({} if random is None else {"random.cpu": random}), folder / "state.safetensors")
     trainer.step()
-    refuses(trainer, folder, folder / "state.safetensors", "random.cpu")
+    for random in ({}, {"random.cpu": torch.zeros(3, dtype=torch.uint8)}):
+        save_file(tensors | random, path)
+        refuses(trainer, folder, path, "random.cpu")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ SIZES = {
 
 @pytest.fixture(params=["Llama", "Qwen2"])
 def source(request, tmp_path):
-    """A folder with a tiny model in BF16, as models are published, and a tokenizer. Qwen2 has biases and is tied here."""
+    """A folder with a tiny model in BF16, as models are published, and a tokenizer. Qwen2 has biases, and is tied."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{request.param}Config")(**SIZES, tie_word_embeddings=request.param == "Qwen2")
     model = getattr(transformers, f"{request.param}ForCausalLM")(config).to(torch.bfloat16)

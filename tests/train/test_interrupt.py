@@ -26,10 +26,15 @@ def test_a_signal_is_noted_within_the_block_only(number):
 
 def test_a_second_signal_acts_at_once():
     before = [signal.getsignal(each) for each in SIGNALS]
-    with pytest.raises(KeyboardInterrupt), interrupt():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("the second signal was noted too")
+
+    def twice():
+        with interrupt():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the second signal was noted too")
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
@@ -93,15 +98,18 @@ def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
     assert list(trainer.run_folder.path.glob(".*")) == []
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=["SIGINT", "SIGTERM"])
-def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path, number):
-    run = RunFolder(tmp_path / "run")
-    process = spawn(recipe="bf16", steps=100_000, save_every=10)
-    wait_for(process, run.checkpoints)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    said = rf"^{number.name}: saved step (\d+); go on with: octavo train --resume {run.path}$"
-    saved = re.search(said, out, re.MULTILINE)
-    assert saved, out
-    assert run.newest() == run.checkpoint(int(saved[1]))
+def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path):
+    runs = {number: RunFolder(tmp_path / number.name) for number in SIGNALS}
+    commands = {
+        number: spawn(recipe="bf16", steps=100_000, save_every=10, out=str(run.path)) for number, run in runs.items()
+    }
+    for number, run in runs.items():
+        process = commands[number]
+        wait_for(process, run.checkpoints)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "")
+        said = rf"^{number.name}: saved step (\d+); go on with: octavo train --resume {run.path}$"
+        saved = re.search(said, out, re.MULTILINE)
+        assert saved, out
+        assert run.newest() == run.checkpoint(int(saved[1]))

@@ -144,7 +144,7 @@ class Trainer:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Random numbers from a fixed seed within the block (recipes may round stochastically); the run's own after it."""
+        """Random numbers from a fixed seed within the block (recipes may round stochastically), the run's own after."""
         with torch.random.fork_rng([self.state.device] if self.state.device.type == "cuda" else []):
             torch.manual_seed(0)
             yield

@@ -1,0 +1,51 @@
+"""Quantized operands of every layout that a preset uses, what they stand for in float64, how a product is judged."""
+
+import numpy as np
+import torch
+
+from octavo.numerics import TENSOR, Cast, QTensor, group
+from octavo.ops import quantize
+from octavo.ops.gemm.backend import MX, SQUARE, STRIP
+from octavo.recipe import WEIGHT_FLOOR
+
+# Every pair of casts that a preset gives to one of its GEMMs, by layout.
+PAIRS = {
+    "tensor": (Cast(granularity=TENSOR), Cast(granularity=TENSOR)),
+    "tensor-e5m2": (Cast("e5m2", TENSOR), Cast(granularity=TENSOR)),
+    "row": (Cast(), Cast(relative_floor=WEIGHT_FLOOR)),
+    "row-gradient": (Cast(scale="pow2"), Cast(relative_floor=WEIGHT_FLOOR)),
+    "row-pow2": (Cast("e5m2", scale="pow2"), Cast(scale="pow2")),
+    "tensor-pow2": (Cast(granularity=TENSOR, scale="pow2"), Cast(granularity=TENSOR, scale="pow2")),
+    "row-e5m2": (Cast("e5m2", scale="pow2"), Cast()),
+    "strip-square": (Cast(granularity=STRIP), Cast(granularity=SQUARE)),
+    "square-strip": (Cast(granularity=SQUARE), Cast(granularity=STRIP)),
+    "strip-strip": (Cast(granularity=STRIP), Cast(granularity=STRIP)),
+    "mx": (Cast(granularity=MX, scale="e8m0"), Cast(granularity=MX, scale="e8m0")),
+    "group64": (Cast(granularity=group(64)), Cast(granularity=group(64))),
+    "fnuz": (Cast("e5m2fnuz"), Cast("e4m3fnuz")),
+    "mixed": (Cast(granularity=group(7)), Cast(granularity=TENSOR)),
+}
+
+
+def operands(pair: str, m: int, k: int, n: int) -> tuple[QTensor, QTensor]:
+    """a [M, K] and b [N, K], rows of very different size."""
+    torch.manual_seed(m + k + n)
+    a = torch.randn(m, k) * torch.exp2(torch.randint(-12, 13, (m, 1)))
+    b = torch.randn(n, k) * torch.exp2(torch.randint(-4, 5, (n, 1)))
+    return quantize(a, PAIRS[pair][0]), quantize(b, PAIRS[pair][1])
+
+
+def wide(q: QTensor) -> np.ndarray:
+    """What the operand stands for, in float64, scales laid out by numpy."""
+    scale = q.scale.double().numpy()
+    for axis, b in enumerate(q.layout.block(tuple(q.shape))):
+        scale = scale.repeat(b, axis).take(range(q.shape[axis]), axis)
+    return q.data.double().numpy() * scale
+
+
+def worst_row(y: torch.Tensor, exact: np.ndarray) -> float:
+    """The largest relative error of a row."""
+    error = np.linalg.norm(y.double().numpy() - exact, axis=1)
+    size = np.linalg.norm(exact, axis=1)
+    assert not error[size == 0].any()  # a row that underflowed in quantization is zero
+    return float((error[size > 0] / size[size > 0]).max())

@@ -1,0 +1,99 @@
+"""Quantization block by block in numpy and ml_dtypes, and matrices to quantize."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from octavo.numerics import TENSOR, Cast, QTensor, block, group
+from octavo.recipe import PRESETS
+
+KINDS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}
+
+
+def casts_of_the_presets() -> list[Cast]:
+    """Each cast that some preset names, once."""
+    gemms = [gemm for preset in PRESETS.values() for gemm in (preset().y, preset().dx, preset().dw)]
+    return list(dict.fromkeys(cast for gemm in gemms for cast in (gemm.x, gemm.w, gemm.dy) if cast is not None))
+
+
+OTHERS = [
+    Cast("e4m3fnuz"),
+    Cast("e5m2fnuz", block(2, 3)),
+    Cast(scale="e8m0"),
+    Cast(granularity=group(7), relative_floor=0.1),
+]
+CASTS = [*casts_of_the_presets(), *OTHERS]
+SHAPES = [(1, 1), (3, 5), (17, 130), (129, 257), (0, 7), (5, 0), (0, 0)]
+
+
+def name_of(cast: Cast) -> str:
+    """What a test calls this cast."""
+    parts = [cast.format, cast.granularity.name, cast.scale]
+    return "-".join(parts + (["floor"] if cast.relative_floor else []) + (["history"] if cast.history else []))
+
+
+def block_sizes(cast: Cast, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a block; one at least."""
+    if cast.granularity == TENSOR:
+        return max(shape[0], 1), max(shape[1], 1)
+    return cast.granularity.rows, cast.granularity.cols or max(shape[1], 1)
+
+
+def oracle_scale(x: np.ndarray, cast: Cast) -> np.ndarray:
+    """One float32 scale a block, [M, K] -> [blocks down, blocks across]; a row, or a tensor, of nothing is a block."""
+    (m, k), (r, c) = x.shape, block_sizes(cast, x.shape)
+    m, k = (max(m, 1) if cast.granularity == TENSOR else m), (k if cast.granularity.cols else max(k, 1))
+    scale = np.empty((math.ceil(m / r), math.ceil(k / c)), np.float32)
+    for i, j in np.ndindex(scale.shape):
+        amax = np.abs(x[i * r : (i + 1) * r, j * c : (j + 1) * c]).max(initial=0)
+        scale[i, j] = max(amax / np.float32(ml_dtypes.finfo(KINDS[cast.format]).max), np.float32(2.0**-126))
+    if cast.relative_floor:
+        scale = np.maximum(scale, scale.max(initial=0) * np.float32(cast.relative_floor))
+    if cast.scale != "fp32":
+        scale = np.float32([[2.0 ** math.ceil(math.log2(s)) for s in row] for row in scale.tolist()]).reshape(
+            scale.shape
+        )
+    return scale
+
+
+def inverse(scale: np.ndarray, cast: Cast, shape: tuple[int, int]) -> np.ndarray:
+    """What each element of [M, K] is multiplied by."""
+    r, c = block_sizes(cast, shape)
+    return (np.float32(1) / scale).repeat(r, 0).repeat(c, 1)[: shape[0], : shape[1]]
+
+
+def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of `x`."""
+    scale = oracle_scale(x, cast)
+    top = np.float32(ml_dtypes.finfo(KINDS[cast.format]).max)
+    shrunk = np.clip(x * inverse(scale, cast, x.shape), -top, top)
+    return shrunk.astype(KINDS[cast.format]).view(np.uint8), scale
+
+
+def check(q: QTensor, data: np.ndarray, scale: np.ndarray, cast: Cast) -> None:
+    """`q` is of this cast, and each byte and each scale is the oracle's."""
+    assert (q.format, q.layout) == (cast.fmt, cast.granularity)
+    assert q.scale.dtype == (torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32)
+    assert np.array_equal(q.scale.float().numpy(), scale)
+    assert np.array_equal(q.data.view(torch.uint8).numpy(), data)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows and columns of very different size, a zero row, and some zeros and negative zeros."""
+    torch.manual_seed(shape[0] * 1000 + shape[1])
+    x = (
+        torch.randn(shape)
+        * torch.exp2(torch.randint(-9, 10, (shape[0], 1)))
+        * torch.exp2(torch.randint(-4, 5, (shape[1],)))
+    )
+    x[torch.rand(shape) < 0.05] = -0.0
+    if shape[0] > 2:
+        x[1] = 0
+    return x.to(dtype)

@@ -1,0 +1,87 @@
+"""What is handed to cuBLASLt: padded operands, scales in the order that it reads them."""
+
+import numpy as np
+import pytest
+import torch
+from gemm_examples import operands, wide, worst_row
+
+from octavo.numerics import ROW, TENSOR, Cast
+from octavo.ops import quantize
+from octavo.ops.gemm import cublaslt
+from octavo.ops.gemm.backend import MX, SQUARE, STRIP
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (128, 4), (129, 5), (300, 9), (16, 12)])
+def test_swizzle_equals_the_documented_offsets(rows, cols):
+    """128 x 4 tiles in row-major order; within one, row r and column c lie at (r % 32) * 16 + (r // 32) * 4 + c."""
+    torch.manual_seed(0)
+    scale = torch.randint(1, 255, (rows, cols), dtype=torch.uint8)
+    tiles_across = -(-cols // 4)
+    expected = np.zeros(-(-rows // 128) * tiles_across * 512, np.uint8)
+    for r in range(rows):
+        for c in range(cols):
+            tile = (r // 128) * tiles_across + c // 4
+            expected[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = scale[r, c]
+    result = cublaslt._swizzle(scale.view(torch.float8_e8m0fnu))
+    assert result.dtype == torch.float8_e8m0fnu
+    assert np.array_equal(result.view(torch.uint8).numpy(), expected)
+    assert torch.equal(
+        cublaslt._scale(scale.view(torch.float8_e8m0fnu), MX).view(torch.uint8), result.view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (1, 1), (17, 40), (130, 272)])
+@pytest.mark.parametrize("layout", [TENSOR, ROW, STRIP, SQUARE, MX], ids=lambda g: g.name)
+def test_pad_adds_zero_bytes_and_scales_of_one(layout, shape):
+    q = quantize(torch.ones(shape), Cast(granularity=layout))
+    data, scale = cublaslt._pad(q.data, q.scale, layout)
+    assert tuple(data.shape) == tuple(-(-n // 16) * 16 for n in shape)
+    assert data.is_contiguous()
+    raw = data.view(torch.uint8)
+    assert torch.equal(raw[: shape[0], : shape[1]], q.data.view(torch.uint8))
+    assert not raw[shape[0] :].any()
+    assert not raw[:, shape[1] :].any()
+    assert tuple(scale.shape) == layout.scale_shape(tuple(data.shape))
+    assert torch.equal(scale[: q.scale.shape[0]], q.scale)
+    assert (scale[q.scale.shape[0] :] == 1).all()
+
+
+def test_pad_makes_transposed_views_contiguous():
+    data = torch.ones(32, 16).to(torch.float8_e4m3fn).t()
+    assert cublaslt._pad(data, torch.ones(1, 1), TENSOR)[0].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "right", "shape", "stride"),
+    [
+        (TENSOR, (1, 1), False, (), ()),
+        (ROW, (48, 1), False, (48, 1), (1, 1)),
+        (ROW, (48, 1), True, (1, 48), (48, 1)),
+        (STRIP, (48, 3), False, (48, 3), (1, 48)),
+        (SQUARE, (3, 5), False, (8, 3), (1, 8)),
+        (SQUARE, (3, 4), True, (4, 3), (1, 4)),
+    ],
+)
+def test_order_of_float32_scales(layout, given, right, shape, stride):
+    scale = torch.arange(float(np.prod(given))).view(given)
+    result = cublaslt._scale(scale, layout, right=right)
+    assert (tuple(result.shape), result.stride()[1:]) == (shape, stride[1:])
+    assert result.stride()[:1] == stride[:1] or shape[:1] == (1,)  # a single row's stride means nothing
+    if layout == SQUARE:
+        assert torch.equal(result.t()[:, : given[1]], scale)
+        assert not result.t()[:, given[1] :].any()
+    else:
+        assert torch.equal(result.reshape(-1), (scale.t() if right else scale).reshape(-1))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(16, 32, 48), (5, 33, 7)])
+def test_padding_is_cut_off_again(m, k, n, with_bias):
+    """On the CPU PyTorch's scaled_mm has tensor scales: enough to run the whole path."""
+    a, b = operands("tensor", m, k, n)
+    bias = torch.randn(n) if with_bias else None
+    y = cublaslt.scaled_mm(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, bias, torch.bfloat16, False)
+    exact = wide(a) @ wide(b).T + (0 if bias is None else bias.double().numpy())
+    assert (y.shape, y.dtype) == ((m, n), torch.bfloat16)
+    assert worst_row(y, exact) < 2.0**-8
+    assert y.is_contiguous()  # as the registered operation's fake says; a compiled graph relies on it

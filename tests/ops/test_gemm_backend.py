@@ -1,0 +1,70 @@
+"""Which GPU runs which scaled GEMM, and what is said where none does."""
+
+import pytest
+import torch
+
+from octavo.numerics import ROW, TENSOR, group
+from octavo.ops import find_backend
+from octavo.ops.gemm.backend import MX, SQUARE, STRIP, Backend, _cuda_backend
+
+ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "runs_on"),
+    [
+        ((TENSOR, TENSOR), {ADA, HOPPER, BLACKWELL}),
+        ((ROW, ROW), {HOPPER, BLACKWELL}),
+        ((STRIP, SQUARE), {HOPPER}),
+        ((SQUARE, STRIP), {HOPPER}),
+        ((STRIP, STRIP), {HOPPER}),
+        ((MX, MX), {BLACKWELL}),
+        ((group(64), group(64)), set()),
+        ((SQUARE, SQUARE), set()),
+        ((ROW, TENSOR), set()),
+    ],
+)
+def test_nvidia(layouts, runs_on):
+    for capability in ((8, 0), ADA, HOPPER, BLACKWELL):
+        for formats in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
+            backend = _cuda_backend(capability, *layouts, formats, False)
+            assert backend.name == ("cublaslt" if capability in runs_on else "none")
+            if capability not in runs_on:
+                assert f"{layouts[0].name} x {layouts[1].name} scales" in backend.reason
+
+
+def test_nvidia_reasons_name_what_is_needed_and_what_is_there():
+    assert _cuda_backend((8, 0), TENSOR, TENSOR, ("e4m3", "e4m3"), False).reason.endswith(
+        "need compute capability 8.9 or newer, this GPU has 8.0"
+    )
+    assert _cuda_backend((10, 0), STRIP, STRIP, ("e4m3", "e4m3"), False).reason.endswith(
+        "need compute capability 9.0 to 9.x, this GPU has 10.0"
+    )
+
+
+@pytest.mark.parametrize(("capability", "fnuz"), [((9, 4), True), ((9, 5), False)])
+def test_amd(capability, fnuz):
+    own, foreign = ("e4m3fnuz", "e4m3") if fnuz else ("e4m3", "e4m3fnuz")
+    for layout in (TENSOR, ROW):
+        assert _cuda_backend(capability, layout, layout, (own, own), True).name == "hipblaslt"
+        refused = _cuda_backend(capability, layout, layout, (foreign, foreign), True)
+        assert (refused.name, "FNUZ" if fnuz else "OCP") == ("none", refused.reason.split("takes ")[1].split(" ")[0])
+    assert _cuda_backend(capability, STRIP, STRIP, (own, own), True).name == "none"
+
+
+@pytest.mark.parametrize("hip", [False, True])
+def test_no_gpu_takes_two_e5m2_operands(hip):
+    backend = _cuda_backend(HOPPER, TENSOR, TENSOR, ("e5m2", "e5m2"), hip)
+    assert (backend.name, "two E5M2 operands" in backend.reason) == ("none", True)
+
+
+def test_fnuz_is_amds():
+    assert _cuda_backend(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3"), False) == Backend(
+        "none", "FNUZ formats run on AMD MI300 only"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_without_a_gpu_it_is_emulated(device):
+    backend = find_backend(torch.device(device), group(64), group(64), ("e4m3", "e4m3"))
+    assert (backend.name, device in backend.reason) == ("emulated", True)

@@ -1,0 +1,65 @@
+"""Stochastic rounding byte for byte: the documented hash, and a walk over the format's values, in numpy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from quantize_oracle import KINDS, check, inverse, matrix, name_of, oracle_scale
+
+from octavo.numerics import TENSOR, Cast, group
+from octavo.ops import quantize, quantize_transposed
+
+
+def noise(seed: int, n: int) -> np.ndarray:
+    """The documented hash, in numpy's own 32-bit integers."""
+
+    def mix(h: np.ndarray) -> np.ndarray:
+        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return h ^ (h >> np.uint32(16))
+
+    low, high = np.array([seed & 0xFFFFFFFF], np.uint32), np.array([seed >> 32], np.uint32)
+    return (mix(np.arange(n, dtype=np.uint32) ^ mix(low ^ mix(high))) >> np.uint32(8)).astype(np.float64) / 2**24
+
+
+def round_by(v: np.ndarray, dice: np.ndarray, cast: Cast) -> np.ndarray:
+    """Codes of `v`, up where dice and the distance from the lower neighbour make a whole."""
+    kind = KINDS[cast.format]
+    codes = np.arange(128, dtype=np.uint8)
+    values = codes.view(kind).astype(np.float64)
+    values = values[np.isfinite(values)]
+    magnitude = np.minimum(np.abs(v.astype(np.float64)), values[-1])
+    low = np.searchsorted(values, magnitude, side="right") - 1
+    high = np.minimum(low + 1, len(values) - 1)
+    part = (magnitude - values[low]) / np.maximum(values[high] - values[low], 1e-300)
+    code = np.where(part + dice >= 1, high, low)
+    sign = np.signbit(v) & ((code != 0) | (not cast.format.endswith("fnuz")))
+    return (code | np.where(sign, 128, 0)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "cast", [Cast(), Cast("e5m2", group(32), "e8m0"), Cast("e4m3fnuz", TENSOR, "pow2")], ids=name_of
+)
+def test_stochastic_rounding_equals_numpy(cast):
+    cast = replace(cast, rounding="stochastic")
+    x = matrix((17, 130))
+    for transposed in (False, True):
+        torch.manual_seed(21)
+        q = quantize_transposed(x, cast) if transposed else quantize(x, cast)
+        torch.manual_seed(21)
+        seed = int(torch.randint(2**62, ()))
+        wanted = np.ascontiguousarray(x.numpy().T) if transposed else x.numpy()
+        scale = oracle_scale(wanted, cast)
+        dice = noise(seed, wanted.size).reshape(wanted.shape)
+        check(q, round_by(wanted * inverse(scale, cast, wanted.shape), dice, cast), scale, cast)
+
+
+def test_stochastic_rounding_follows_torch_manual_seed():
+    cast, x = Cast(rounding="stochastic"), matrix((17, 130))
+    torch.manual_seed(1)
+    first, second = quantize(x, cast), quantize(x, cast)
+    torch.manual_seed(1)
+    again = quantize(x, cast)
+    assert torch.equal(first.data.view(torch.uint8), again.data.view(torch.uint8))
+    assert not torch.equal(first.data.view(torch.uint8), second.data.view(torch.uint8))
