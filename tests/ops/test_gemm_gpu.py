@@ -1,0 +1,172 @@
+"""Hopper's scaled GEMMs against float64 on the same quantized operands, judged on the worst row.
+
+The bound on the error of a row, in the norm of the row:
+
+    u |y| + s |r|        r[m,n]^2 = sum over k of (a[m,k] b[n,k])^2
+
+u is the unit roundoff of what the GEMM writes: 2^-8 for BF16, 2^-24 for float32. Adding a bias rounds once more. r is
+the size that partial sums of independent terms have at the end, and s what the tensor core's accumulation may lose of
+it. Its partial sums keep about 14 bits and are truncated, so that one instruction, 32 terms, loses at most 2^-13 of
+what it holds (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; `tensor_core_mm` models it):
+
+    promoted every 128 terms    4 instructions on a sum of size sqrt(128 / K) |r|, and K / 128 of these losses, which
+                                add up like sqrt(K / 128): s = 4 * 2^-13, four times that for the products' alignment
+    fast                        one accumulator for all K / 32 instructions, its loss always toward zero: 2^-13 each
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gemm_examples import operands, wide
+from gpu_memory import poison
+
+from octavo.numerics import QTensor
+from octavo.ops import find_backend, scaled_mm
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
+]
+
+NATIVE = ["tensor", "tensor-e5m2", "row", "row-gradient", "row-e5m2", "strip-square", "strip-strip", "square-strip"]
+MISSING = {
+    "mx": "group:32 x group:32 scales need compute capability 10.0 or newer, this GPU has 9.0",
+    "group64": "cuBLASLt has no GEMM with group:64 x group:64 scales",
+}
+SIZES = [(1, 16, 16), (16, 16, 16), (33, 48, 80), (257, 515, 129), (1024, 4096, 512)]  # m, k, n
+ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+PROMOTED = 4 * 4 * 2.0**-13
+
+
+def on_gpu(q: QTensor) -> QTensor:
+    return QTensor(q.data.cuda(), q.scale.cuda(), q.format, q.layout)
+
+
+def row_norm(y: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(y, axis=1)
+
+
+def errors_and_bounds(
+    y: torch.Tensor, a: QTensor, b: QTensor, bias: torch.Tensor | None, fast: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row, from the operands on the CPU."""
+    wide_a, wide_b = wide(a), wide(b)
+    product = wide_a @ wide_b.T
+    exact = product if bias is None else product + bias.double().numpy()
+    loss = PROMOTED + (2.0**-13 * math.ceil(a.shape[1] / 32) if fast else 0)
+    gemm_dtype = y.dtype if a.layout.outer else torch.bfloat16
+    bound = ROUNDOFF[gemm_dtype] * row_norm(product) + loss * row_norm(np.sqrt(wide_a**2 @ (wide_b**2).T))
+    # the scales, two products in float32, and where there is more to do after the GEMM another rounding
+    bound += 2.0**-22 * row_norm(product)
+    if bias is not None or gemm_dtype != y.dtype:
+        bound += ROUNDOFF[y.dtype] * row_norm(exact)
+    return row_norm(y.cpu().double().numpy() - exact), bound
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("pair", NATIVE)
+def test_worst_row(pair, size, dtype, with_bias, fast):
+    m, k, n = size
+    a, b = operands(pair, m, k, n)
+    bias = torch.randn(n).to(dtype) if with_bias else None
+    gpu_a, gpu_b, gpu_bias = on_gpu(a), on_gpu(b), None if bias is None else bias.cuda()
+    assert find_backend(gpu_a.data.device, a.layout, b.layout, (a.format.name, b.format.name)).name == "cublaslt"
+    first = None
+    for _ in range(3):
+        poison()
+        y = scaled_mm(gpu_a, gpu_b, bias=gpu_bias, out_dtype=dtype, fast_accumulation=fast)
+        assert (y.shape, y.dtype, y.device.type, y.is_contiguous()) == ((m, n), dtype, "cuda", True)
+        error, bound = errors_and_bounds(y, a, b, bias, fast)
+        worst = int(np.argmax(error / np.maximum(bound, 1e-300)))
+        assert (error <= bound).all(), f"row {worst}: {error[worst]:.3g} is more than {bound[worst]:.3g}"
+        first = y if first is None else first
+        assert torch.equal(y, first)
+
+
+@pytest.mark.parametrize("pair", NATIVE)
+def test_a_wrong_scale_would_be_seen(pair):
+    """The bound tells one row's scale, or one block's, that is a sixteenth too large."""
+    a, b = operands(pair, 257, 515, 129)
+    scale = b.scale.clone()
+    scale[0] *= 1 + 1 / 16
+    y = scaled_mm(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.layout)), fast_accumulation=True)
+    error, bound = errors_and_bounds(y, a, b, None, True)
+    columns = 128 if pair in ("strip-square", "tensor", "tensor-e5m2") else 1  # those that the scale concerns
+    if columns > 1:
+        assert (error > bound).any()
+    else:
+        column = np.abs(y.cpu().double().numpy()[:, 0] - (wide(a) @ wide(b).T)[:, 0])
+        assert np.linalg.norm(column) > 2 * 2.0**-6 * np.linalg.norm((wide(a) @ wide(b).T)[:, 0])
+
+
+@pytest.mark.parametrize("pair", NATIVE)
+def test_each_column_too(pair):
+    """Rows of b differ in size by 2^8: in the norm of a row of y the small ones could hide."""
+    a, b = operands(pair, 257, 515, 129)
+    poison()
+    y = scaled_mm(on_gpu(a), on_gpu(b)).t()
+    error, bound = errors_and_bounds(y, b, a, None, False)
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 64, 32), (32, 64, 0), (32, 0, 32)])
+@pytest.mark.parametrize("pair", ["tensor", "row", "strip-square", "strip-strip"])
+def test_empty_operands(pair, m, k, n):
+    """No tokens is an expert's ordinary day; an empty reduction sums to zero."""
+    a, b = operands(pair, m, k, n)
+    poison()
+    assert torch.equal(scaled_mm(on_gpu(a), on_gpu(b)).cpu(), torch.zeros(m, n, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", [(32, 64, 48), (33, 48, 80)], ids=str)
+def test_transposed_views_are_taken(size):
+    m, k, n = size
+    a, b = operands("tensor", m, k, n)
+    turned = QTensor(b.data.t().contiguous(), b.scale, b.format, b.layout)
+    poison()
+    assert torch.equal(scaled_mm(on_gpu(a), on_gpu(turned).t()), scaled_mm(on_gpu(a), on_gpu(b)))
+
+
+@pytest.mark.parametrize("pair", ["tensor", "row", "strip-square", "strip-strip"])
+def test_what_is_not_finite_stays_so(pair):
+    a, b = operands(pair, 33, 515, 80)
+    scale = a.scale.clone()
+    scale[-1] = torch.nan
+    y = scaled_mm(on_gpu(QTensor(a.data, scale, a.format, a.layout)), on_gpu(b)).cpu()
+    assert y[-1].isnan().all()
+    assert y[:-1].isfinite().all() or pair == "tensor"
+
+
+# ---- what Hopper has not
+
+
+@pytest.mark.parametrize("pair", MISSING)
+def test_a_missing_gemm_is_named_and_emulated_when_asked_for(pair):
+    for size in SIZES[:4]:
+        m, k, n = size
+        a, b = operands(pair, m, k, n)
+        gpu_a, gpu_b, bias = on_gpu(a), on_gpu(b), torch.randn(n)
+        with pytest.raises(RuntimeError) as error:
+            scaled_mm(gpu_a, gpu_b)
+        assert MISSING[pair] in str(error.value)
+        assert "emulate=True" in str(error.value)
+        poison()
+        y = scaled_mm(gpu_a, gpu_b, bias=bias.cuda(), out_dtype=torch.float32, emulate=True)
+        required = scaled_mm(a, b, bias=bias, out_dtype=torch.float32)
+        assert (y.device.type, y.dtype, y.is_contiguous()) == ("cuda", torch.float32, True)
+        difference = row_norm((y.cpu().double() - required.double()).numpy())
+        # two float32 sums of k terms in different orders
+        size_of_terms = row_norm(np.sqrt(wide(a) ** 2 @ (wide(b) ** 2).T)) + float(bias.norm())
+        assert (difference <= 2.0**-23 * math.sqrt(k) * size_of_terms).all()
+
+
+def test_emulation_is_no_substitute_where_the_gemm_is_there():
+    """`emulate` permits; it does not choose: what is reported is what runs."""
+    a, b = (on_gpu(q) for q in operands("row", 33, 4096, 80))
+    assert torch.equal(scaled_mm(a, b, emulate=True), scaled_mm(a, b))

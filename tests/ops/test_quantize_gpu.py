@@ -1,0 +1,209 @@
+"""Every quantizer and the byte transpose on CUDA against the CPU's, whose oracles are in the other files here.
+
+Every byte of the data and every bit of the scales is equal, for finite inputs without exception. Each call is made
+three times over poisoned memory: a kernel that is right now and then is wrong.
+"""
+
+import pytest
+import torch
+from gpu_memory import poison
+from quantize_oracle import CASTS, KINDS, matrix, name_of
+
+from octavo.numerics import FORMATS, TENSOR, Cast, QTensor
+from octavo.ops import quantize, quantize_both, quantize_scaled, quantize_transposed, transpose
+
+pytestmark = pytest.mark.gpu
+
+REPEATS = 3
+LARGE = (4096, 2048)
+SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (1, 4097), (0, 7), (5, 0), (0, 0), LARGE]
+DTYPES = [torch.bfloat16, torch.float32]
+SEED = torch.tensor(0x0123456789ABCDEF)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bits of `t`, on the CPU, so that NaN equals itself and -0 is not 0."""
+    t = t.cpu().contiguous()
+    return t.view({1: torch.uint8, 4: torch.int32}[t.element_size()])
+
+
+def assert_same(found: torch.Tensor, required: torch.Tensor) -> None:
+    assert found.device.type == "cuda"
+    assert (found.dtype, found.shape, found.is_contiguous()) == (required.dtype, required.shape, True)
+    wrong = bits(found) != bits(required)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def assert_same_numbers(found: torch.Tensor, required: torch.Tensor) -> None:
+    """Equal bits, but NaN may be any NaN."""
+    nan = required.float().isnan()
+    assert torch.equal(found.cpu().float().isnan(), nan)
+    assert torch.equal(bits(found)[~nan], bits(required)[~nan])
+
+
+def assert_same_quantized(found: QTensor, required: QTensor) -> None:
+    assert (found.format, found.layout) == (required.format, required.layout)
+    assert_same(found.data, required.data)
+    assert_same(found.scale.contiguous(), required.scale.contiguous())
+
+
+def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "row_scale": torch.rand(shape[0], 1) * 3 + 0.1}
+    return {name: factor for name, factor in both.items() if which in (name, "both")}
+
+
+def words(cast: Cast) -> tuple[str, str, str, float]:
+    """A cast as the operations take it."""
+    return cast.format, cast.granularity.name, cast.scale, cast.relative_floor
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_quantize(cast, shape, dtype):
+    x = matrix(shape, dtype)
+    required, on_gpu = quantize(x, cast), x.cuda()
+    for _ in range(REPEATS):
+        poison()
+        assert_same_quantized(quantize(on_gpu, cast), required)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", ["column_scale", "row_scale", "both"])
+@pytest.mark.parametrize("shape", [(3, 5), (129, 257), LARGE], ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_quantize_with_factors(cast, shape, which, dtype):
+    x, given = matrix(shape, dtype), factors(shape, which)
+    required, on_gpu = quantize(x, cast, **given), x.cuda()
+    given = {name: factor.cuda() for name, factor in given.items()}
+    for _ in range(REPEATS):
+        poison()
+        assert_same_quantized(quantize(on_gpu, cast, **given), required)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_quantize_transposed_and_both(cast, shape, dtype):
+    x = matrix(shape, dtype)
+    required, both = quantize_transposed(x, cast), quantize_both(x, cast)
+    on_gpu = x.cuda()
+    for _ in range(REPEATS):
+        poison()
+        assert_same_quantized(quantize_transposed(on_gpu, cast), required)
+        for found, wanted in zip(quantize_both(on_gpu, cast), both, strict=True):
+            assert_same_quantized(found, wanted)
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-35, 2.0**-140, 1e30])
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_tiny_and_huge_inputs(cast, size):
+    """Subnormal float32 inputs and products too: a GPU that flushes them would show."""
+    x = torch.randn(33, 257) * size
+    assert_same_quantized(quantize(x.cuda(), cast), quantize(x, cast))
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_strided_inputs(cast):
+    x = matrix((130, 17)).t()
+    on_gpu = matrix((130, 17)).cuda().t()
+    assert_same_quantized(quantize(on_gpu, cast), quantize(x, cast))
+    assert_same_quantized(quantize_transposed(on_gpu, cast), quantize_transposed(x, cast))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_a_poisoned_block_and_the_others(cast, value):
+    x = matrix((129, 257))
+    x[4, 70] = value
+    found, required = quantize(x.cuda(), cast), quantize(x, cast)
+    assert required.scale.float().isnan().sum() == 1
+    assert_same_numbers(found.scale, required.scale)
+    assert_same_numbers(found.data, required.data)
+
+
+# ---- stochastic rounding: the same seed, moved over
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 130), (129, 257), (0, 7), LARGE], ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_stochastic_rounding(cast, shape, dtype):
+    x, given = matrix(shape, dtype), factors(shape, "both")
+    scales = given["column_scale"], given["row_scale"]
+    straight, turned = torch.ops.octavo.quantize, torch.ops.octavo.quantize_transposed
+    required = *straight(x, *words(cast), *scales, SEED), *turned(x, *words(cast), SEED)
+    on_gpu, scales, seed = x.cuda(), [s.cuda() for s in scales], SEED.cuda()
+    for _ in range(REPEATS):
+        poison()
+        found = *straight(on_gpu, *words(cast), *scales, seed), *turned(on_gpu, *words(cast), seed)
+        for one, other in zip(found, required, strict=True):
+            assert_same(one, other)
+    if x.numel() > 1:
+        other_seed = straight(on_gpu, *words(cast), *scales, seed + 1)[0]
+        assert not torch.equal(bits(other_seed), bits(required[0]))
+
+
+def test_the_draw_follows_torch_manual_seed():
+    cast, x = Cast(rounding="stochastic"), matrix((17, 130)).cuda()
+    torch.manual_seed(1)
+    first, second = bits(quantize(x, cast).data), bits(quantize(x, cast).data)
+    torch.manual_seed(1)
+    assert torch.equal(bits(quantize(x, cast).data), first)
+    assert not torch.equal(first, second)
+
+
+# ---- scales known beforehand
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 130), (129, 257), (0, 7), LARGE], ids=str)
+@pytest.mark.parametrize("fmt", KINDS)
+def test_quantize_scaled(fmt, shape, dtype):
+    x, cast = matrix(shape, dtype), Cast(fmt, TENSOR)
+    top = float(x.abs().amax()) if x.numel() else 1.0
+    scale = torch.full((1, 1), top / FORMATS[fmt].max / 3 + 1e-6)  # a third of what would fit
+    required, amax = quantize_scaled(x, scale, cast)
+    noisy = torch.ops.octavo.quantize_scaled(x, scale, fmt, SEED)
+    on_gpu, scale = x.cuda(), scale.cuda()
+    for _ in range(REPEATS):
+        poison()
+        found, met = quantize_scaled(on_gpu, scale, cast)
+        assert_same_quantized(found, required)
+        assert_same(met, amax)
+        for one, other in zip(torch.ops.octavo.quantize_scaled(on_gpu, scale, fmt, SEED.cuda()), noisy, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("fmt", KINDS)
+def test_quantize_scaled_is_nan_throughout_where_x_is_not_finite(fmt, value):
+    x = matrix((17, 130)).cuda()
+    x[3, 4] = value
+    found, amax = quantize_scaled(x, torch.ones(1, 1, device="cuda"), Cast(fmt, TENSOR))
+    assert found.data.float().isnan().all()
+    assert not amax.isfinite().any()
+
+
+# ---- the byte transpose
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (17, 130), (129, 257), (0, 7), (7, 0), LARGE], ids=str)
+@pytest.mark.parametrize("fmt", KINDS)
+def test_transpose(fmt, shape):
+    """Without a shift the bytes are as they were, NaN's too; with one, NaN may be any NaN."""
+    data = torch.randint(256, shape, dtype=torch.uint8).view(FORMATS[fmt].dtype)
+    shift = torch.randint(0, 24, shape[:1], dtype=torch.int32)
+    shift[::5] = 0
+    shift[3::7] = 2**31 - 1
+    plain, shifted = transpose(data), transpose(data, shift)
+    on_gpu, shift = data.cuda(), shift.cuda()
+    for _ in range(REPEATS):
+        poison()
+        assert_same(transpose(on_gpu), plain)
+        found = transpose(on_gpu, shift)
+        assert (found.is_contiguous(), found.shape) == (True, shifted.shape)
+        assert_same_numbers(found, shifted)
+    strided = torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=data.dtype, device="cuda").copy_(on_gpu)
+    assert_same(transpose(strided), plain)
