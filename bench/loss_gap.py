@@ -48,7 +48,8 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """One run of the demo: its evaluation losses by step."""
     out = name(folder, recipe, seed)
     overrides = [*demo.SETTINGS, "--recipe", recipe, "--seed", str(seed), "--out", str(out), "--device", "cpu"]
-    start(Config.load(None, overrides), Console(quiet=True)).run()
+    if signal := start(Config.load(None, overrides), Console(quiet=True)).run().interrupted:
+        raise SystemExit(f"{signal}: no result is written")
     losses = demo.evaluations(out)
     return {"recipe": recipe, "seed": seed, "evaluations": losses, "final": list(losses.values())[-1]}
 

@@ -254,6 +254,19 @@ def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
+    """Once for the dynamic first step, once for all that follow."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(K, N))
+    octavo.convert(model, "delayed")
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for _ in range(5):
+        compiled(torch.randn(T, K)).sum().backward()
+        octavo.update_scales(model)
+    assert len(graphs) == 2
+
+
 def test_compiled_by_inductor() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))

@@ -77,3 +77,12 @@ def test_opcheck_of_a_strided_input(cast):
 def test_opcheck_quantize_scaled(seed):
     args = (matrix((5, 70), torch.bfloat16), torch.full((1, 1), 0.1), "e4m3", seed)
     torch.library.opcheck(torch.ops.octavo.quantize_scaled.default, args)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(4, 1), torch.ones(1, 6, dtype=torch.float64)])
+def test_a_factor_of_the_wrong_shape_or_dtype_is_refused(bad):
+    x = torch.ones(4, 6)
+    with pytest.raises(ValueError, match=r"column_scale must be float32 \[1, 6\]"):
+        quantize(x, Cast(), column_scale=bad)
+    with pytest.raises(ValueError, match=r"row_scale must be float32 \[4, 1\]"):
+        quantize(x, Cast(), row_scale=bad.t())

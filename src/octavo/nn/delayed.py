@@ -29,13 +29,9 @@ class ScaleHistory(nn.Module):
         assert cast.history is not None
         self.cast, self.rule = cast, cast.history
         self.steps = 0
+        self.ready = False  # whether a scale has come of the history; a bool, since a compiled graph guards its value
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a scale has come of the history yet."""
-        return self.steps > 0
 
     def observe(self, amax: Tensor) -> None:
         """Note an amax [1, 1] met in this step of training; one that is not finite leaves no trace."""
@@ -56,6 +52,7 @@ class ScaleHistory(nn.Module):
                 scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two)
             )
         self.steps += 1
+        self.ready = True
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
@@ -106,3 +103,4 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         for part in ("recent", "pending", "scale"):
             getattr(history, part).copy_(state[f"{name}.{part}"])
         history.steps = int(state[f"{name}.steps"])
+        history.ready = history.steps > 0

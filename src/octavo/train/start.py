@@ -90,6 +90,8 @@ def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     if config.tensorboard:
         event_writer()
     device = choose_device(config.device)
+    if config.deterministic:  # cuBLAS reads this when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     texts = load_texts(config.data)
     tokenizer = make_tokenizer(config, texts, run.model)

@@ -47,8 +47,8 @@ def tensor_core_mm(a: QTensor, b: QTensor, *, bits: int = 14, promote_every: int
     """
     if not (a.layout.outer and b.layout.outer):
         raise ValueError(f"the model takes tensor or row scales, got {a.layout.name} and {b.layout.name}")
-    if promote_every is not None and promote_every % INSTRUCTION_K:
-        raise ValueError(f"promote_every must be a multiple of {INSTRUCTION_K}, got {promote_every}")
+    if promote_every is not None and (promote_every < 1 or promote_every % INSTRUCTION_K):
+        raise ValueError(f"promote_every must be a positive multiple of {INSTRUCTION_K}, got {promote_every}")
     x, w = widen(a.data), widen(b.data)
     total = x.new_zeros(x.shape[0], w.shape[0])
     partial = torch.zeros_like(total)

@@ -25,6 +25,9 @@ def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_s
         column_scale: [1, K] float32, multiplied into the columns of x first.
         row_scale: [M, 1] float32, multiplied into the rows after that.
     """
+    _check(x)
+    _check_factor("column_scale", column_scale, (1, x.shape[1]))
+    _check_factor("row_scale", row_scale, (x.shape[0], 1))
     data, scale = torch.ops.octavo.quantize(x, *_words(cast), column_scale, row_scale, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
@@ -74,6 +77,11 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
 def _check(x: Tensor) -> None:
     if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"quantize takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+
+
+def _check_factor(name: str, factor: Tensor | None, shape: tuple[int, int]) -> None:
+    if factor is not None and (factor.dtype != torch.float32 or factor.shape != shape):
+        raise ValueError(f"{name} must be float32 {list(shape)}, got {factor.dtype} {list(factor.shape)}")
 
 
 @torch.library.custom_op("octavo::quantize", mutates_args=())
@@ -130,6 +138,7 @@ def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) ->
 
 @_quantize_scaled.register_fake
 def _(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    _check(x)
     return x.new_empty(x.shape, dtype=fp8_format(fmt).dtype), x.new_empty((1, 1), dtype=torch.float32)
 
 

@@ -1,0 +1,161 @@
+"""The linear layer on CUDA against the CPU, which emulates exactly: forward, backward, conversion, compilation.
+
+Quantized operands are equal byte for byte (tests/ops), so y, dx and dw differ by the GEMM's accumulation and by the
+rounding of its output alone: about 55 dB for BF16, far from the 28 dB at which a quantized product lies.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.nn.backends import gemm_backends
+from octavo.recipe import Recipe, get_recipe, rowwise
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's recipes"),
+    # the thread that runs backward passes has no context before its first GEMM
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
+
+NATIVE = ["bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise"]
+EMULATED = ["mxfp8", "groupwise"]
+ROTATED = replace(rowwise(), name="rotated", rotate=True)
+LEAST = 45.0  # dB
+
+
+def sqnr(exact: Tensor, got: Tensor) -> float:
+    exact, got = exact.detach().cpu().double(), got.detach().cpu().double()
+    assert exact.shape == got.shape
+    noise = (exact - got).square().sum()
+    return float(10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300)))
+
+
+def twins(recipe: str | Recipe, k: int, n: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """The same converted layer on the CPU and on CUDA."""
+    on_cpu = nn.Sequential(nn.Linear(k, n))
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    for model in (on_cpu, on_gpu):
+        octavo.convert(model, recipe, emulate=recipe in EMULATED)
+    return on_cpu, on_gpu
+
+
+def run(model: nn.Module, x: Tensor, dy: Tensor, autocast: bool) -> dict[str, Tensor]:
+    device = model[0].weight.device.type
+    x, dy = x.to(device).requires_grad_(), dy.to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        y = model(x)
+    dx, dw, db = torch.autograd.grad(y, [x, model[0].weight, model[0].bias], dy.to(y.dtype))
+    return {"y": y.detach(), "dx": dx, "dw": dw, "db": db}
+
+
+def test_native_recipes_run_on_the_tensor_cores() -> None:
+    for name in NATIVE:
+        recipe = get_recipe(name)
+        for gemm, backend in gemm_backends(recipe, torch.device("cuda")).items():
+            assert backend.name == ("cublaslt" if getattr(recipe, gemm).quantized else "bf16"), (name, gemm)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, True), (torch.bfloat16, False), (torch.float16, False), (torch.float32, False)],
+    ids=["autocast", "bf16", "fp16", "fp32"],
+)
+@pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (33, 17, 5), (512, 384, 640)])
+@pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED, ROTATED], ids=lambda r: getattr(r, "name", r))
+def test_y_dx_and_dw_are_the_cpus(recipe, t: int, k: int, n: int, dtype: torch.dtype, autocast: bool) -> None:
+    on_cpu, on_gpu = twins(recipe, k, n)
+    for _ in range(3):  # the second and third pass of `delayed` scale by its history
+        x, dy = torch.randn(t, k).to(dtype), (torch.randn(t, n) * 0.1 * torch.randn(t, 1).exp()).to(dtype)
+        required, found = run(on_cpu, x, dy, autocast), run(on_gpu, x, dy, autocast)
+        for name, tensor in required.items():
+            assert (found[name].device.type, found[name].dtype) == ("cuda", tensor.dtype)
+            assert sqnr(tensor, found[name]) > LEAST, name
+        for model in (on_cpu, on_gpu):
+            octavo.update_scales(model)
+    scales = octavo.scale_state(on_gpu)
+    for name, tensor in octavo.scale_state(on_cpu).items():
+        assert torch.equal(scales[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("recipe", [name for name in NATIVE if name != "bf16"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -> None:
+    _, model = twins(recipe, 80, 112)
+    x, dy = torch.randn(96, 80), torch.randn(96, 112)
+    for _ in range(2):
+        run(model, x, dy, True)
+        octavo.update_scales(model)
+    bad_x, bad_dy = x.clone(), dy.clone()
+    bad_x[2, 3] = bad_dy[4, 1] = bad
+    found = run(model, bad_x, dy, True)
+    assert not found["y"][2].isfinite().any()
+    assert not found["dw"][:, 3].isfinite().any()
+    found = run(model, x, bad_dy, True)
+    assert not found["dx"][4].isfinite().any()
+    assert not found["dw"][1].isfinite().any()
+
+
+@pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED])
+def test_no_rows(recipe: str) -> None:
+    _, model = twins(recipe, 80, 112)
+    x = torch.randn(0, 80, device="cuda", requires_grad=True)
+    y = model(x)
+    assert (y.shape, y.device.type) == ((0, 112), "cuda")
+    y.sum().backward()
+    assert x.grad is not None
+    assert not model[0].weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [
+        ("mxfp8", "group:32 x group:32 scales need compute capability 10.0 or newer, this GPU has 9.0"),
+        ("groupwise", "cuBLASLt has no GEMM with group:64 x group:64 scales"),
+    ],
+)
+def test_a_recipe_that_this_gpu_lacks_is_refused_before_anything_changes(recipe: str, needed: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).cuda()
+    with pytest.raises(ValueError, match=f"this device cannot run the recipe {recipe}") as error:
+        octavo.convert(model, recipe)
+    assert all(f"{gemm}: {needed}" in str(error.value) for gemm in ("y", "dx", "dw"))
+    assert "emulate=True" in str(error.value)
+    assert type(model[0]) is nn.Linear
+    report = octavo.convert(model, recipe, emulate=True)
+    assert report.converted == ["0"]
+    assert needed in str(report)  # what really runs is said
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_compiled_by_inductor_equals_eager_and_is_compiled_once(recipe: str) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(80, 112), nn.GELU(), nn.Linear(112, 48)).cuda()
+    octavo.convert(model, recipe)
+    compiled = torch.compile(model, fullgraph=True)
+    batches = [torch.randn(96, 80, device="cuda") for _ in range(6)]
+
+    def train(forward: nn.Module, start: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        octavo.load_scale_state(model, start)
+        seen = []
+        for i, x in enumerate(batches):
+            x = x.clone().requires_grad_()
+            model.zero_grad()
+            # warm-up: a graph for the first step, and for `delayed` one for those that have a history
+            with torch._dynamo.config.patch(error_on_recompile=i >= 2 and forward is compiled):
+                with torch.autocast("cuda", torch.bfloat16):
+                    y = forward(x)
+                y.float().square().sum().backward()
+            octavo.update_scales(model)
+            seen.append({"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in model.named_parameters()})
+        return seen
+
+    start = {name: tensor.clone() for name, tensor in octavo.scale_state(model).items()}
+    for required, found in zip(train(model, start), train(compiled, start), strict=True):
+        for name, tensor in required.items():
+            assert sqnr(tensor, found[name]) > LEAST, name

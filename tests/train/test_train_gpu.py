@@ -1,0 +1,64 @@
+"""`octavo train` on a GPU: it learns what the CPU learns, and a resumed run is the run bit for bit."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from octavo.artifact.run import RunFolder
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="row-scaled GEMMs begin with Hopper"),
+]
+
+SIX_STEPS = {"recipe": "rowwise", "steps": 6, "save_every": 3, "evaluate_every": 3, "keep": 2}
+
+
+@pytest.fixture(autouse=True)
+def reproducible(monkeypatch):
+    """What cuBLAS asks of those who want the same result twice."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def finished(process):
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    return out
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, precision):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = SIX_STEPS | {"precision": precision, "deterministic": True}
+    out = finished(spawn(**settings, device="cuda", out=str(whole)))
+    assert "on cuda" in out
+    assert out.count("cublaslt") == 3
+
+    shutil.copytree(whole, parts)
+    shutil.rmtree(RunFolder(parts).checkpoint(6))
+    words = [sys.executable, "-m", "octavo", "train", "--resume", str(parts)]
+    resumed = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=180, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert str(RunFolder(parts).checkpoint(3)) in resumed.stdout
+    for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "weights"):
+        assert records(parts, key) == records(whole, key)
+    assert files(RunFolder(parts).checkpoint(6)) == files(RunFolder(whole).checkpoint(6))
+    assert len(files(RunFolder(whole).checkpoint(6))) == 4
+
+    losses = records(whole)
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(loss) for loss in losses.values())
+    assert losses[6] < losses[1]
+    begin(**SIX_STEPS, precision=precision, out=str(tmp_path / "cpu")).run()
+    for step, loss in records(tmp_path / "cpu").items():
+        assert losses[step] == pytest.approx(loss, rel=2e-2)  # the same data, weights and casts
