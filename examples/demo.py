@@ -22,8 +22,7 @@ from octavo.train.config import Config
 from octavo.train.data import Batches, build_corpus, load_texts
 
 RUNS = Path("runs/demo")
-SETTINGS = ["--steps", "200", "--warmup", "20", "--learning-rate", "2e-3", "--min-learning-rate", "2e-4"]
-SETTINGS += ["--evaluate-every", "50", "--save-every", "200", "--log-every", "25", "--evaluate-batches", "24"]
+SETTINGS = ["--steps", "200", "--evaluate-every", "50", "--evaluate-batches", "24", "--log-every", "25"]
 
 
 def main() -> None:

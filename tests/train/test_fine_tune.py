@@ -104,6 +104,17 @@ def test_a_relative_folder_is_remembered_from_anywhere(begin, go_on, source, tmp
     assert go_on(tmp_path / "run", "--steps", "5").run().step == 5
 
 
+@llama_only
+def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_path):
+    """A large model comes in several files, with an index of them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(source, max_shard_size="20KB")
+    assert (source / "model.safetensors.index.json").is_file()
+    begin(model=str(source), steps=3).run()
+    described = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
+    assert described == ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
 def refuses(begin, tmp_path, error, *essentials, **overrides):
     with pytest.raises(error) as caught:
         begin(**overrides)

@@ -140,6 +140,19 @@ def test_each_step_has_its_learning_rate(begin, records, schedule):
     assert len({group["lr"] for group in trainer.state.optimizer.param_groups}) == 1
 
 
+def test_histories_move_once_a_step_by_the_largest_of_its_micro_batches(begin):
+    trainer = begin(recipe="delayed", accumulate=2)
+    head = trainer.model.model.layers[0].self_attn.q_proj
+    largest = []
+    head.register_forward_pre_hook(lambda module, args: largest.append(args[0].detach().abs().amax().item()))
+    for step in (1, 2, 3):
+        trainer.step()
+        history = scale_state(head)
+        required = [max(largest[2 * i : 2 * i + 2]) for i in range(step)][::-1]  # newest first
+        assert history["histories.x.recent"][:step].tolist() == required
+        assert (int(history["histories.x.steps"]), float(history["histories.x.pending"])) == (step, 0)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
 def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe):
     trainer = begin(recipe=recipe)
@@ -147,6 +160,7 @@ def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe
     state = copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()})
     first = trainer.evaluate()
     assert_same(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()}, state)
+    torch.rand(3)
     assert trainer.evaluate() == first
     assert all(p.grad is None for p in trainer.model.parameters())
 
@@ -202,14 +216,21 @@ def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_
 
 
 def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
-    """The graph that torch.compile captures, run without generated code."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    ends = []
+    """The graphs that torch.compile captures, run without generated code: the first step, the others, evaluation."""
+    graphs, run_graph = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return run_graph(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    ends, settings = [], {"recipe": "delayed", "layers": 1, "steps": 5, "evaluate_every": 5, "save_every": 5}
     for compiled in (False, True):
-        trainer = begin(layers=1, compile=compiled, steps=3, evaluate_every=2, out=str(tmp_path / f"{compiled}"))
+        trainer = begin(compile=compiled, out=str(tmp_path / f"{compiled}"), **settings)
         result = trainer.run()
         ends.append(copied(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)}))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    assert len(graphs) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it loads its compiler

@@ -95,10 +95,7 @@ def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
     """Quantize by the operand's history where it keeps one, else by its own amax."""
     if history is None:
         return quantize(t, cast)
-    if history.ready:
-        q, amax = quantize_scaled(t, history.scale, cast)
-    else:
-        q, amax = quantize(t, cast), t.detach().abs().amax().float().view(1, 1)
+    q, amax = quantize_scaled(t, history.scale if history.ready else quantize(t, cast).scale, cast)
     history.observe(amax)
     return q
 
