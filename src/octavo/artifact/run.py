@@ -53,5 +53,5 @@ class RunFolder:
         if not self.config.is_file():
             raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
         if not self.checkpoints():
-            raise ArtifactError(f"{self.path} holds no checkpoint yet: train it further")
+            raise ArtifactError(f"{self.path} holds no checkpoint: remove the folder and train anew")
         return self.checkpoints()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import torch
@@ -35,7 +36,7 @@ def formats(
     chosen = list(FORMATS.values()) if format is None else [get_format(format)]
     rows = [facts(f) if number is None else look(number, f) for f in chosen]
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
         return
     console = Console()
     if number is not None and format is not None:
@@ -49,6 +50,11 @@ def formats(
     for row in rows:
         table.add_row(*(_text(row[column]) for column in columns))
     console.print(table)
+
+
+def _json(value: Any) -> Any:
+    """`value`, but None for inf and NaN, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:
