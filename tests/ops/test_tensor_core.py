@@ -55,9 +55,9 @@ def test_the_model_refuses_block_scales():
         tensor_core_mm(*operands("group64", 3, 64, 5))
 
 
-@pytest.mark.parametrize("promote_every", [1, 31, 33, 100])
+@pytest.mark.parametrize("promote_every", [-32, 0, 1, 31, 33, 100])
 def test_promotion_happens_between_instructions(promote_every):
-    message = f"promote_every must be a multiple of 32, got {promote_every}"
+    message = f"promote_every must be a positive multiple of 32, got {promote_every}"
     with pytest.raises(ValueError, match=message):
         tensor_core_mm(*operands("row", 3, 64, 5), promote_every=promote_every)
 
