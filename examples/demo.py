@@ -7,6 +7,7 @@ same batches; the gap of their losses; the FP8 model packed; its sizes and loss;
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,13 +35,13 @@ def main() -> None:
     compare()
     octavo("pack", str(RUNS / "rowwise"), str(RUNS / "packed"))
     judge_packed()
-    octavo("generate", str(RUNS / "packed"), "--prompt", "def main():\n", "--count", "240", "--seed", "1")
+    octavo("generate", str(RUNS / "packed"), "--prompt", "    def ", "--count", "240", "--seed", "1")
     print(f"\nthe whole demo took {time.perf_counter() - began:.0f} s")
 
 
 def octavo(*arguments: str) -> None:
     """Run a command of octavo in a process of its own, shown as one would type it."""
-    print(f"\n$ octavo {' '.join(arguments)}".replace("\n:", ":"), flush=True)
+    print(f"\n$ octavo {shlex.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", "octavo", *arguments], check=True)
 
 
