@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from octavo import ops
 from octavo.numerics import Cast, QTensor
 from octavo.numerics.granularity import parse_granularity
+from octavo.ops import quantize as quantize_matrix
 
 
 def quantize(
@@ -38,6 +38,6 @@ def quantize(
         raise ValueError(f"{granularity} blocks need a matrix, got shape {list(x.shape)}: reshape it to two dimensions")
     if x.ndim == 0:
         raise ValueError("quantize needs at least one dimension, got a scalar: pass x.view(1)")
-    matrix = ops.quantize(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), cast)
+    matrix = quantize_matrix(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), cast)
     data = matrix.data.view(x.shape)
     return QTensor(data, matrix.scale.view(cast.granularity.scale_shape(tuple(x.shape))), cast.fmt, cast.granularity)
