@@ -104,6 +104,11 @@ def _by_row(cast: Cast | None) -> bool:
     return cast is not None and cast.granularity == ROW
 
 
+def _bytes_serve_both(cast: Cast) -> bool:
+    """Whether the bytes of one quantization serve the other direction too, transposed (`octavo.recipe`)."""
+    return cast.granularity == ROW or cast.granularity.transposes
+
+
 def _transpose(q: QTensor) -> QTensor:
     """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
     data = transpose(q.data)
@@ -116,7 +121,7 @@ def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor 
     cast = plan.recipe.dw.x
     if cast is None:
         return x.to(plan.dtype), None
-    if cast == plan.recipe.y.x and x_q is not None and (cast.granularity == ROW or cast.granularity.transposes):
+    if cast == plan.recipe.y.x and x_q is not None and _bytes_serve_both(cast):
         return x_q.data, x_q.scale
     x_t = quantize_transposed(x, cast)
     return x_t.data, x_t.scale
@@ -136,7 +141,7 @@ def _dx(dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Te
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
-    if gemm.w == plan.recipe.y.w and (gemm.w.granularity == ROW or gemm.w.granularity.transposes):
+    if gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
         w_t = _transpose(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
     else:
         w_t = quantize_transposed(w, gemm.w)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.gemm import cublaslt, reference
 from octavo.ops.gemm.backend import find_backend
+from octavo.ops.gemm.cublaslt import scaled_mm as native_mm
+from octavo.ops.gemm.reference import scaled_mm as reference_mm
 
 
 def scaled_mm(
@@ -67,8 +68,8 @@ def _scaled_mm(
 ) -> Tensor:
     layouts = parse_granularity(layout_a), parse_granularity(layout_b)
     if native:
-        return cublaslt.scaled_mm(a, scale_a, layouts[0], b, scale_b, layouts[1], bias, out_dtype, fast_accumulation)
-    y = reference.scaled_mm(a, scale_a, layouts[0], b, scale_b, layouts[1])
+        return native_mm(a, scale_a, layouts[0], b, scale_b, layouts[1], bias, out_dtype, fast_accumulation)
+    y = reference_mm(a, scale_a, layouts[0], b, scale_b, layouts[1])
     if bias is not None:
         y += bias
     return y.to(out_dtype)

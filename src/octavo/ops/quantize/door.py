@@ -12,7 +12,8 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
-from octavo.ops.quantize import reference
+from octavo.ops.quantize.reference import quantize as reference_quantize
+from octavo.ops.quantize.reference import quantize_scaled as reference_quantize_scaled
 from octavo.ops.transpose import transpose
 
 
@@ -96,7 +97,7 @@ def _quantize(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize(
+    return reference_quantize(
         x.contiguous(), _cast(fmt, granularity, scale, relative_floor), column_scale, row_scale, seed
     )
 
@@ -120,7 +121,7 @@ def _quantize_transposed(
     x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize(x.t().contiguous(), _cast(fmt, granularity, scale, relative_floor), None, None, seed)
+    return reference_quantize(x.t().contiguous(), _cast(fmt, granularity, scale, relative_floor), None, None, seed)
 
 
 @_quantize_transposed.register_fake
@@ -133,7 +134,7 @@ def _(
 @torch.library.custom_op("octavo::quantize_scaled", mutates_args=())
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference.quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
+    return reference_quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
 
 
 @_quantize_scaled.register_fake

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.transpose import reference
+from octavo.ops.transpose.reference import transpose as reference_transpose
 
 
 def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def _check(data: Tensor, shift: Tensor | None) -> None:
 @torch.library.custom_op("octavo::transpose", mutates_args=())
 def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     _check(data, shift)
-    return reference.transpose(data, shift)
+    return reference_transpose(data, shift)
 
 
 @_transpose.register_fake
