@@ -1,6 +1,6 @@
 """Octavo: FP8 for PyTorch over the whole life of a model."""
 
-from octavo.nn import Conversion, Linear, convert, load_scale_state, scale_state, update_scales
+from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
 from octavo.quantize import quantize
 from octavo.recipe import PRESETS, Gemm, Recipe
@@ -18,6 +18,7 @@ __all__ = [
     "QTensor",
     "Recipe",
     "__version__",
+    "cast_once",
     "convert",
     "load_scale_state",
     "quantize",

@@ -99,6 +99,16 @@ class Recipe:
         """Whether any cast keeps a history (then `octavo.update_scales` is due after each optimizer step)."""
         return any(cast.history is not None for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm))
 
+    @property
+    def folds(self) -> bool:
+        """Whether all three GEMMs have row scales, each tensor is quantized once, and rounding is to nearest.
+
+        The fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) are for such recipes.
+        """
+        casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
+        plain = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in casts)
+        return len(casts) == 6 and plain and not self.rotate
+
     def to_json(self) -> str:
         """The recipe as JSON."""
         gemms = {name: _gemm_to_dict(getattr(self, name)) for name in ("y", "dx", "dw")}

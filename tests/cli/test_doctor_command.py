@@ -1,5 +1,6 @@
 """octavo doctor: the machine, and what each GEMM of each recipe runs on."""
 
+import importlib
 import json
 import platform
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 
 import octavo as package
+from octavo.nn.gains import cache_path, read_table
+from octavo.nn.gains_table import Machine, Measurement, Table
+from octavo.ops import Backend
 
+doctor = importlib.import_module("octavo.cli.doctor")  # the name in the package is the command's
 GEMMS = ("y", "dx", "dw")
 QUANTIZED = dict.fromkeys(package.PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
 
@@ -46,3 +51,39 @@ def test_tables_say_the_same(octavo):
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     for recipe, gemms in report["recipes"].items():
         assert all(backend["name"] in rows[recipe] for backend in gemms.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_measuring_needs_a_gpu(octavo, monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    code, out, err = octavo("doctor", "--measure")
+    assert (code, out) == (1, "")
+    assert "--measure times FP8 against BF16 on a CUDA GPU" in err
+    assert "run it on the machine that trains" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    here = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0", "0.1.0")
+    measured = Table(here, "made up", grid=(Measurement("rowwise", 2, 3, 4, 1.5, 1.0),))
+    backends = dict.fromkeys(package.PRESETS, "cublaslt") | {"mxfp8": "none", "bf16": "bf16", "groupwise": "emulated"}
+    monkeypatch.setattr(doctor, "this_machine", lambda device: here)
+    monkeypatch.setattr(
+        doctor, "gemm_backends", lambda recipe, _: dict.fromkeys(GEMMS, Backend(backends[recipe.name], ""))
+    )
+    asked = []
+
+    def measure_grid(recipes, device, progress):
+        asked.extend(recipe.name for recipe in recipes)
+        progress(1, 1)
+        return measured
+
+    monkeypatch.setattr(doctor, "measure_grid", measure_grid)
+    path = doctor.measure_gains(torch.device("cuda", 0))
+    assert path == cache_path(here)
+    assert read_table(path) == measured
+    assert set(asked) == package.PRESETS.keys() - {"mxfp8", "bf16", "groupwise"}
+    monkeypatch.setattr(doctor, "never_faster", lambda *_: "too old")
+    with pytest.raises(ValueError, match="Fast GPU 9000 has no FP8 GEMM to time"):
+        doctor.measure_gains(torch.device("cuda", 0))

@@ -181,7 +181,7 @@ def test_initial_weights_have_the_documented_statistics() -> None:
 def test_autocast_keeps_the_residual_stream_in_float32() -> None:
     model = lively(TIED)
     seen: list[torch.dtype] = []
-    model.transformer.h[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    model.transformer.h[1].register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens())
     model.to(torch.bfloat16)(tokens())

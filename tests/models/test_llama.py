@@ -186,7 +186,7 @@ def test_autocast_keeps_the_residual_stream_in_float32() -> None:
     model = lively(GQA)
     seen: dict[str, torch.dtype] = {}
     block = model.model.layers[1]
-    block.register_forward_hook(lambda module, inputs, output: seen.update(stream=output.dtype))
+    block.register_forward_hook(lambda module, inputs, output: seen.update(stream=output[0].dtype))
     block.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.update(linear=output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens())

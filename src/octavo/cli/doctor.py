@@ -5,25 +5,36 @@ from __future__ import annotations
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from octavo.nn.backends import gemm_backends
+from octavo.nn.gains import cache_path, measure_grid, never_faster, this_machine, write_table
 from octavo.recipe import PRESETS
 from octavo.version import __version__
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Minutes: time FP8 against BF16 on this GPU, for convert(only_if_faster=True)."),
+    ] = False,
+) -> None:
     """Show the device, and for each recipe which GEMM would run here, and why.
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {"machine": machine(device), "recipes": recipes(device)}
+    if measure:
+        report["machine"]["table_of_gains"] = str(measure_gains(device))
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -56,6 +67,26 @@ def machine(device: torch.device) -> dict[str, Any]:
         "memory_gb": round(properties.total_memory / 1e9, 1),
         "cuda": torch.version.cuda or torch.version.hip,
     }
+
+
+def measure_gains(device: torch.device) -> Path:
+    """Time the linear layers of the grid for every recipe that runs on the GPU `device`; the file that holds them."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"--measure times FP8 against BF16 on a CUDA GPU, and this torch ({torch.__version__}) sees none: run it "
+            "on the machine that trains (on a CPU, FP8 is emulated and never faster)"
+        )
+    presets = [preset() for preset in PRESETS.values()]
+    able = [recipe for recipe in presets if not never_faster(recipe, gemm_backends(recipe, device), device)]
+    here = this_machine(device)
+    if not able:
+        raise ValueError(f"{here.gpu} has no FP8 GEMM to time against BF16: `octavo doctor` says why, by recipe")
+    path = cache_path(here)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"timing {', '.join(recipe.name for recipe in able)}")
+        table = measure_grid(able, device, lambda done, of: bar.update(task, completed=done, total=of))
+    write_table(path, table)
+    return path
 
 
 def recipes(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:

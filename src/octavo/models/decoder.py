@@ -81,8 +81,8 @@ class Decoder(nn.Module, ABC):
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()
 
-    def run_block(self, block: nn.Module, *args: Any) -> Tensor:
-        """block(*args), whose activations are recomputed in backward if `checkpoint_activations`."""
+    def run_block(self, block: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
+        """block(*args): the stream and what is to be added; recomputed in backward if `checkpoint_activations`."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
         return block(*args)  # type: ignore[no-any-return]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.cache import KVCache, causal_attention
 from octavo.models.decoder import Decoder
+from octavo.nn import GELU, NormLinear
 
 ARCHITECTURE = "OPTForCausalLM"
 POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
@@ -116,23 +116,14 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.width, 3 * config.width)
         self.c_proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, head_dim]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, head_dim] each
+    def forward(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
+        """[B, T, width] of what `c_attn` made of the block's input, [B, T, 3 * width]."""
+        parts = qkv.view(*qkv.shape[:-1], 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, head_dim] each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
         return self.c_proj(y)  # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(config.width, config.mlp_width)
-        self.c_proj = nn.Linear(config.mlp_width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -141,11 +132,14 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.width)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
+        self.mlp = GELU(config.width, config.mlp_width)
+        self.qkv = NormLinear(self.ln_1, self.attn.c_attn)
 
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
+        """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
+        (qkv,), x = self.qkv(x, delta)
+        delta, x = self.mlp(x, self.ln_2, self.attn(qkv, cache))
+        return x, delta
 
 
 class Trunk(nn.Module):
@@ -180,10 +174,10 @@ class GPT2(Decoder):
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start)
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        x, delta = self.transformer.wte(tokens) + self.transformer.wpe(positions), None
         for block in self.transformer.h:
-            x = self.run_block(block, x, cache)
-        return self.lm_head(self.transformer.ln_f(x))  # type: ignore[no-any-return]
+            x, delta = self.run_block(block, x, delta, cache)
+        return self.lm_head(self.transformer.ln_f(x + delta))  # type: ignore[no-any-return]
 
 
 # Our module's name to OPT's; the inverse is the same table read backwards.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octavo.models.cache import KVCache, causal_attention
 from octavo.models.decoder import Decoder
+from octavo.nn import NormLinear, SwiGLU
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -156,10 +157,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, kv_width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        q = rotate(self._heads(self.q_proj(x)), cos, sin)
-        k = rotate(self._heads(self.k_proj(x)), cos, sin)
-        v = self._heads(self.v_proj(x))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        """[B, T, width] of what the projections made of the input: q [B, T, width], k and v [B, T, kv_width]."""
+        q, k, v = rotate(self._heads(q), cos, sin), rotate(self._heads(k), cos, sin), self._heads(v)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
@@ -170,28 +170,23 @@ class Attention(nn.Module):
         return x.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, T, n * d] -> [B, n, T, d]
 
 
-class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.width, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.width, eps=config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = SwiGLU(config.width, config.mlp_width)
+        attention = self.self_attn
+        self.qkv = NormLinear(self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
+        (q, k, v), x = self.qkv(x, delta)
+        delta, x = self.mlp(x, self.post_attention_layernorm, self.self_attn(q, k, v, cos, sin, cache))
+        return x, delta
 
 
 class Trunk(nn.Module):
@@ -225,10 +220,10 @@ class Llama(Decoder):
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start)
         cos, sin = rope_tables(self.config, start, start + tokens.shape[1], tokens.device)
-        x = self.model.embed_tokens(tokens)
+        x, delta = self.model.embed_tokens(tokens), None
         for block in self.model.layers:
-            x = self.run_block(block, x, cos, sin, cache)
-        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]
+            x, delta = self.run_block(block, x, delta, cos, sin, cache)
+        return self.lm_head(self.model.norm(x + delta))  # type: ignore[no-any-return]
 
 
 def split_for_hf(name: str, tensor: Tensor) -> dict[str, Tensor]:

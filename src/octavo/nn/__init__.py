@@ -1,7 +1,22 @@
-"""Modules: the linear layer on eight-bit GEMMs, and the conversion of a model to it."""
+"""Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
 
 from octavo.nn.convert import DEFAULT_SKIP, Conversion, convert
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
 from octavo.nn.linear import Linear
+from octavo.nn.mlp import GELU, SwiGLU
+from octavo.nn.norm_linear import NormLinear
+from octavo.nn.weight_cache import cast_once
 
-__all__ = ["DEFAULT_SKIP", "Conversion", "Linear", "convert", "load_scale_state", "scale_state", "update_scales"]
+__all__ = [
+    "DEFAULT_SKIP",
+    "GELU",
+    "Conversion",
+    "Linear",
+    "NormLinear",
+    "SwiGLU",
+    "cast_once",
+    "convert",
+    "load_scale_state",
+    "scale_state",
+    "update_scales",
+]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends
+from octavo.nn.gains import LEAST_GAIN, Gains, find_gains
 from octavo.nn.linear import Linear
 from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
@@ -35,20 +37,23 @@ DEFAULT_SKIP = (
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer in a conversion: `reason` says why it was skipped, and is empty where it was converted."""
+    """One linear layer in a conversion: its [N, K], why it was skipped (empty where it was converted), and how many
+    times faster FP8 was predicted to be (`only_if_faster`; else None)."""
 
     name: str
     shape: tuple[int, int]
     reason: str
+    gain: float | None = None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did: `str()` of it is a table."""
+    """What `convert` did: `str()` of it is a table. `gains` says where the predicted gains come from, if they do."""
 
     recipe: Recipe
     rows: tuple[Row, ...]
     backends: dict[str, Backend]
+    gains: str = ""
 
     @property
     def converted(self) -> list[str]:
@@ -63,21 +68,31 @@ class Conversion:
     def summary(self) -> str:
         """How many layers were converted, and what each of the three GEMMs runs on."""
         lines = [f"{self.recipe.name}: {len(self.converted)} linear layers converted, {len(self.skipped)} skipped"]
-        return "\n".join(lines + [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()])
+        lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
+        if self.gains:
+            lines.append(f"  only if faster: {self.gains}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
         lines = [self.summary()]
         for row in self.rows:
             n, k = row.shape
-            lines.append(
-                f"  {row.name:<{width}}  {n:>6} x {k:<6}  {'skipped: ' + row.reason if row.reason else 'converted'}"
-            )
+            outcome = f"skipped: {row.reason}" if row.reason else "converted"
+            if row.gain is not None and not row.reason:
+                outcome += f", {row.gain:.2f}x"
+            lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {outcome}")
         return "\n".join(lines)
 
 
 def convert(
-    model: nn.Module, recipe: str | Recipe = "rowwise", *, skip: Sequence[str] = (), emulate: bool = False
+    model: nn.Module,
+    recipe: str | Recipe = "rowwise",
+    *,
+    skip: Sequence[str] = (),
+    emulate: bool = False,
+    only_if_faster: bool = False,
+    tokens: int = 8192,
 ) -> Conversion:
     """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
@@ -88,6 +103,10 @@ def convert(
         recipe: a preset's name or a `Recipe`.
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
+        only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
+            that `model` is on now (`octavo.nn.gains`; the report has the figures). Where FP8 is emulated, or has no
+            GEMM, that is every layer, and no error. On a GPU of which nothing is known the layers are timed first.
+        tokens: rows that a forward pass gives a layer, batch x sequence; read with `only_if_faster`.
 
     Raises:
         ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
@@ -104,12 +123,15 @@ def convert(
     rows = tuple(
         Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
     )
-    backends = gemm_backends(recipe, next(iter(linears.values())).weight.device)
+    device = next(iter(linears.values())).weight.device
+    backends = gemm_backends(recipe, device)
     report = Conversion(recipe, rows, backends)
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
     missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
-    if missing and not emulate:
+    if only_if_faster:
+        report = _only_faster(report, linears, device, tokens)
+    elif missing and not emulate:
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
             "can, and emulate=True computes it slowly in float32"
@@ -120,6 +142,32 @@ def convert(
         assert isinstance(linear, Linear)
         linear.prepare(recipe, emulate=emulate)
     return report
+
+
+def _only_faster(report: Conversion, linears: dict[str, nn.Linear], device: torch.device, tokens: int) -> Conversion:
+    """The report with the gains, and the layers that FP8 would not speed up among the skipped; these are BF16 then."""
+    shapes = {(tokens, k, n) for n, k in (row.shape for row in report.rows if not row.reason)}
+    gains = find_gains(report.recipe, report.backends, device, shapes)
+    rows = tuple(row if row.reason else _weighed(row, gains, tokens) for row in report.rows)
+    weighed = replace(report, rows=rows, gains=gains.source)
+    for name in set(report.converted) - set(weighed.converted):
+        if isinstance(linears[name], Linear):  # converted before: what the report calls BF16 has to be
+            _restore(linears[name])
+    return weighed
+
+
+def _restore(linear: nn.Linear) -> None:
+    linear.__class__ = nn.Linear
+    for name in ("recipe", "emulate", "histories", "weight_cache"):
+        delattr(linear, name)
+
+
+def _weighed(row: Row, gains: Gains, tokens: int) -> Row:
+    n, k = row.shape
+    gain = gains.by_shape.get((tokens, k, n))
+    if gain is None:
+        return replace(row, reason=gains.source)
+    return replace(row, gain=gain, reason="" if gain >= LEAST_GAIN else f"{gain:.2f}x: left in BF16")
 
 
 def _reason(name: str, module: nn.Linear, skip: Sequence[str], tied: set[int]) -> str:

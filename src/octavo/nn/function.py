@@ -16,7 +16,7 @@ axis, and a GEMM without casts runs in the layer's high-precision dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,46 +24,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
+from octavo.nn.folded import Plan, folded_dw, mantissa, transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import split_scale
-from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm, transpose
-from octavo.recipe import Gemm, Recipe
+from octavo.ops import quantize, quantize_scaled, quantize_transposed
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a call needs beside its tensors: the recipe, the dtype of y and of unquantized GEMMs, delayed scales."""
-
-    recipe: Recipe
-    dtype: torch.dtype
-    emulate: bool
-    x_history: ScaleHistory | None = None
-    w_history: ScaleHistory | None = None
-    dy_history: ScaleHistory | None = None
-
-    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """a @ b^T, as this GEMM of the recipe asks for it."""
-        return scaled_mm(
-            a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation, emulate=self.emulate
-        )
-
-
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-    """y[T,N] = x[T,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says."""
-    y: Tensor = _Linear.apply(x, w, bias, plan)  # type: ignore[no-untyped-call]
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan, kept: QTensor | None) -> Tensor:
+    """y[T,N] = x[T,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says; `kept`: w, quantized before."""
+    data, scale = (None, None) if kept is None else (kept.data, kept.scale)
+    y: Tensor = _Linear.apply(x, w, bias, plan, data, scale)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        w_data: Tensor | None,
+        w_scale: Tensor | None,
+    ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gemm = plan.recipe.y
         x_q = w_q = None
         if gemm.x is not None and gemm.w is not None:
-            x_q, w_q = _quantize(x, gemm.x, plan.x_history), _quantize(w, gemm.w, plan.w_history)
+            x_q = _quantize(x, gemm.x, plan.x_history)
+            if w_data is not None and w_scale is not None:
+                w_q = QTensor(w_data, w_scale, gemm.w.fmt, gemm.w.granularity)
+            else:
+                w_q = _quantize(w, gemm.w, plan.w_history)
             y = plan.mm(gemm, x_q, w_q, plan.dtype, bias)  # [T,K] @ [N,K]^T
         else:
             y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -74,13 +68,13 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
         fold_w = s_w if _by_row(plan.recipe.dx.w) else None
-        m = split_scale(s_x)[0] if needs_w and _by_row(plan.recipe.dw.x) else None
+        m = mantissa(s_x) if needs_w and _by_row(plan.recipe.dw.x) else None
         g = _quantize_dy(dy, fold_w, m, plan) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
@@ -88,7 +82,7 @@ class _Linear(torch.autograd.Function):
         if needs_w:
             dw = _dw(dy, g, x, s_x, fold_w, w.dtype, plan)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return dx, dw, db, None
+        return dx, dw, db, None, None, None
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
@@ -107,13 +101,6 @@ def _by_row(cast: Cast | None) -> bool:
 def _bytes_serve_both(cast: Cast) -> bool:
     """Whether the bytes of one quantization serve the other direction too, transposed (`octavo.recipe`)."""
     return cast.granularity == ROW or cast.granularity.transposes
-
-
-def _transpose(q: QTensor) -> QTensor:
-    """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
-    data = transpose(q.data)
-    scale = torch.ones_like(data[:, :1], dtype=torch.float32) if q.layout == ROW else q.scale.t()
-    return QTensor(data, scale, q.format, q.layout)
 
 
 def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +129,7 @@ def _dx(dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Te
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
     if gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
-        w_t = _transpose(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
+        w_t = transposed(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
     else:
         w_t = quantize_transposed(w, gemm.w)
     if m is not None:
@@ -158,23 +145,12 @@ def _dw(
         return (dy.to(plan.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     if gemm.x.granularity == ROW:
         assert g is not None
-        return _dw_folded(g, QTensor(x, s_x, gemm.x.fmt, ROW), s_w, dtype, plan)
+        return folded_dw(g, QTensor(x, s_x, gemm.x.fmt, ROW), s_w, dtype, plan)
     if g is not None and gemm.dy == dx_gemm.dy and gemm.dy.granularity.transposes and s_w is None:
-        dy_t = _transpose(g)
+        dy_t = transposed(g)
     else:
         dy_t = quantize_transposed(dy, gemm.dy)
     x_t = QTensor(x, s_x, gemm.x.fmt, gemm.x.granularity)
     if gemm.x == y_gemm.x and gemm.x.granularity.transposes:
-        x_t = _transpose(x_t)
+        x_t = transposed(x_t)
     return plan.mm(gemm, dy_t, x_t, dtype)  # [N,T] @ [K,T]^T
-
-
-def _dw_folded(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """dw from row-scaled g and x: what their scales leave on the reduction, powers of two, moves the exponents of g."""
-    exponent = (split_scale(x_q.scale)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
-    largest = exponent.amax()
-    h = transpose(g.data, largest - exponent)  # [N,T]
-    c_max = torch.exp2(largest.float())
-    scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1).contiguous()
-    h_q = QTensor(h, scale, g.format, ROW)
-    return plan.mm(plan.recipe.dw, h_q, _transpose(x_q), dtype)  # [N,T] @ [K,T]^T

@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.function import Plan, linear
+from octavo.nn.folded import Plan
+from octavo.nn.function import linear
+from octavo.nn.weight_cache import WeightCache
+from octavo.numerics.cast import Cast
 from octavo.numerics.rotation import hadamard
 from octavo.recipe import Recipe
 
@@ -22,24 +25,32 @@ class Linear(nn.Linear):
     recipe: Recipe
     emulate: bool
     histories: nn.ModuleDict
+    weight_cache: WeightCache
 
     def prepare(self, recipe: Recipe, *, emulate: bool) -> None:
         """Take a recipe, and make room for its scale histories."""
-        self.recipe, self.emulate = recipe, emulate
+        self.recipe, self.emulate, self.weight_cache = recipe, emulate, WeightCache()
         casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
         self.histories = nn.ModuleDict(
             {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, w = _compute_dtype(x), self.weight
+        dtype, w = compute_dtype(x), self.weight
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if self.recipe.rotate:
             x, w = hadamard(x), hadamard(w)
         plan = Plan(self.recipe, dtype, self.emulate, self._history("x"), self._history("w"), self._history("dy"))
-        y = linear(x.reshape(-1, x.shape[-1]), w, self.bias, plan)
+        wanted = self.cached_weights()
+        kept = None if wanted is None else self.weight_cache.get([w], wanted[1])
+        y = linear(x.reshape(-1, x.shape[-1]), w, self.bias, plan, kept)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
+        """This layer and the cast of its weight, unless that has a history or is of the rotated weight."""
+        cast = self.recipe.y.w
+        return None if cast is None or cast.history or self.recipe.rotate else ([self], cast)
 
     def _history(self, operand: str) -> ScaleHistory | None:
         history = dict(self.histories.items()).get(operand)
@@ -50,7 +61,8 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of y and of unquantized GEMMs: autocast's, or that of the input."""
     device = x.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast to ask
     return torch.get_autocast_dtype(device) if on else x.dtype

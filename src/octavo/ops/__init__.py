@@ -1,15 +1,22 @@
 """How it is computed. One folder an operation: its door, its reference twin (which is the CPU's path), its kernels."""
 
+from octavo.ops.activation import activation_backward, activation_quantize
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
-from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_transposed
+from octavo.ops.norm import norm_backward, norm_quantize
+from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
 from octavo.ops.transpose import transpose
 
 __all__ = [
     "Backend",
+    "activation_backward",
+    "activation_quantize",
     "find_backend",
+    "norm_backward",
+    "norm_quantize",
     "quantize",
     "quantize_both",
     "quantize_scaled",
+    "quantize_stack",
     "quantize_transposed",
     "scaled_mm",
     "transpose",

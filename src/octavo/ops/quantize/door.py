@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import fp8_format
-from octavo.numerics.granularity import TENSOR, Granularity, parse_granularity
+from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
+from octavo.ops.kernels import FORMATS, fits, has_kernels, kernels_of
 from octavo.ops.quantize.reference import quantize as reference_quantize
 from octavo.ops.quantize.reference import quantize_scaled as reference_quantize_scaled
 from octavo.ops.transpose import transpose
@@ -31,6 +33,16 @@ def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_s
     _check_factor("row_scale", row_scale, (x.shape[0], 1))
     data, scale = torch.ops.octavo.quantize(x, *_words(cast), column_scale, row_scale, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
+    """Quantize matrices [N_i, K] by row, each on its own, and stack them: data [sum of N_i, K]."""
+    for x in tensors:
+        _check(x)
+    if cast.granularity != ROW or cast.rounding != "nearest":
+        raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
+    data, scale = torch.ops.octavo.quantize_stack(list(tensors), *_words(cast))
+    return QTensor(data, scale, cast.fmt, ROW)
 
 
 def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
@@ -97,9 +109,12 @@ def _quantize(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference_quantize(
-        x.contiguous(), _cast(fmt, granularity, scale, relative_floor), column_scale, row_scale, seed
-    )
+    how = _cast(fmt, granularity, scale, relative_floor)
+    factors = column_scale is not None or row_scale is not None
+    if not _has_kernel(x, how, seed) or (factors and how.granularity != ROW):
+        return reference_quantize(x.contiguous(), how, column_scale, row_scale, seed)
+    kernel = kernels_of("quantize").quantize
+    return kernel(x.contiguous(), how, column_scale, row_scale)
 
 
 @_quantize.register_fake
@@ -116,12 +131,36 @@ def _(
     return _fake(x, tuple(x.shape), _cast(fmt, granularity, scale, relative_floor))
 
 
+@torch.library.custom_op("octavo::quantize_stack", mutates_args=())
+def _quantize_stack(
+    tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_floor: float
+) -> tuple[Tensor, Tensor]:
+    how = _cast(fmt, granularity, scale, relative_floor)
+    if _has_kernel(tensors[0], how, None):
+        return kernels_of("quantize").quantize_stack([x.contiguous() for x in tensors], how)
+    parts = [reference_quantize(x.contiguous(), how, None, None, None) for x in tensors]
+    data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(how.fmt.dtype)
+    return data, torch.cat([s for _, s in parts])
+
+
+@_quantize_stack.register_fake
+def _(tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_floor: float) -> tuple[Tensor, Tensor]:
+    shape = (sum(x.shape[0] for x in tensors), tensors[0].shape[1])
+    return _fake(tensors[0], shape, _cast(fmt, granularity, scale, relative_floor))
+
+
 @torch.library.custom_op("octavo::quantize_transposed", mutates_args=())
 def _quantize_transposed(
     x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference_quantize(x.t().contiguous(), _cast(fmt, granularity, scale, relative_floor), None, None, seed)
+    how = _cast(fmt, granularity, scale, relative_floor)
+    if not _has_kernel(x, how, seed):
+        return reference_quantize(x.t().contiguous(), how, None, None, seed)
+    kernel = kernels_of("quantize")
+    if how.granularity.rows == 1 and how.granularity.cols is not None:
+        return kernel.quantize_transposed(x.contiguous(), how)
+    return kernel.quantize(x.t().contiguous(), how, None, None)
 
 
 @_quantize_transposed.register_fake
@@ -134,13 +173,23 @@ def _(
 @torch.library.custom_op("octavo::quantize_scaled", mutates_args=())
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
-    return reference_quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
+    if not _has_kernel(x, _cast(fmt, "tensor", "fp32", 0.0), seed):
+        return reference_quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
+    kernel = kernels_of("quantize").quantize_scaled
+    return kernel(x.contiguous(), scale, fp8_format(fmt))
 
 
 @_quantize_scaled.register_fake
 def _(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
     return x.new_empty(x.shape, dtype=fp8_format(fmt).dtype), x.new_empty((1, 1), dtype=torch.float32)
+
+
+def _has_kernel(x: Tensor, how: Cast, seed: Tensor | None) -> bool:
+    """Whether the Triton kernels quantize this; stochastic rounding and huge rows are left to the twin."""
+    if seed is not None or x.numel() == 0 or not has_kernels(x.device) or how.format not in FORMATS:
+        return False
+    return fits(how, x.shape[1])
 
 
 def _fake(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:

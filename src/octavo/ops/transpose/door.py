@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.ops.kernels import has_kernels, kernels_of
 from octavo.ops.transpose.reference import transpose as reference_transpose
+
+KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -32,7 +35,10 @@ def _check(data: Tensor, shift: Tensor | None) -> None:
 @torch.library.custom_op("octavo::transpose", mutates_args=())
 def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     _check(data, shift)
-    return reference_transpose(data, shift)
+    if data.numel() == 0 or not has_kernels(data.device) or data.dtype not in KERNEL_DTYPES:
+        return reference_transpose(data, shift)
+    kernel = kernels_of("transpose").transpose
+    return kernel(data.contiguous(), shift)
 
 
 @_transpose.register_fake

@@ -1,0 +1,61 @@
+"""The backward GEMMs of row-scaled tensors, each quantized once (`octavo.nn.function` opens with the mathematics)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.nn.delayed import ScaleHistory
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.numerics.scaling import split_scale
+from octavo.ops import scaled_mm, transpose
+from octavo.recipe import Gemm, Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call needs beside its tensors: the recipe, the dtype of y and of unquantized GEMMs, delayed scales."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    emulate: bool
+    x_history: ScaleHistory | None = None
+    w_history: ScaleHistory | None = None
+    dy_history: ScaleHistory | None = None
+
+    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a @ b^T, as this GEMM of the recipe asks for it."""
+        return scaled_mm(
+            a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=gemm.fast_accumulation, emulate=self.emulate
+        )
+
+
+def mantissa(s_x: Tensor) -> Tensor:
+    """m [T, 1] of s_x = m * 2^e: the part of x's scale that is folded into dy before dy is quantized."""
+    return split_scale(s_x)[0]
+
+
+def transposed(q: QTensor) -> QTensor:
+    """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
+    data = transpose(q.data)
+    scale = torch.ones_like(data[:, :1], dtype=torch.float32) if q.layout == ROW else q.scale.t()
+    return QTensor(data, scale, q.format, q.layout)
+
+
+def folded_dx(g: QTensor, m: Tensor, w_q: QTensor, plan: Plan) -> Tensor:
+    """dx from g = dy * s_w * m, quantized: m comes off again with the scale."""
+    return plan.mm(plan.recipe.dx, replace(g, scale=g.scale / m), transposed(w_q), plan.dtype)  # [T,N] @ [K,N]^T
+
+
+def folded_dw(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
+    """dw from row-scaled g and x: what their scales leave on the reduction, powers of two, moves the exponents of g."""
+    exponent = (split_scale(x_q.scale)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
+    largest = exponent.amax()
+    h = transpose(g.data, largest - exponent)  # [N,T]
+    c_max = torch.exp2(largest.float())
+    scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1).contiguous()
+    h_q = QTensor(h, scale, g.format, ROW)
+    return plan.mm(plan.recipe.dw, h_q, transposed(x_q), dtype)  # [N,T] @ [K,T]^T

@@ -1,0 +1,276 @@
+"""A norm and the linear layers that it feeds, and a whole MLP, as one function each, for recipes whose scales fold.
+
+The producers quantize: a norm writes the bytes of its output and no other form of it, an activation likewise, and the
+gradient of an activation is quantized in the pass that makes it. Tokens T, width K, F columns inside the MLP:
+
+    norm+linear   n_q = quantize(norm(x + residual));  y[T,N] = n_q @ w_q^T,  w of several layers stacked along N
+    MLP           n_q as above, or quantize(x);  u[T,2F] = n_q @ w_in_q^T;  h_q = quantize(silu(gate) * up)
+                  y[T,K] = h_q @ w_out_q^T
+    backward      g_q from dy;  dh = g_q @ w_out_q;  du_q = quantize(activation'(u) * dh);  dn = du_q @ w_in_q
+                  dx = norm'(dn) + what came to the residual stream directly
+
+The residual stream goes through: x + residual is formed in the norm's pass, and its gradient is added in the norm's
+backward pass. What is kept for backward: x + residual, u, and the eight-bit n_q; h_q is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.nn.folded import Plan, folded_dw, folded_dx, mantissa
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.ops import (
+    activation_backward,
+    activation_quantize,
+    norm_backward,
+    norm_quantize,
+    quantize,
+    quantize_stack,
+)
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """What a norm is beside its parameters: `center` tells layer norm from the root-mean-square norm."""
+
+    eps: float
+    center: bool
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: tuple[NormPlan, Tensor, Tensor | None],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    kept: tuple[Tensor, Tensor] | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """y [T, sum of N] of the stacked layers, and x + residual [T, K] (x itself where there is none).
+
+    Args:
+        x, residual: [T, K].
+        norm: what it is, its weight [K] and bias [K].
+        weights, biases: [N_i, K] and [N_i].
+        kept: data and scale of the stacked weights, quantized before; None quantizes them here.
+        plan: with a recipe that folds.
+    """
+    how, gamma, beta = norm
+    result = _NormLinear.apply(  # type: ignore[no-untyped-call]
+        plan, how, *(kept or (None, None)), x, residual, gamma, beta, *weights, *biases
+    )
+    y, total = result if residual is not None else (result, x)
+    return y, total
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        how: NormPlan,
+        w_data: Tensor | None,
+        w_scale: Tensor | None,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor,
+        beta: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> Any:
+        gemm = plan.recipe.y
+        assert gemm.x is not None
+        weights, biases = _split(parameters)
+        total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, how.eps, gemm.x, center=how.center)
+        w_q = _weights(weights, w_data, w_scale, plan)
+        y = plan.mm(gemm, n_q, w_q, plan.dtype, _stack_biases(biases))  # [T,K] @ [N,K]^T
+        ctx.plan, ctx.how, ctx.layers = plan, how, Layers.of(weights, biases)
+        ctx.has_residual, ctx.norm_dtypes = residual is not None, _dtypes(gamma, beta)
+        ctx.save_for_backward(total, mean, rstd, gamma, n_q.data, n_q.scale, w_q.data, w_q.scale)
+        return (y, total) if residual is not None else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        total, mean, rstd, gamma, n_data, s_n, w_data, s_w = ctx.saved_tensors
+        n_q, w_q = _row(n_data, s_n, plan.recipe.y.x), _row(w_data, s_w, plan.recipe.y.w)
+        dy = dy.contiguous()
+        m = mantissa(s_n)
+        g = _quantize_dy(dy, s_w, m, plan)
+        dn = folded_dx(g, m, w_q, plan)  # [T,N] @ [K,N]^T
+        dw = folded_dw(g, n_q, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
+        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
+        norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
+        return None, None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.layers.split(dw, dy)
+
+
+def mlp(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: tuple[NormPlan, Tensor, Tensor | None] | None,
+    activation: str,
+    inner: tuple[Sequence[Tensor], Sequence[Tensor | None], tuple[Tensor, Tensor] | None],
+    outer: tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None],
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """y [T, K] of a two-layer MLP, and x + residual [T, K].
+
+    Args:
+        x: [T, K].
+        residual: [T, K], only with a norm.
+        norm: as in `norm_linear`; None feeds x itself to the first layer.
+        activation: "swiglu" or "gelu", as in `octavo.ops.activation_quantize`.
+        inner: weights, biases and `kept` (as in `norm_linear`) of the layers before the activation.
+        outer: the same of the layer after it.
+        plan: with a recipe that folds.
+    """
+    how, gamma, beta = norm if norm is not None else (None, None, None)
+    weights, biases, kept_in = inner
+    w, b, kept_out = outer
+    kept = (*(kept_in or (None, None)), *(kept_out or (None, None)))
+    result = _MLP.apply(  # type: ignore[no-untyped-call]
+        plan, how, activation, *kept, x, residual, gamma, beta, w, b, *weights, *biases
+    )
+    y, total = result if residual is not None else (result, x)
+    return y, total
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        how: NormPlan | None,
+        activation: str,
+        in_data: Tensor | None,
+        in_scale: Tensor | None,
+        out_data: Tensor | None,
+        out_scale: Tensor | None,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        w: Tensor,
+        b: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> Any:
+        gemm = plan.recipe.y
+        assert gemm.x is not None
+        weights, biases = _split(parameters)
+        mean = rstd = None
+        total = x
+        if how is not None and gamma is not None:
+            total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, how.eps, gemm.x, center=how.center)
+        else:
+            n_q = quantize(x, gemm.x)
+        w_in, w_out = _weights(weights, in_data, in_scale, plan), _weights([w], out_data, out_scale, plan)
+        u = plan.mm(gemm, n_q, w_in, plan.dtype, _stack_biases(biases))  # [T,K] @ [2F,K]^T
+        h_q = activation_quantize(u, activation, gemm.x)
+        y = plan.mm(gemm, h_q, w_out, plan.dtype, b)  # [T,F] @ [K,F]^T
+        ctx.plan, ctx.how, ctx.activation = plan, how, activation
+        ctx.inner, ctx.outer = Layers.of(weights, biases), Layers.of([w], [b])
+        ctx.has_residual, ctx.x_dtype, ctx.norm_dtypes = residual is not None, x.dtype, _dtypes(gamma, beta)
+        kept = (total, mean, rstd, gamma) if how is not None else (None, None, None, None)
+        scales = (n_q.data, n_q.scale, h_q.scale)
+        ctx.save_for_backward(*kept, u, *scales, w_in.data, w_in.scale, w_out.data, w_out.scale)
+        return (y, total) if residual is not None else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        recipe = plan.recipe
+        total, mean, rstd, gamma, u, n_data, s_n, s_h, in_data, s_in, out_data, s_out = ctx.saved_tensors
+        n_q, w_in, w_out = (
+            _row(n_data, s_n, recipe.y.x),
+            _row(in_data, s_in, recipe.y.w),
+            _row(out_data, s_out, recipe.y.w),
+        )
+        assert recipe.dx.dy is not None
+        assert recipe.y.x is not None
+        dy = dy.contiguous()
+        m_h, m_n = mantissa(s_h), mantissa(s_n)
+        g = _quantize_dy(dy, s_out, m_h, plan)
+        dh = folded_dx(g, m_h, w_out, plan)  # [T,K] @ [F,K]^T
+        du, h_q, wide = activation_backward(
+            dh, u, ctx.activation, recipe.dx.dy,
+            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.y.x, h_scale=s_h, keep=ctx.inner.biased,
+        )  # fmt: skip
+        dw_out = folded_dw(g, h_q, s_out, ctx.outer.dtype, plan)  # [K,T] @ [F,T]^T
+        dn = folded_dx(du, m_n, w_in, plan)  # [T,2F] @ [K,2F]^T
+        dw_in = folded_dw(du, n_q, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T
+        gradients = (*ctx.outer.split(dw_out, dy), *ctx.inner.split(dw_in, wide))
+        if ctx.how is None:
+            return *[None] * 7, dn.to(ctx.x_dtype), None, None, None, *gradients
+        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
+        norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
+        return *[None] * 7, dx, dx if ctx.has_residual else None, *norm_gradients, *gradients
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers stacked along their outputs: sizes and dtypes of the weights, dtypes of the biases."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype | None, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Layers:
+        """The layers with these parameters."""
+        dtypes = tuple(None if bias is None else bias.dtype for bias in biases)
+        return cls(tuple(w.shape[0] for w in weights), weights[0].dtype, dtypes)
+
+    @property
+    def biased(self) -> bool:
+        """Whether any layer has a bias."""
+        return any(dtype is not None for dtype in self.bias_dtypes)
+
+    def split(self, dw: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the weights, then those of the biases, from stacked dw [N, K] and dy [T, N]."""
+        biases: list[Tensor | None] = [None] * len(self.sizes)
+        if self.biased:
+            parts = torch.split(dy.sum(0, dtype=torch.float32), list(self.sizes))
+            biases = [None if d is None else p.to(d) for p, d in zip(parts, self.bias_dtypes, strict=True)]
+        return *torch.split(dw, list(self.sizes)), *biases
+
+
+def _split(parameters: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
+    half = len(parameters) // 2
+    return list(parameters[:half]), list(parameters[half:])
+
+
+def _weights(weights: list[Tensor], data: Tensor | None, scale: Tensor | None, plan: Plan) -> QTensor:
+    """The stacked weights in eight bits: those that were kept, or cast here."""
+    assert plan.recipe.y.w is not None
+    if data is not None and scale is not None:
+        return _row(data, scale, plan.recipe.y.w)
+    return quantize_stack(weights, plan.recipe.y.w)
+
+
+def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
+    given = [bias for bias in biases if bias is not None]
+    return torch.cat(given) if given else None
+
+
+def _row(data: Tensor, scale: Tensor, cast: Any) -> QTensor:
+    return QTensor(data, scale, cast.fmt, ROW)
+
+
+def _quantize_dy(dy: Tensor, s_w: Tensor, m: Tensor, plan: Plan) -> QTensor:
+    assert plan.recipe.dx.dy is not None
+    return quantize(dy, plan.recipe.dx.dy, column_scale=s_w.t(), row_scale=m)  # g = dy * s_w * m
+
+
+def _dtypes(gamma: Tensor | None, beta: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    return None if gamma is None else gamma.dtype, None if beta is None else beta.dtype
+
+
+def _norm_gradients(
+    dgamma: Tensor, dbeta: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None]
+) -> tuple[Tensor, Tensor | None]:
+    return dgamma.to(dtypes[0]), None if dtypes[1] is None else dbeta.to(dtypes[1])

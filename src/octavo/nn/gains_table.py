@@ -1,0 +1,142 @@
+"""How many times faster a linear layer is in FP8 than in BF16: what was measured on one GPU, and what follows from it.
+
+The gain of a layer of K inputs and N outputs, for M tokens, is a ratio of times, forward and backward pass together:
+
+    gain(M,K,N) = bf16_ms / fp8_ms
+
+Both times are sums of products of sizes (the GEMMs go with M*K*N; quantizing with M*K, M*N and K*N; launching with
+nothing), so their ratio bends where one term overtakes another, and is smooth in the logarithms of the sizes. Hence a
+grid of powers of two, linear interpolation in log2 along each of the three axes, and the edge's value beyond an edge.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+Shape = tuple[int, int, int]  # M tokens, K inputs, N outputs
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the times depend on."""
+
+    gpu: str
+    compute_capability: str
+    cuda: str
+    torch: str
+    octavo: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Milliseconds of one forward and backward pass of one linear layer, both ways."""
+
+    recipe: str
+    M: int
+    K: int
+    N: int
+    bf16_ms: float
+    fp8_ms: float
+
+    def __post_init__(self) -> None:
+        sizes_ok = all(isinstance(size, int) and size > 0 for size in self.shape)
+        if not sizes_ok or not all(math.isfinite(ms) and ms > 0 for ms in (self.bf16_ms, self.fp8_ms)):
+            raise ValueError(f"a measurement has positive sizes and times, got {self}")
+
+    @property
+    def shape(self) -> Shape:
+        """(M, K, N)."""
+        return self.M, self.K, self.N
+
+    @property
+    def gain(self) -> float:
+        """How many times faster FP8 is."""
+        return self.bf16_ms / self.fp8_ms
+
+
+@dataclass(frozen=True)
+class Table:
+    """The measurements of one machine.
+
+    Args:
+        machine: where they were taken.
+        method: how.
+        grid: for each recipe all the points of a grid of M, K and N: what gains are interpolated from.
+        shapes: single layers, known as they are; nothing follows from them for others.
+    """
+
+    machine: Machine
+    method: str
+    grid: tuple[Measurement, ...] = ()
+    shapes: tuple[Measurement, ...] = ()
+
+    def __post_init__(self) -> None:
+        for recipe, rows in Counter(row.recipe for row in self.grid).items():
+            points = self._gains(self.grid, recipe).keys()
+            if not rows == len(points) == math.prod(len(axis) for axis in _axes(points)):
+                raise ValueError(f"the grid of {recipe} must hold every combination of its M, K and N, each once")
+
+    def predict(self, recipe: str, shape: Shape) -> float | None:
+        """The gain at (M, K, N), measured or interpolated; None where this table has nothing to say."""
+        known = self._gains(self.shapes, recipe)
+        if shape in known:
+            return known[shape]
+        grid = self._gains(self.grid, recipe)
+        return interpolate(grid, shape) if grid else None
+
+    @staticmethod
+    def _gains(rows: Sequence[Measurement], recipe: str) -> dict[Shape, float]:
+        return {row.shape: row.gain for row in rows if row.recipe == recipe}
+
+    def to_json(self) -> str:
+        """The table as JSON, a measurement a line."""
+        fields = {
+            "machine": json.dumps(asdict(self.machine)),
+            "method": json.dumps(self.method),
+            "grid": _lines(self.grid),
+            "shapes": _lines(self.shapes),
+        }
+        return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in fields.items()) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """The table that `to_json` wrote. A ValueError says what is wrong with one that is not whole."""
+        fields = json.loads(text)
+        try:
+            grid, shapes = (tuple(Measurement(**row) for row in fields.pop(name)) for name in ("grid", "shapes"))
+            return cls(Machine(**fields.pop("machine")), grid=grid, shapes=shapes, **fields)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is no table of gains: {type(error).__name__}: {error}") from error
+
+
+def interpolate(grid: Mapping[Shape, float], shape: Shape) -> float:
+    """The value at (M, K, N) between the eight points of a full `grid` around it, linear in log2 along each axis."""
+    corners = product(*(_around(axis, size) for axis, size in zip(_axes(grid.keys()), shape, strict=True)))
+    return sum(m_part * k_part * n_part * grid[m, k, n] for (m, m_part), (k, k_part), (n, n_part) in corners)
+
+
+def _around(axis: Sequence[int], size: int) -> list[tuple[int, float]]:
+    """The points of `axis` below and above `size` with their weights; one point at an edge or exactly there."""
+    size = min(max(size, axis[0]), axis[-1])
+    index = bisect_right(axis, size) - 1
+    low = axis[index]
+    if low == size:
+        return [(low, 1.0)]
+    high = axis[index + 1]
+    above = math.log2(size / low) / math.log2(high / low)
+    return [(low, 1 - above), (high, above)]
+
+
+def _axes(points: Any) -> list[list[int]]:
+    return [sorted(set(axis)) for axis in zip(*points, strict=True)]
+
+
+def _lines(rows: Sequence[Measurement]) -> str:
+    return "[" + ",".join(f"\n    {json.dumps(asdict(row))}" for row in rows) + ("\n  ]" if rows else "]")

@@ -1,0 +1,111 @@
+"""MLPs that never leave eight bits between their layers but where an activation must be formed.
+
+They own their layers, under the names that transformers' Llama has, and are plain PyTorch until they are converted with
+a recipe whose scales fold (`rowwise`). A norm in front of the MLP, and the residual stream around it, join the same
+pass when they are given to `forward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.nn.fused import mlp
+from octavo.nn.linear import Linear
+from octavo.nn.norm_linear import kept_bytes, norm_of, shared_plan, stacked_weights
+from octavo.nn.weight_cache import WeightCache
+from octavo.numerics.cast import Cast
+
+
+class SwiGLU(nn.Module):
+    """y = down_proj(silu(gate_proj(x)) * up_proj(x)); with a norm, x is norm(x + residual).
+
+    Args:
+        width: of x and y.
+        mlp_width: of the hidden layer.
+        bias: of all three layers.
+    """
+
+    activation = "swiglu"
+
+    def __init__(self, width: int, mlp_width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.up_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.down_proj = nn.Linear(mlp_width, width, bias=bias)
+        self.weight_cache = WeightCache()
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        """The layers before the activation."""
+        return self.gate_proj, self.up_proj
+
+    @property
+    def outer(self) -> nn.Linear:
+        """The layer after it."""
+        return self.down_proj
+
+    def activate(self, *u: Tensor) -> Tensor:
+        """The activation, in plain PyTorch."""
+        gate, up = u
+        return F.silu(gate) * up
+
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Any:
+        """y [..., width] of x [..., width]; with a norm, y and x + residual (x itself where there is none)."""
+        if residual is not None and norm is None:
+            raise ValueError("a residual needs a norm: pass both, or add it to x")
+        y, total = self._run(x, norm, residual)
+        return y if norm is None else (y, total)
+
+    def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        plan, known = shared_plan((*self.inner, self.outer), x), None if norm is None else norm_of(norm, x)
+        if plan is None or (norm is not None and known is None):
+            total = x if residual is None else x + residual
+            n = total if norm is None else norm(total)
+            y: Tensor = self.outer(self.activate(*(linear(n) for linear in self.inner)))
+            return y, total
+        assert isinstance(self.outer, Linear)
+        rows = x.reshape(-1, x.shape[-1])
+        out, total = mlp(
+            rows,
+            None if residual is None else residual.reshape(rows.shape),
+            known,
+            self.activation,
+            (
+                [linear.weight for linear in self.inner],
+                [linear.bias for linear in self.inner],
+                kept_bytes(self.weight_cache, self.inner, plan),
+            ),
+            (self.outer.weight, self.outer.bias, kept_bytes(self.outer.weight_cache, (self.outer,), plan)),
+            plan,
+        )
+        return out.view(x.shape), x if residual is None else total.view(x.shape)
+
+    def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
+        """The stacked inner layers and their cast, where they are fused."""
+        return stacked_weights(self.inner)
+
+
+class GELU(SwiGLU):
+    """y = c_proj(gelu(c_fc(x))), the exact GELU, with the names that GPT-2 has."""
+
+    activation = "gelu"
+
+    def __init__(self, width: int, mlp_width: int, *, bias: bool = True) -> None:
+        nn.Module.__init__(self)
+        self.c_fc = nn.Linear(width, mlp_width, bias=bias)
+        self.c_proj = nn.Linear(mlp_width, width, bias=bias)
+        self.weight_cache = WeightCache()
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        return (self.c_fc,)
+
+    @property
+    def outer(self) -> nn.Linear:
+        return self.c_proj
+
+    def activate(self, *u: Tensor) -> Tensor:
+        return F.gelu(u[0])

@@ -1,0 +1,128 @@
+"""The door of the activations: checks, the registered operations with their fakes, the choice of implementation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.cast import Cast
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.ops.activation.reference import activation_backward as reference_backward
+from octavo.ops.activation.reference import activation_quantize as reference_quantize
+from octavo.ops.kernels import LONGEST_ROW, has_kernels, kernels_of
+
+WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for one of h
+
+
+class ActivationGradient(NamedTuple):
+    """The gradient of u, quantized; the bytes of h as forward had them; the gradient in u's dtype, or empty."""
+
+    du: QTensor
+    h: QTensor
+    wide: Tensor
+
+
+def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
+    """h = activation(u), quantized by row in one pass.
+
+    Args:
+        u: [M, 2F], gate beside up, for kind "swiglu"; [M, F] for "gelu" (the exact one).
+        cast: of h [M, F], by row, rounded to nearest.
+    """
+    data, scale = torch.ops.octavo.activation_quantize(u, kind, cast.format, cast.scale)
+    return QTensor(data, scale, cast.fmt, ROW)
+
+
+def activation_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    cast: Cast,
+    *,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_cast: Cast,
+    h_scale: Tensor,
+    keep: bool,
+) -> ActivationGradient:
+    """The gradient through an activation, quantized by row in the pass that makes it.
+
+    Args:
+        dh, u: [M, F] and as in `activation_quantize`.
+        cast: of the gradient of u.
+        column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first.
+        h_cast, h_scale: what forward cast h with, and the scale [M, 1] it got: its bytes are made again, not kept.
+        keep: return the gradient in u's dtype too (for a bias).
+    """
+    data, scale, h_data, wide = torch.ops.octavo.activation_backward(
+        dh, u, kind, cast.format, cast.scale, column_scale, row_scale, h_cast.format, h_scale, keep
+    )
+    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)
+
+
+def _check(u: Tensor, kind: str) -> None:
+    if kind not in WIDTHS:
+        raise ValueError(f"unknown activation {kind!r}: choose one of {', '.join(WIDTHS)}")
+    if u.ndim != 2 or u.shape[1] % WIDTHS[kind]:
+        raise ValueError(f"{kind} takes a matrix whose columns divide by {WIDTHS[kind]}, got {list(u.shape)}")
+
+
+@torch.library.custom_op("octavo::activation_quantize", mutates_args=())
+def _activation_quantize(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
+    _check(u, kind)
+    how = Cast(fmt, ROW, scale)
+    if not (has_kernels(u.device) and u.shape[1] // WIDTHS[kind] <= LONGEST_ROW):
+        return reference_quantize(u, kind, how)
+    kernel = kernels_of("activation").activation_quantize
+    return kernel(u.contiguous(), kind, how)
+
+
+@_activation_quantize.register_fake
+def _(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
+    _check(u, kind)
+    data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=Cast(fmt).fmt.dtype)
+    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("octavo::activation_backward", mutates_args=())
+def _activation_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    fmt: str,
+    scale: str,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_fmt: str,
+    h_scale: Tensor,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(u, kind)
+    how, h_how = Cast(fmt, ROW, scale), Cast(h_fmt, ROW)
+    if not (has_kernels(u.device) and dh.shape[1] <= LONGEST_ROW):
+        return reference_backward(dh, u, kind, how, column_scale, row_scale, h_how, h_scale, keep)
+    kernel = kernels_of("activation").activation_backward
+    return kernel(dh.contiguous(), u.contiguous(), kind, how, column_scale, row_scale, h_how, h_scale, keep)
+
+
+@_activation_backward.register_fake
+def _(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    fmt: str,
+    scale: str,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_fmt: str,
+    h_scale: Tensor,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(u, kind)
+    data = u.new_empty(u.shape, dtype=Cast(fmt).fmt.dtype)
+    h_data = dh.new_empty(dh.shape, dtype=Cast(h_fmt).fmt.dtype)
+    wide = u.new_empty(u.shape if keep else 0)
+    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, wide

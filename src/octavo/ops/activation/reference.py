@@ -1,0 +1,69 @@
+"""The activations in plain PyTorch: what the kernels must equal, and what a CPU runs.
+
+    swiglu  u = [gate, up] (halves of each row),  h = gate * sigmoid(gate) * up      Shazeer (arXiv:2002.05202)
+    gelu    h = u * (1 + erf(u / sqrt(2))) / 2                                      Hendrycks and Gimpel (1606.08415)
+
+in float32, each step rounded once, with exp and erf as the device's own library has them (so a CPU and a GPU may differ
+in an element that lies on the border of two codes; a kernel and its twin on one device do not).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.cast import Cast
+from octavo.ops.quantize.reference import quantize
+
+HALF_SQRT = 2**-0.5
+DENSITY = (2 * math.pi) ** -0.5  # of the normal distribution, at 0
+
+
+def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor]:
+    """Data and scale of h [M, F] from u [M, 2F] (swiglu) or [M, F] (gelu)."""
+    if kind == "swiglu":
+        gate, up = u.float().chunk(2, 1)
+        h = gate * _sigmoid(gate) * up
+    else:
+        u = u.float()
+        h = 0.5 * u * (1 + torch.erf(u * HALF_SQRT))
+    return quantize(h, how, None, None, None)
+
+
+def activation_gradient(dh: Tensor, u: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The gradient of u, and h again, both float32."""
+    dh = dh.float()
+    if kind == "swiglu":
+        gate, up = u.float().chunk(2, 1)
+        sigmoid = _sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((dh * up * slope, dh * silu), 1), silu * up
+    u = u.float()
+    cumulative = 1 + torch.erf(u * HALF_SQRT)
+    density = torch.exp(-0.5 * (u * u)) * DENSITY
+    return dh * (0.5 * cumulative + u * density), 0.5 * u * cumulative
+
+
+def activation_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    how: Cast,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_how: Cast,
+    h_scale: Tensor,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data and scale of du * column_scale * row_scale, the data of h as forward made it, and du in u's dtype."""
+    du, h = activation_gradient(dh, u, kind)
+    data, scale = quantize(du, how, column_scale, row_scale, None)
+    h_data = (h * (1 / h_scale)).to(h_how.fmt.dtype)
+    return data, scale, h_data, du.to(u.dtype) if keep else u.new_empty(0)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x.clamp(min=-80)))  # below, exp would overflow

@@ -1,0 +1,117 @@
+"""The norms as Triton kernels: a program holds whole rows in registers.
+
+Forward reads x (and the residual) once and writes the sum and one byte an element. Backward lets each program walk
+over many rows and keep its part of the weight's gradient in registers until the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.cast import Cast
+from octavo.ops.device_math import amax_bits, inverse, row_sum, scale_from_amax
+from octavo.ops.kernels import row_tile
+
+PROGRAMS_PER_SM = 2  # of the backward pass
+
+
+def norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, how: Cast, center: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the door's operation: the sum is empty where there is no residual."""
+    m, k = x.shape
+    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    data = torch.empty_like(x, dtype=how.fmt.dtype)
+    scale, mean, rstd = (x.new_empty((m, 1), dtype=torch.float32) for _ in range(3))
+    block, rows, _ = row_tile(k)
+    warps = max(4, block // 1024)  # fewer than a plain quantizer wants: there are three sums over the row
+    _norm_kernel[(triton.cdiv(m, rows),)](
+        x, residual, weight, bias, total, data, scale, mean, rstd, m, k, eps, how.fmt.max,
+        CENTER=center, POWER_OF_TWO=how.power_of_two, BLOCK=block, ROWS=rows,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return total, data, scale, mean, rstd
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, bias, total, data, scale, mean, rstd, m, k, eps, format_max,
+    CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    here = (row < m)[:, None] & (col < k)[None, :]
+    at = row[:, None] * k + col[None, :]
+    v = tl.load(x + at, here, other=0.0).to(tl.float32)
+    if residual is not None:
+        v = (v + tl.load(residual + at, here, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, v, here)
+        v = v.to(tl.float32)
+    count = tl.full((ROWS,), k, tl.float64)
+    mu = tl.zeros((ROWS,), tl.float32)
+    if CENTER:
+        mu = (row_sum(v) / count).to(tl.float32)
+        v = tl.where(here, v - mu[:, None], 0.0)
+    tl.store(mean + row, mu, row < m)
+    r = (1.0 / tl.sqrt(row_sum(v * v) / count + eps)).to(tl.float32)
+    tl.store(rstd + row, r, row < m)
+    n = v * r[:, None] * tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        n += tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :]
+    s = scale_from_amax(amax_bits(n, 1), format_max, POWER_OF_TWO)
+    tl.store(data + at, (n * inverse(s)[:, None]).to(data.dtype.element_ty), here)
+    tl.store(scale + row, s, row < m)
+
+
+def norm_backward(
+    dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the door's, for contiguous matrices."""
+    m, k = x.shape
+    dx = torch.empty_like(x)
+    programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    dweight = x.new_empty((programs, k), dtype=torch.float32)
+    dbias = torch.empty_like(dweight) if center else None
+    block, _, warps = row_tile(k)
+    _backward_kernel[(programs,)](
+        dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k, 1 / k,
+        CENTER=center, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return dx, dweight.sum(0), dbias.sum(0) if dbias is not None else dweight.new_zeros(0)
+
+
+@triton.jit
+def _backward_kernel(
+    dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k, share,
+    CENTER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    here = col < k
+    w = tl.load(weight + col, here, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), m, tl.num_programs(0)):
+        at = tl.cast(row, tl.int64) * k + col
+        g = tl.load(dn + at, here, other=0.0).to(tl.float32)
+        r = tl.load(rstd + row)
+        unit = tl.load(x + at, here, other=0.0).to(tl.float32)
+        if CENTER:
+            unit = tl.where(here, unit - tl.load(mean + row), 0.0)
+            db += g
+        unit *= r
+        dw += g * unit
+        dunit = g * w
+        d = dunit - unit * (tl.sum(unit * dunit, 0) * share)
+        if CENTER:
+            d -= tl.sum(dunit, 0) * share
+        d *= r
+        if residual is not None:
+            d += tl.load(residual + at, here, other=0.0).to(tl.float32)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), here)
+    at = tl.program_id(0).to(tl.int64) * k + col
+    tl.store(dweight + at, dw, here)
+    if CENTER:
+        tl.store(dbias + at, db, here)
