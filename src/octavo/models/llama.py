@@ -133,7 +133,8 @@ def rope_tables(config: LlamaConfig, start: int, stop: int, device: torch.device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + d/2) of x[B, heads, T, d] by its position's angle, in FP32; returns x's dtype."""
+    """Turn each pair (i, i + d/2) of x[B, T, heads, d] by its position's angle, in FP32; returns x's dtype."""
+    cos, sin = cos[:, None], sin[:, None]  # the same for all heads
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin
     return turned.to(x.dtype)
@@ -159,15 +160,12 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] of what the projections made of the input: q [B, T, width], k and v [B, T, kv_width]."""
-        q, k, v = rotate(self._heads(q), cos, sin), rotate(self._heads(k), cos, sin), self._heads(v)
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
+        q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
         return self.o_proj(y)  # type: ignore[no-any-return]
-
-    def _heads(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        return x.view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, T, n * d] -> [B, n, T, d]
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
+from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.scaling import split_scale
@@ -41,21 +42,26 @@ def mantissa(s_x: Tensor) -> Tensor:
 def transposed(q: QTensor) -> QTensor:
     """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
     data = transpose(q.data)
-    scale = torch.ones_like(data[:, :1], dtype=torch.float32) if q.layout == ROW else q.scale.t()
-    return QTensor(data, scale, q.format, q.layout)
+    return folded_operand(data) if q.layout == ROW else QTensor(data, q.scale.t(), q.format, q.layout)
 
 
-def folded_dx(g: QTensor, m: Tensor, w_q: QTensor, plan: Plan) -> Tensor:
-    """dx from g = dy * s_w * m, quantized: m comes off again with the scale."""
-    return plan.mm(plan.recipe.dx, replace(g, scale=g.scale / m), transposed(w_q), plan.dtype)  # [T,N] @ [K,N]^T
+def folded_operand(data: Tensor) -> QTensor:
+    """Bytes whose scale lay along the reduction and was folded into the other operand: theirs is 1."""
+    return QTensor(data, torch.ones_like(data[:, :1], dtype=torch.float32), format_of(data.dtype), ROW)
 
 
-def folded_dw(g: QTensor, x_q: QTensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
-    """dw from row-scaled g and x: what their scales leave on the reduction, powers of two, moves the exponents of g."""
-    exponent = (split_scale(x_q.scale)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
+def folded_dx(g: QTensor, m: Tensor, w_t: QTensor, plan: Plan) -> Tensor:
+    """dx from g = dy * s_w * m, quantized, and the bytes of w, transposed: m comes off again with the scale."""
+    return plan.mm(plan.recipe.dx, replace(g, scale=g.scale / m), w_t, plan.dtype)  # [T,N] @ [K,N]^T
+
+
+def folded_dw(g: QTensor, x_t: QTensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:
+    """dw from row-scaled g and the bytes of x, transposed: what their scales s_g and s_x [T, 1] leave on the reduction,
+    powers of two, moves the exponents of g."""
+    exponent = (split_scale(s_x)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
     largest = exponent.amax()
     h = transpose(g.data, largest - exponent)  # [N,T]
     c_max = torch.exp2(largest.float())
     scale = c_max / s_w if s_w is not None else c_max.expand(h.shape[0], 1).contiguous()
     h_q = QTensor(h, scale, g.format, ROW)
-    return plan.mm(plan.recipe.dw, h_q, transposed(x_q), dtype)  # [N,T] @ [K,T]^T
+    return plan.mm(plan.recipe.dw, h_q, x_t, dtype)  # [N,T] @ [K,T]^T

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.folded import Plan, folded_dw, mantissa, transposed
+from octavo.nn.folded import Plan, folded_dw, folded_operand, mantissa, transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import quantize, quantize_scaled, quantize_transposed
+from octavo.ops import quantize, quantize_scaled, quantize_transposed, recast_transposed
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan, kept: QTensor | None) -> Tensor:
@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
         ctx.plan, ctx.x_dtype, ctx.bias_dtype = plan, x.dtype, None if bias is None else bias.dtype
         kept_x = _keep_x(x, x_q, plan) if needs_w else (None, None)
-        kept_w = (w_q.data, w_q.scale) if w_q is not None and (needs_x or needs_w) else (None, None)
+        kept_w = _keep_w(w_q, w_data, gemm.w) if needs_x or needs_w else (None, None)
         ctx.save_for_backward(*kept_x, *kept_w, w)
         return y
 
@@ -114,6 +114,14 @@ def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor 
     return x_t.data, x_t.scale
 
 
+def _keep_w(w_q: QTensor | None, given: Tensor | None, cast: Cast | None) -> tuple[Tensor | None, Tensor | None]:
+    """What dx will need of w beside w itself: its scale, and its bytes unless they are cast again from w then."""
+    if w_q is None or cast is None:
+        return None, None
+    again = given is None and cast.granularity == ROW and cast.rounding == "nearest"
+    return None if again else w_q.data, w_q.scale
+
+
 def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -> QTensor | None:
     """g = dy * s_w * m, quantized as dx wants it; None where dx runs unquantized."""
     cast = plan.recipe.dx.dy
@@ -124,11 +132,15 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -
     return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
 
 
-def _dx(dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor, s_w: Tensor, w: Tensor, plan: Plan) -> Tensor:
+def _dx(
+    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, plan: Plan
+) -> Tensor:
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
-    if gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
+    if w_data is None and gemm.w == plan.recipe.y.w:
+        w_t = folded_operand(recast_transposed([w], s_w, gemm.w))
+    elif w_data is not None and gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
         w_t = transposed(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
     else:
         w_t = quantize_transposed(w, gemm.w)
@@ -145,7 +157,7 @@ def _dw(
         return (dy.to(plan.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     if gemm.x.granularity == ROW:
         assert g is not None
-        return folded_dw(g, QTensor(x, s_x, gemm.x.fmt, ROW), s_w, dtype, plan)
+        return folded_dw(g, transposed(QTensor(x, s_x, gemm.x.fmt, ROW)), s_x, s_w, dtype, plan)
     if g is not None and gemm.dy == dx_gemm.dy and gemm.dy.granularity.transposes and s_w is None:
         dy_t = transposed(g)
     else:

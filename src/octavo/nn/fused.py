@@ -10,7 +10,7 @@ gradient of an activation is quantized in the pass that makes it. Tokens T, widt
                   dx = norm'(dn) + what came to the residual stream directly
 
 The residual stream goes through: x + residual is formed in the norm's pass, and its gradient is added in the norm's
-backward pass. What is kept for backward: x + residual, u, and the eight-bit n_q; h_q is made again.
+backward pass. What is kept for backward: x + residual, and u; the bytes of n, h and w are made again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.folded import Plan, folded_dw, folded_dx, mantissa
+from octavo.nn.folded import Plan, folded_dw, folded_dx, folded_operand, mantissa, transposed
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import (
@@ -32,6 +32,8 @@ from octavo.ops import (
     norm_quantize,
     quantize,
     quantize_stack,
+    recast_norm,
+    recast_transposed,
 )
 
 
@@ -91,19 +93,20 @@ class _NormLinear(torch.autograd.Function):
         y = plan.mm(gemm, n_q, w_q, plan.dtype, _stack_biases(biases))  # [T,K] @ [N,K]^T
         ctx.plan, ctx.how, ctx.layers = plan, how, Layers.of(weights, biases)
         ctx.has_residual, ctx.norm_dtypes = residual is not None, _dtypes(gamma, beta)
-        ctx.save_for_backward(total, mean, rstd, gamma, n_q.data, n_q.scale, w_q.data, w_q.scale)
+        ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, w_data, *weights)
         return (y, total) if residual is not None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
-        total, mean, rstd, gamma, n_data, s_n, w_data, s_w = ctx.saved_tensors
-        n_q, w_q = _row(n_data, s_n, plan.recipe.y.x), _row(w_data, s_w, plan.recipe.y.w)
+        total, mean, rstd, gamma, beta, s_n, s_w, w_data, *weights = ctx.saved_tensors
+        assert plan.recipe.y.x is not None
         dy = dy.contiguous()
         m = mantissa(s_n)
         g = _quantize_dy(dy, s_w, m, plan)
-        dn = folded_dx(g, m, w_q, plan)  # [T,N] @ [K,N]^T
-        dw = folded_dw(g, n_q, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
+        dn = folded_dx(g, m, _w_transposed(weights, w_data, s_w, plan), plan)  # [T,N] @ [K,N]^T
+        n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, plan.recipe.y.x))
+        dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
         return None, None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.layers.split(dw, dy)
@@ -175,34 +178,35 @@ class _MLP(torch.autograd.Function):
         ctx.plan, ctx.how, ctx.activation = plan, how, activation
         ctx.inner, ctx.outer = Layers.of(weights, biases), Layers.of([w], [b])
         ctx.has_residual, ctx.x_dtype, ctx.norm_dtypes = residual is not None, x.dtype, _dtypes(gamma, beta)
-        kept = (total, mean, rstd, gamma) if how is not None else (None, None, None, None)
-        scales = (n_q.data, n_q.scale, h_q.scale)
-        ctx.save_for_backward(*kept, u, *scales, w_in.data, w_in.scale, w_out.data, w_out.scale)
+        kept = (total, mean, rstd, gamma, beta, None) if how is not None else (*[None] * 5, n_q.data)
+        scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
+        ctx.save_for_backward(*kept, u, *scales, in_data, out_data, w, *weights)
         return (y, total) if residual is not None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         recipe = plan.recipe
-        total, mean, rstd, gamma, u, n_data, s_n, s_h, in_data, s_in, out_data, s_out = ctx.saved_tensors
-        n_q, w_in, w_out = (
-            _row(n_data, s_n, recipe.y.x),
-            _row(in_data, s_in, recipe.y.w),
-            _row(out_data, s_out, recipe.y.w),
+        total, mean, rstd, gamma, beta, n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *weights = (
+            ctx.saved_tensors
         )
         assert recipe.dx.dy is not None
         assert recipe.y.x is not None
         dy = dy.contiguous()
         m_h, m_n = mantissa(s_h), mantissa(s_n)
         g = _quantize_dy(dy, s_out, m_h, plan)
-        dh = folded_dx(g, m_h, w_out, plan)  # [T,K] @ [F,K]^T
+        dh = folded_dx(g, m_h, _w_transposed([w], out_data, s_out, plan), plan)  # [T,K] @ [F,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dx.dy,
             column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.y.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
-        dw_out = folded_dw(g, h_q, s_out, ctx.outer.dtype, plan)  # [K,T] @ [F,T]^T
-        dn = folded_dx(du, m_n, w_in, plan)  # [T,2F] @ [K,2F]^T
-        dw_in = folded_dw(du, n_q, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T
+        dw_out = folded_dw(g, transposed(h_q), s_h, s_out, ctx.outer.dtype, plan)  # [K,T] @ [F,T]^T
+        dn = folded_dx(du, m_n, _w_transposed(weights, in_data, s_in, plan), plan)  # [T,2F] @ [K,2F]^T
+        if n_data is None:
+            n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, recipe.y.x))
+        else:
+            n_t = transposed(_row(n_data, s_n, recipe.y.x))
+        dw_in = folded_dw(du, n_t, s_n, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T
         gradients = (*ctx.outer.split(dw_out, dy), *ctx.inner.split(dw_in, wide))
         if ctx.how is None:
             return *[None] * 7, dn.to(ctx.x_dtype), None, None, None, *gradients
@@ -250,6 +254,15 @@ def _weights(weights: list[Tensor], data: Tensor | None, scale: Tensor | None, p
     if data is not None and scale is not None:
         return _row(data, scale, plan.recipe.y.w)
     return quantize_stack(weights, plan.recipe.y.w)
+
+
+def _w_transposed(weights: list[Tensor], kept: Tensor | None, s_w: Tensor, plan: Plan) -> QTensor:
+    """The bytes of the stacked weights, transposed: of those that were kept, or cast again."""
+    cast = plan.recipe.y.w
+    assert cast is not None
+    if kept is not None:
+        return transposed(_row(kept, s_w, cast))
+    return folded_operand(recast_transposed(weights, s_w, cast))
 
 
 def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:

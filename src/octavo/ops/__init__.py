@@ -4,6 +4,7 @@ from octavo.ops.activation import activation_backward, activation_quantize
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.norm import norm_backward, norm_quantize
 from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
+from octavo.ops.recast import recast_norm, recast_transposed
 from octavo.ops.transpose import transpose
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "quantize_scaled",
     "quantize_stack",
     "quantize_transposed",
+    "recast_norm",
+    "recast_transposed",
     "scaled_mm",
     "transpose",
 ]

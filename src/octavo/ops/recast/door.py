@@ -1,0 +1,78 @@
+"""The door of casting again: checks, the registered operations with their fakes, the choice of implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.cast import Cast
+from octavo.numerics.formats import fp8_format
+from octavo.ops.kernels import FORMATS, has_kernels, kernels_of
+from octavo.ops.recast.reference import recast_norm as reference_norm
+from octavo.ops.recast.reference import recast_transposed as reference_transposed
+
+
+def recast_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> Tensor:
+    """The bytes that `quantize` (of one matrix) or `quantize_stack` gave, transposed.
+
+    Args:
+        tensors: [M_i, K], what was quantized.
+        scale: float32 [sum of M_i, 1], what came of it.
+        cast: the same, by row, rounded to nearest.
+
+    Returns:
+        [K, sum of M_i] of the cast's dtype.
+    """
+    result: Tensor = torch.ops.octavo.recast_transposed(list(tensors), scale, cast.format)
+    return result
+
+
+def recast_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, cast: Cast
+) -> Tensor:
+    """The bytes that `norm_quantize` gave, transposed.
+
+    Args:
+        x: [M, K], the sum that was normed.
+        mean, rstd, scale: float32 [M, 1], what came of it.
+        weight, bias: [K], as given to it.
+        cast: the same.
+
+    Returns:
+        [K, M] of the cast's dtype.
+    """
+    result: Tensor = torch.ops.octavo.recast_norm(x, mean, rstd, weight, bias, scale, cast.format)
+    return result
+
+
+@torch.library.custom_op("octavo::recast_transposed", mutates_args=())
+def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
+    if sum(x.shape[0] for x in tensors) != scale.shape[0]:
+        raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
+    if not has_kernels(scale.device) or fmt not in FORMATS or not scale.numel():
+        return reference_transposed(tensors, scale, fp8_format(fmt))
+    kernel = kernels_of("recast").recast_transposed
+    return kernel([x.contiguous() for x in tensors], scale, fp8_format(fmt))
+
+
+@_recast_transposed.register_fake
+def _(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
+    return scale.new_empty((tensors[0].shape[1], scale.shape[0]), dtype=fp8_format(fmt).dtype)
+
+
+@torch.library.custom_op("octavo::recast_norm", mutates_args=())
+def _recast_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
+) -> Tensor:
+    if x.shape[0] != scale.shape[0]:
+        raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
+    if not has_kernels(x.device) or fmt not in FORMATS or not scale.numel():
+        return reference_norm(x, mean, rstd, weight, bias, scale, fp8_format(fmt))
+    return kernels_of("recast").recast_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
+
+
+@_recast_norm.register_fake
+def _(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=fp8_format(fmt).dtype)
