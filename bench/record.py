@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
         "commit": commit.stdout.strip(),
         "octavo": __version__,
         "torch": torch.__version__,
+        **{name: installed(name) for name in ("triton", "torchao") if gpu and installed(name)},
         "python": platform.python_version(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -33,6 +35,14 @@ def write(name: str, result: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": facts, **result}, indent=2) + "\n")
     return path
+
+
+def installed(package: str) -> str:
+    """The version of a package, or nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _processor() -> str:

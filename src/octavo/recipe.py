@@ -154,9 +154,15 @@ def tensorwise(gradients: str = "e5m2") -> Recipe:
 
 
 def rowwise(gradients: str = "e4m3") -> Recipe:
-    """The one-quantization design, the default: a scale a row, each tensor quantized once, bytes transposed."""
+    """The one-quantization design, the default: a scale a row, each tensor quantized once, bytes transposed.
+
+    Fast accumulation where one operand is a weight (y and dx), whose signs mix; never in dw, whose sum over the tokens
+    may be of one sign: there it lost up to a third (docs/decisions.md).
+    """
     x = Cast(granularity=ROW)
-    return _three("rowwise", x, replace(x, relative_floor=WEIGHT_FLOOR), replace(x, format=gradients, scale="pow2"))
+    w, dy = replace(x, relative_floor=WEIGHT_FLOOR), replace(x, format=gradients, scale="pow2")
+    recipe = _three("rowwise", x, w, dy)
+    return replace(recipe, dx=replace(recipe.dx, fast_accumulation=True))
 
 
 def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:

@@ -92,6 +92,19 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _erf(x):
+    """As the twin's: the same polynomial, in the same order."""
+    z = tl.abs(x)
+    t = _reciprocal(1.0 + 0.3275911 * z)
+    series = t * 1.061405429 - 1.453152027
+    series = t * series + 1.421413741
+    series = t * series - 0.284496736
+    series = (t * series + 0.254829592) * t
+    tail = 1.0 - series * libdevice.exp(-(z * z))
+    return tl.where(x < 0, -tail, tail)
+
+
+@triton.jit
 def _activation(u, row, col, f, SWIGLU: tl.constexpr):
     """h of one row, at `col`."""
     if SWIGLU:
@@ -100,7 +113,7 @@ def _activation(u, row, col, f, SWIGLU: tl.constexpr):
         h = gate * _sigmoid(gate) * up
     else:
         v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
-        h = 0.5 * v * (1.0 + libdevice.erf(v * HALF_SQRT))
+        h = 0.5 * v * (1.0 + _erf(v * HALF_SQRT))
     return h
 
 
@@ -116,7 +129,7 @@ def _gradient(dh, u, row, col, f, SWIGLU: tl.constexpr):
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         return d * up * slope, d * silu, silu * up
     v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
-    cumulative = 1.0 + libdevice.erf(v * HALF_SQRT)
+    cumulative = 1.0 + _erf(v * HALF_SQRT)
     density = libdevice.exp(-0.5 * (v * v)) * DENSITY
     return d * (0.5 * cumulative + v * density), tl.zeros(d.shape, tl.float32), 0.5 * v * cumulative
 

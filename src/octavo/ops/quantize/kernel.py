@@ -70,16 +70,20 @@ def _rows(
 ) -> None:
     m, k = x.shape
     block, rows, warps = row_tile(k)
-    largest = x.new_zeros(1, dtype=torch.int32) if how.relative_floor else None
-    _row_kernel[(triton.cdiv(m, rows),)](
-        x, data, scale, column_scale, row_scale, largest, m, k, how.fmt.max,
-        POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0", BLOCK=block, ROWS=rows, num_warps=warps,
-    )  # fmt: skip
-    if largest is not None:
-        _floor_kernel[(triton.cdiv(m, FLOOR_ROWS),)](
-            x, data, scale, column_scale, row_scale, largest, m, k, how.relative_floor,
-            POWER_OF_TWO=how.power_of_two, BLOCK=block, ROWS=FLOOR_ROWS, num_warps=warps,
+    constants = {"POWER_OF_TWO": how.power_of_two, "BLOCK": block, "num_warps": warps}
+    if not how.relative_floor:
+        _row_kernel[(triton.cdiv(m, rows),)](
+            x, data, scale, column_scale, row_scale, None, m, k, how.fmt.max,
+            E8M0=how.scale == "e8m0", ROWS=rows, **constants,
         )  # fmt: skip
+        return
+    largest, own = x.new_zeros(1, dtype=torch.int32), torch.empty_like(scale)
+    _row_kernel[(triton.cdiv(m, rows),)](
+        x, data, own, column_scale, row_scale, largest, m, k, how.fmt.max, E8M0=False, ROWS=rows, **constants
+    )
+    _floor_kernel[(triton.cdiv(m, FLOOR_ROWS),)](
+        x, data, own, scale, column_scale, row_scale, largest, m, k, how.relative_floor, ROWS=FLOOR_ROWS, **constants
+    )
 
 
 @triton.jit
@@ -102,21 +106,23 @@ def _row_kernel(
 
 @triton.jit
 def _floor_kernel(
-    x, data, scale, column_scale, row_scale, largest, m, k, relative_floor,
+    x, data, own, scale, column_scale, row_scale, largest, m, k, relative_floor,
     POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    # Reads the rows' own scales from other memory than it writes to: the warps of a program do not wait for each other.
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)
     least = tl.load(largest).to(tl.float32, bitcast=True) * relative_floor
     if POWER_OF_TWO:
         least = ceil_power_of_two(least)
-    if tl.min(tl.load(scale + rows, rows < m, other=float("inf")), 0) < least:
+    s = tl.load(own + rows, rows < m, other=float("inf"))
+    tl.store(scale + rows, tl.where(s < least, least, s), rows < m)  # NaN stays
+    if tl.min(s, 0) < least:
         col = tl.arange(0, BLOCK)
         for row in range(first, tl.minimum(first + ROWS, m)):
-            if tl.load(scale + row) < least:  # not where it is NaN
+            if tl.load(own + row) < least:
                 v = _load(x, column_scale, row_scale, row, col, True, k)
                 tl.store(data + row * k + col, (v * tl.div_rn(1.0, least)).to(data.dtype.element_ty), col < k)
-                tl.store(scale + row, least)
 
 
 @triton.jit

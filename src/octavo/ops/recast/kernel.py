@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.numerics.formats import Format
 from octavo.ops.device_math import inverse
 
-ROWS, COLS = 64, 128
+ROWS, COLS = 64, 256
 
 
 def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:

@@ -1,0 +1,108 @@
+"""What this GPU can do at best: copy bandwidth, GEMM rates at the stack's shapes, attention; what accumulation costs.
+
+The error of the tensor core's two ways to accumulate is measured against float64 on the same eight-bit operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import record
+import torch
+import torch.nn.functional as F
+from gpu_timing import interleaved, sqnr, summary
+
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
+from octavo.ops import quantize, scaled_mm
+
+T, K, F_, KV = 8192, 4096, 14336, 1024
+LAYERS = {"qkv": (K + 2 * KV, K), "o": (K, K), "gate_up": (2 * F_, K), "down": (K, F_)}  # (N, K) of the stack's GEMMs
+TOKENS = T
+CASTS = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "1x128 by 128x128": (group(128), block(128, 128))}
+
+
+def main() -> None:
+    result = {"copy": copy_bandwidth(), "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
+    print(record.write("gpu_ceilings", result))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second, in TB/s."""
+    x = torch.randn(T * 2 * F_, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    ms = summary(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4)["copy"])["median"]
+    print(f"copy {4 * x.numel() / ms / 1e9:.2f} TB/s")
+    return 4 * x.numel() / ms / 1e9
+
+
+def gemms() -> list[dict[str, Any]]:
+    """TFLOP/s of the three GEMMs of each layer, in each way."""
+    rows = []
+    for name, (n, k) in LAYERS.items():
+        for which, (a, b, inner) in {"y": (T, n, k), "dx": (T, k, n), "dw": (n, k, T)}.items():
+            times = interleaved(ways(a, b, inner), rounds=5, repeat=4)
+            rate = {way: 2 * a * b * inner / summary(t)["median"] / 1e9 for way, t in times.items()}
+            rows.append({"layer": name, "gemm": which, "shape": [a, b, inner], "tflops": rate})
+            print(name, which, (a, b, inner), {way: round(r) for way, r in rate.items()}, flush=True)
+    return rows
+
+
+def ways(m: int, n: int, k: int) -> dict[str, Any]:
+    """A GEMM [m, k] @ [n, k]^T in BF16 and in each eight-bit layout that the GPU has, as closures."""
+    a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    found: dict[str, Any] = {"bf16": lambda: a @ b.t()}
+    for name, (left, right) in CASTS.items():
+        x, w = quantize(a, Cast(granularity=left)), quantize(b, Cast(granularity=right))
+        found[name] = lambda x=x, w=w: scaled_mm(x, w)
+        if left in (TENSOR, ROW):
+            found[f"{name}, fast"] = lambda x=x, w=w: scaled_mm(x, w, fast_accumulation=True)
+    return found
+
+
+def attention() -> float:
+    """Milliseconds of causal attention, forward and backward: 32 query and 8 key heads of 128, 8,192 tokens."""
+    q, k, v = (torch.randn(1, T, h, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8, 8))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    dy = torch.randn_like(q)
+
+    def step() -> None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(y, inputs, dy)
+
+    ms = summary(interleaved({"attention": step}, rounds=8, repeat=3)["attention"])["median"]
+    print(f"attention {ms:.2f} ms")
+    return ms
+
+
+DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: x,
+    "log-normal channels": lambda x: x * torch.randn(x.shape[1], device=x.device).exp(),
+    "all of one sign": lambda x: x.abs(),
+}
+
+
+def accumulation() -> list[dict[str, Any]]:
+    """dB of a GEMM's result against float64 on the same operands, and of the whole (quantization and all)."""
+    torch.manual_seed(0)
+    rows = []
+    for data, make in DATA.items():
+        for k in (4096, 8192, 28672):
+            x, w = (make(torch.randn(2048, k, device="cuda")) for _ in range(2))
+            a, b = (quantize(t, Cast(granularity=ROW)) for t in (x, w))
+            same, exact = wide(a) @ wide(b).t(), x.double() @ w.double().t()
+            row: dict[str, Any] = {"data": data, "k": k}
+            for name, fast in (("fast", True), ("promoted", False)):
+                y = scaled_mm(a, b, out_dtype=torch.float32, fast_accumulation=fast)
+                row[name] = {"gemm": sqnr(same, y), "whole": sqnr(exact, y)}
+            rows.append(row)
+            print(data, k, row["fast"], row["promoted"], flush=True)
+    return rows
+
+
+def wide(q: QTensor) -> torch.Tensor:
+    return q.data.double() * q.scale.double()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Each kernel against the copy bandwidth of the same run: bytes that it must move, over its time.
+
+First every byte is compared with the twin's on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import record
+import torch
+from gpu_ceilings import copy_bandwidth
+from gpu_timing import replayed
+from torch import Tensor
+
+from octavo import ops
+from octavo.numerics import Cast
+from octavo.numerics.granularity import TENSOR
+from octavo.ops.activation import reference as activation_twin
+from octavo.ops.norm import reference as norm_twin
+from octavo.ops.quantize import reference as quantize_twin
+from octavo.ops.recast import reference as recast_twin
+from octavo.ops.transpose import reference as transpose_twin
+from octavo.recipe import blockwise, mxfp8, rowwise
+
+T = 8192
+
+
+class Kernel(NamedTuple):
+    """A kernel at one size: the operation, its twin, and the bytes an element that it must move."""
+
+    name: str
+    run: Callable[[], Any]
+    twin: Callable[[], Any]
+    elements: int
+    bytes: float
+
+
+def main() -> None:
+    bandwidth, rows = copy_bandwidth(), []
+    for k in (4096, 14336, 28672):
+        for kernel in kernels(k):
+            check(kernel)
+            ms = replayed(kernel.run)
+            rate = kernel.elements * kernel.bytes / ms / 1e9
+            rows.append(
+                {"kernel": kernel.name, "shape": [T, k], "us": 1e3 * ms, "tb_s": rate, "share": rate / bandwidth}
+            )
+            print(f"{kernel.name:32} {T} x {k:<6} {1e3 * ms:8.1f} us  {rate / bandwidth:6.1%} of copy", flush=True)
+    print(record.write("gpu_kernels", {"copy": bandwidth, "kernels": rows}))
+
+
+def check(kernel: Kernel) -> None:
+    """A benchmark of wrong bytes is worth nothing."""
+    for found, required in zip(flat(kernel.run()), flat(kernel.twin()), strict=False):
+        if found.element_size() == 1 or found.dtype == torch.int32:
+            wrong = int((found.view(torch.uint8) != required.view(torch.uint8)).sum())
+            assert wrong == 0, f"{kernel.name}: {wrong} of {found.numel()} bytes are not the twin's"
+
+
+def flat(result: Any) -> Iterator[Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from flat(part)
+    else:
+        yield result.data
+        yield result.scale
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def kernels(k: int) -> Iterator[Kernel]:
+    """Those that run on [8192, k]."""
+    recipe = rowwise()
+    x_cast, w_cast, dy_cast = recipe.y.x, recipe.y.w, recipe.dx.dy
+    assert x_cast is not None
+    assert w_cast is not None
+    assert dy_cast is not None
+    x, n = bf16(T, k), T * k
+    column, row = torch.rand(1, k, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
+
+    def plain(name: str, cast: Cast, size: float, **factors: Tensor) -> Kernel:
+        twin = (factors.get("column_scale"), factors.get("row_scale"), None)
+        run = partial(ops.quantize, x, cast, **factors)
+        return Kernel(name, run, partial(quantize_twin.quantize, x, cast, *twin), n, size)
+
+    yield plain("quantize rows", x_cast, 3)
+    yield plain("quantize rows, floor (weights)", w_cast, 3)
+    yield plain("quantize rows, factors (dy)", dy_cast, 3, column_scale=column, row_scale=row)
+    for name, other in (("1x128", blockwise()), ("MX", mxfp8())):
+        assert other.y.x is not None
+        yield plain(f"quantize {name}", other.y.x, 3)
+    block_cast = blockwise().y.w
+    assert block_cast is not None
+    yield plain("quantize 128x128", block_cast, 3)
+    yield plain("quantize tensor", Cast(granularity=TENSOR), 5)
+    scale = x.abs().amax().float().view(1, 1) / 448
+    yield Kernel(
+        "quantize tensor, known scale",
+        partial(ops.quantize_scaled, x, scale, Cast(granularity=TENSOR)),
+        partial(quantize_twin.quantize_scaled, x, scale, x_cast.fmt, None),
+        n, 3,
+    )  # fmt: skip
+    for name, other in (("1x128", blockwise()), ("MX", mxfp8())):
+        cast = other.y.x
+        assert cast is not None
+        yield Kernel(
+            f"quantize {name}, transposed",
+            partial(ops.quantize_transposed, x, cast),
+            partial(quantize_twin.quantize, x.t().contiguous(), cast, None, None, None),
+            n, 3,
+        )  # fmt: skip
+    q = ops.quantize(x, x_cast)
+    shift = torch.randint(0, 4, (T,), device="cuda", dtype=torch.int32)
+    for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
+        yield Kernel(
+            name,
+            partial(ops.transpose, q.data, places),
+            partial(transpose_twin.transpose, q.data, places),
+            n, 2,
+        )  # fmt: skip
+    yield Kernel(
+        "cast again, transposed",
+        partial(ops.recast_transposed, [x], q.scale, x_cast),
+        partial(recast_twin.recast_transposed, [x], q.scale, x_cast.fmt),
+        n, 3,
+    )  # fmt: skip
+    if k == 4096:
+        yield from norms(x, x_cast)
+    if k == 14336:
+        yield from activations(k, x_cast, dy_cast)
+
+
+def norms(x: Tensor, cast: Cast) -> Iterator[Kernel]:
+    residual, weight, bias = bf16(*x.shape), bf16(x.shape[1]), bf16(x.shape[1])
+    for name, center, beta in (("RMS norm", False, None), ("layer norm", True, bias)):
+        run = partial(norm, x, residual, weight, beta, cast, center)
+        twin = partial(norm_twin.norm_quantize, x, residual, weight, beta, 1e-5, cast, center)
+        yield Kernel(f"{name} + residual + quantize", run, twin, x.numel(), 7)
+        total, _, scale, mean, rstd = run()
+        yield Kernel(
+            f"{name}, cast again, transposed",
+            partial(ops.recast_norm, total, mean, rstd, weight, beta, scale, cast),
+            partial(recast_twin.recast_norm, total, mean, rstd, weight, beta, scale, cast.fmt),
+            x.numel(), 3,
+        )  # fmt: skip
+        yield Kernel(
+            f"{name} + residual, backward",
+            partial(ops.norm_backward, x, residual, weight, mean, rstd, x, center=center),
+            tuple,
+            x.numel(), 8,
+        )  # fmt: skip
+
+
+def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> Any:
+    normed = ops.norm_quantize(x, residual, weight, bias, 1e-5, cast, center=center)
+    return normed.total, normed.output.data, normed.output.scale, normed.mean, normed.rstd
+
+
+def activation_gradient(
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, column: Tensor, row: Tensor, h_cast: Cast, h_scale: Tensor
+) -> Any:
+    factors = {"column_scale": column, "row_scale": row}
+    du, h, _ = ops.activation_backward(dh, u, kind, cast, **factors, h_cast=h_cast, h_scale=h_scale, keep=False)
+    return du.data, du.scale, h.data
+
+
+def activations(f: int, cast: Cast, dy_cast: Cast) -> Iterator[Kernel]:
+    dh = bf16(T, f)
+    for kind, width in (("swiglu", 2), ("gelu", 1)):
+        u = bf16(T, width * f)
+        column, row = torch.rand(1, width * f, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
+        h = ops.activation_quantize(u, kind, cast)
+
+        backward = partial(activation_gradient, dh, u, kind, dy_cast, column, row, cast, h.scale)
+        twin = partial(activation_twin.activation_backward, dh, u, kind, dy_cast, column, row, cast, h.scale, False)
+        yield Kernel(
+            f"{kind} + quantize",
+            partial(ops.activation_quantize, u, kind, cast),
+            partial(activation_twin.activation_quantize, u, kind, cast),
+            T * f, 2 * width + 1,
+        )  # fmt: skip
+        yield Kernel(f"{kind} + quantize, backward", backward, twin, T * f, 2 * width + 2 + width + 1)
+
+
+if __name__ == "__main__":
+    main()

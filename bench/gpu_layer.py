@@ -1,0 +1,104 @@
+"""Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K and outputs N: where FP8 pays.
+
+Every cell compiles every mode anew, which costs more than measuring it: the cells come in an order that covers the
+range first, and the run ends after `--seconds`. The result holds the cells that were measured.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import record
+import torch
+from gpu_timing import interleaved, summary
+from torch import Tensor, nn
+
+import octavo
+from octavo.nn import NormLinear
+
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class Layer(nn.Module):
+    def __init__(self, k: int, n: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(k), nn.Linear(k, n, bias=False)
+        self.fused = NormLinear(self.norm, self.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,), _ = self.fused(x)
+        return torch.sigmoid(y)
+
+
+def main() -> None:
+    seconds = float(sys.argv[sys.argv.index("--seconds") + 1]) if "--seconds" in sys.argv else 3600
+    began, rows = time.monotonic(), []
+    for m, k, n in order():
+        if time.monotonic() - began > seconds:
+            break
+        times = cell(m, k, n)
+        rows.append({"m": m, "k": k, "n": n, "ms": times})
+        print(m, k, n, {mode: round(times["bf16"] / ms, 2) for mode, ms in times.items()}, flush=True)
+    print(record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}))
+
+
+def order() -> list[tuple[int, int, int]]:
+    """All cells: the corners and the middle first, then at random, always the same."""
+    cells = [(m, k, n) for m in SIZES for k in SIZES for n in SIZES]
+    random.Random(0).shuffle(cells)
+    ends = {SIZES[0], SIZES[3], SIZES[-1]}
+    return sorted(cells, key=lambda cell: not set(cell) <= ends)
+
+
+def cell(m: int, k: int, n: int) -> dict[str, float]:
+    """Milliseconds of each mode."""
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    steps = {name: step(convert, m, x, dy) for name, convert in MODES.items() if name != "torchao" or HAS_TORCHAO}
+    times = interleaved(steps, rounds=5, repeat=max(2, min(20, (1 << 36) // (m * k * n))), warmup=3)
+    return {name: summary(t)["median"] for name, t in times.items()}
+
+
+def step(convert: Callable[[nn.Module, int], Any], m: int, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Forward and backward of a compiled layer."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        layer = Layer(x.shape[1], dy.shape[1]).to(torch.bfloat16)
+    convert(layer, m)
+    compiled = torch.compile(layer)
+
+    def run() -> None:
+        compiled(x).backward(dy)
+        layer.zero_grad()
+        x.grad = None
+
+    return run
+
+
+def torchao(layer: nn.Module, _: int) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    assert isinstance(layer, Layer)
+    holder = nn.Sequential(layer.linear)  # it puts a new module in the old one's place
+    convert_to_float8_training(holder, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    layer.linear = holder[0]  # type: ignore[assignment]
+    object.__setattr__(layer.fused, "linears", (layer.linear,))
+
+
+HAS_TORCHAO = bool(record.installed("torchao"))
+MODES: dict[str, Callable[[nn.Module, int], Any]] = {
+    "bf16": lambda layer, m: None,
+    "ours": lambda layer, m: octavo.convert(layer, "rowwise"),
+    "ours, only if faster": lambda layer, m: octavo.convert(layer, "rowwise", only_if_faster=True, tokens=m),
+    "torchao": torchao,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Four layers of Llama-3-8B's shape, 8,192 tokens, BF16 weights, forward and backward: every mode in one process.
+
+A mode's step is charged with casting its weights, as after every optimizer step; only "kept" leaves that out, as the
+further micro-batches of an accumulation do (`octavo.cast_once`). First the check: outputs and gradients of each mode of
+ours against BF16. Then times (interleaved), peak memory (one mode alive at a time), kernels by category, and the floor:
+the mode's GEMMs and the attention at the rates that `gpu_ceilings` measured, and the bytes of all else at the speed of
+a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import record
+import torch
+import torch.nn.functional as F
+from gpu_ceilings import F_, KV, LAYERS, K, T
+from gpu_timing import interleaved, sqnr, summary
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import octavo
+from octavo.models.cache import causal_attention
+from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
+
+DEPTH = 4
+CONFIG = LlamaConfig(
+    vocabulary=256, layers=DEPTH, width=K, heads=32, kv_heads=KV // 128, mlp_width=F_, context=T, rope_theta=5e5
+)
+
+
+class Fused(nn.Module):
+    """The blocks of our Llama, which norm, activate and quantize in one pass once they are converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(CONFIG, layer) for layer in range(DEPTH))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        delta = None
+        for block in self.layers:
+            x, delta = block(x, delta, cos, sin, None)
+        return x if delta is None else x + delta
+
+
+class PlainBlock(nn.Module):
+    """The same mathematics in plain modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(K, eps=1e-5), nn.RMSNorm(K, eps=1e-5)
+        self.q, self.k, self.v, self.o = (nn.Linear(K, n, bias=False) for n in (K, KV, KV, K))
+        self.gate, self.up = (nn.Linear(K, F_, bias=False) for _ in range(2))
+        self.down = nn.Linear(F_, K, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        n = self.norm1(x)
+        q, k, v = (y.view(*y.shape[:2], -1, 128) for y in (self.q(n), self.k(n), self.v(n)))
+        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        x = x + self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
+        n = self.norm2(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PlainBlock() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return x
+
+
+def ours(model: nn.Module, recipe: str) -> None:
+    octavo.convert(model, recipe)
+
+
+def torchao(model: nn.Module, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+Mode = tuple[type[nn.Module], Callable[[nn.Module, str], None] | None, str, bool]
+MODES: dict[str, Mode] = {
+    "bf16, eager": (Plain, None, "", False),
+    "bf16, compile": (Plain, None, "", True),
+    "ours fused: rowwise, compile": (Fused, ours, "rowwise", True),
+    "ours fused: rowwise, eager": (Fused, ours, "rowwise", False),
+    "ours plain: rowwise, compile": (Plain, ours, "rowwise", True),
+    "ours plain: rowwise, eager": (Plain, ours, "rowwise", False),
+    "ours plain: tensorwise, compile": (Plain, ours, "tensorwise", True),
+    "ours plain: delayed, compile": (Plain, ours, "delayed", True),
+    "ours plain: rowwise_dw_bf16, compile": (Plain, ours, "rowwise_dw_bf16", True),
+    "ours plain: blockwise, compile": (Plain, ours, "blockwise", True),
+    "torchao: tensorwise, compile": (Plain, torchao, "tensorwise", True),
+    "torchao: rowwise_with_gw_hp, compile": (Plain, torchao, "rowwise_with_gw_hp", True),
+    "torchao: rowwise, compile": (Plain, torchao, "rowwise", True),
+}
+BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
+PROFILED = (BASE, HEAD, "ours plain: rowwise, compile")
+
+
+class Runner:
+    """A mode's model and its step."""
+
+    def __init__(self, name: str) -> None:
+        cls, convert, recipe, compiled = MODES[name]
+        with torch.device("cuda"):
+            self.model = cls().to(torch.bfloat16)
+        torch.manual_seed(0)  # the matrices of both classes come in the same order
+        for p in self.model.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.02)
+        if convert is not None:
+            convert(self.model, recipe)
+        self.delayed = recipe == "delayed"
+        self.call = torch.compile(self.model) if compiled else self.model
+        generator = torch.Generator("cuda").manual_seed(1)
+        shape = (1, T, K)
+        self.x = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
+        self.dy = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
+        self.tables = rope_tables(CONFIG, 0, T, torch.device("cuda"))
+
+    def step(self) -> None:
+        """Forward and backward; the gradients are dropped, as `zero_grad` does."""
+        self.call(self.x, *self.tables).backward(self.dy)
+        self.model.zero_grad()
+        self.x.grad = None
+        if self.delayed:
+            octavo.update_scales(self.model)
+
+    def gradients(self) -> list[Tensor]:
+        """The output and the gradient of the input, which went through every layer."""
+        y = self.call(self.x, *self.tables)
+        y.backward(self.dy)
+        found = self.x.grad
+        assert found is not None
+        self.model.zero_grad()
+        self.x.grad = None
+        return [y.detach(), found]
+
+
+def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
+    """A runner of each mode, and the peak gigabytes of a step of each: weights, activations, gradients, casts."""
+    runners, peaks = {}, {}
+    for name in names:
+        before = torch.cuda.memory_allocated()
+        runners[name] = Runner(name)
+        for _ in range(3):  # delayed scaling compiles twice
+            runners[name].step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        runners[name].step()
+        torch.cuda.synchronize()
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        print(f"{name:40} peak {peaks[name]:.2f} GB", flush=True)
+    return runners, peaks
+
+
+def categories(step: Callable[[], None], steps: int = 3) -> dict[str, float]:
+    """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    sums = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}
+    for event in found.key_averages():
+        name = event.key.lower()
+        attention = any(word in name for word in ("sdpa", "fmha", "flash", "cudnn"))
+        gemm = any(word in name for word in ("nvjet", "gemm", "cutlass"))
+        sums["attention" if attention else "gemm" if gemm else "rest"] += event.self_device_time_total / 1e3 / steps
+    return sums
+
+
+def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[str, float]:
+    """Milliseconds below which a fused rowwise step cannot come, by the measured ceilings.
+
+    `way` names the measured GEMM of y, dx and dw. Bytes a layer, in units of T * K elements where nothing else is said:
+    """
+    rates = {(row["layer"], row["gemm"]): row["tflops"] for row in ceilings["gemm"]}
+    flops = {name: 2 * T * n * k for name, (n, k) in LAYERS.items()}
+    gemm = sum(flops[name] / rates[name, which][way[which]] / 1e9 for name in LAYERS for which in way)
+    f, qkv = F_ / K, (K + 2 * KV) / K
+    forward = 7 + 4 * (1 + KV / K) + 3 + 7 + 5 * f  # norm, rope, cast of attention's output, norm, SwiGLU
+    incoming = 3 + 3 + 3 * qkv  # casts of the gradients of y at down, o and q, k, v
+    backward = 9 * f + f + 8 + 8 + 4 * qkv  # SwiGLU and its output again, two norms, rope
+    turned = 2 * (1 + 1 + qkv + 2 * f) + 2 * (f + 1) + 2 * 3  # gradients; h, attention's output; the norms' outputs
+    weights = sum(n * k for n, k in LAYERS.values()) * ((3 if cast else 0) + (3 if cast else 2))
+    moved = (forward + incoming + backward + turned) * T * K + weights
+    rest = moved / ceilings["copy"] / 1e9
+    parts = {"gemm": DEPTH * gemm, "attention": DEPTH * ceilings["attention_ms"], "rest": DEPTH * rest}
+    return parts | {"total": sum(parts.values()), "gigabytes_a_layer": moved / 1e9}
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv
+    modes = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
+    runners, peaks = build(modes)
+    checks = check(runners)
+    steps: dict[str, Callable[[], None]] = {name: runner.step for name, runner in runners.items()}
+    steps["ours fused: rowwise, CUDA graph"] = graph(runners[HEAD])
+    times = interleaved(steps, rounds=3 if quick else 6, repeat=4, warmup=1)
+    kept = keep(runners)
+    base = summary(times[BASE])["median"]
+    profiles = {name: categories(runners[name].step) for name in PROFILED}
+    ceilings = json.loads((record.RESULTS / "gpu_ceilings.json").read_text())
+    way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
+    rows = [
+        {"mode": name, **summary(t), "ratio": base / summary(t)["median"], "peak_gb": peaks.get(name)}
+        for name, t in times.items()
+    ]
+    for row in rows:
+        peak = f"{row['peak_gb']:.2f} GB" if row["peak_gb"] else ""
+        print(f"{row['mode']:40} {row['median']:7.2f} ms  {row['ratio']:.3f}  {peak}")
+    floors = {"cast": floor(ceilings, way, cast=True), "kept": floor(ceilings, way, cast=False)}
+    print(kept, profiles, floors, sep="\n")
+    result = {"modes": rows, "kept": kept, "profiles": profiles, "floors": floors, "sqnr": checks}
+    print(record.write("gpu_stack", result))
+
+
+def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
+    """dB of each mode's output and gradients against BF16 compiled; a wrong one ends the benchmark."""
+    found = {}
+    exact = runners[BASE].gradients()
+    for name, runner in runners.items():
+        if name != BASE:
+            found[name] = [sqnr(e, g) for e, g in zip(exact, runner.gradients(), strict=True)]
+            assert min(found[name]) > 6, f"{name} is off: {found[name]} dB"
+            print(
+                f"{name:40} output {found[name][0]:.1f} dB, gradient of the input {found[name][1]:.1f} dB", flush=True
+            )
+    return found
+
+
+def graph(runner: Runner) -> Callable[[], None]:
+    """The step as one CUDA graph."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            runner.step()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        runner.step()
+    return captured.replay
+
+
+def keep(runners: dict[str, Runner]) -> dict[str, Any]:
+    """BF16 and ours with weights that are cast already, as in the later micro-batches of an accumulation."""
+    with octavo.cast_once(runners[HEAD].model):
+        times = interleaved({BASE: runners[BASE].step, HEAD: runners[HEAD].step}, rounds=5, repeat=4)
+    medians = {name: summary(t)["median"] for name, t in times.items()}
+    return {"ms": medians, "ratio": medians[BASE] / medians[HEAD]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""How the GPU benchmarks measure: variants take turns in one process, several steps at a time, medians of the rounds.
+
+Steps follow each other without a synchronization, as in training, so that a variant whose host code is ahead of the
+device is not charged for it; and every variant is timed on a device that the others have warmed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Step = Callable[[], Any]
+
+
+def interleaved(steps: dict[str, Step], *, rounds: int, repeat: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds a step of each variant, one entry a round."""
+    for step in steps.values():
+        for _ in range(warmup):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(once(step, repeat))
+    return times
+
+
+def once(step: Step, repeat: int) -> float:
+    """Milliseconds a step, of `repeat` in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(repeat):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / repeat
+
+
+def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
+    """Median milliseconds of a small piece of device work, launch costs excluded: a CUDA graph of a few calls.
+
+    Between the calls the graph overwrites more memory than the L2 cache holds; that time is taken off again.
+    """
+    spoil = torch.zeros(64 << 20, device="cuda")
+    alone = _graph(lambda: spoil.add_(1), calls, rounds)
+    return _graph(lambda: (step(), spoil.add_(1)), calls, rounds) - alone
+
+
+def _graph(step: Step, calls: int, rounds: int) -> float:
+    step()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            step()
+    graph.replay()
+    return statistics.median(once(graph.replay, 1) for _ in range(rounds)) / calls
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and quartiles in milliseconds."""
+    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return {"median": middle, "low": low, "high": high}
+
+
+def sqnr(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to quantization noise in dB."""
+    exact, found = exact.double(), found.double()
+    return float(10 * torch.log10(exact.square().sum() / (found - exact).square().sum()))
