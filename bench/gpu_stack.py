@@ -151,14 +151,18 @@ def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
     runners, peaks = {}, {}
     for name in names:
         before = torch.cuda.memory_allocated()
-        runners[name] = Runner(name)
-        for _ in range(3):  # delayed scaling compiles twice
-            runners[name].step()
+        try:
+            runner = Runner(name)
+            for _ in range(3):  # delayed scaling compiles twice
+                runner.step()
+        except Exception as error:  # one mode that does not run here must not cost the others' figures
+            print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        runners[name].step()
+        runner.step()
         torch.cuda.synchronize()
-        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        runners[name], peaks[name] = runner, (torch.cuda.max_memory_allocated() - before) / 1e9
         print(f"{name:40} peak {peaks[name]:.2f} GB", flush=True)
     return runners, peaks
 

@@ -1,145 +1,46 @@
-"""Norm+linear and MLP as one function each: against float64 on the very bytes that the formulas name, against the
-layers that they replace, and in every way they are used.
-
-The oracle does the mathematics of `octavo.nn.fused` in float64, with PyTorch's own norms, activations and autograd,
-and quantizes where the formulas say so; it rounds to the dtype of the layer where a tensor passes through memory.
-"""
+"""Norm+linear and MLP as one function each: against float64 on the very bytes that the formulas name (`fused_oracle`),
+against the layers that they replace, and in every way they are used."""
 
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from fused_oracle import (
+    Block,
+    NormThenLinears,
+    NormThenMLP,
+    Tensors,
+    check,
+    exact,
+    exact_unquantized,
+    gelu,
+    linears,
+    make_norm,
+    output_gradients,
+    run,
+    sqnr,
+    swiglu,
+    tokens,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import octavo
-from octavo import ops
-from octavo.nn import GELU, NormLinear, SwiGLU
-from octavo.recipe import Recipe, rowwise
+from octavo.nn import SwiGLU
+from octavo.recipe import rowwise
 
-RECIPE = rowwise()
 UNFOLDED = [name for name in octavo.PRESETS if name != "rowwise"]
 FUSED = {"norm_quantize", "activation_quantize"}  # operations that nothing but the fused functions call
-
-
-class NormThenLinears(nn.Module):
-    def __init__(self, norm: nn.Module, k: int, sizes: tuple[int, ...], biases: tuple[bool, ...]) -> None:
-        super().__init__()
-        self.norm = norm
-        self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for n, bias in zip(sizes, biases, strict=True))
-        self.fused = NormLinear(norm, *self.layers)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
-        outputs, total = self.fused(x, residual)
-        return *outputs, total
-
-    def separate(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The same, one module after the other."""
-        total = x if residual is None else x + residual
-        n = self.norm(total)
-        return *(layer(n) for layer in self.layers), total
-
-
-class NormThenMLP(nn.Module):
-    def __init__(self, norm: nn.Module | None, mlp: SwiGLU) -> None:
-        super().__init__()
-        self.norm, self.mlp = norm, mlp
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
-        return (self.mlp(x),) if self.norm is None else self.mlp(x, self.norm, residual)
-
-    def separate(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The same, one module after the other."""
-        total = x if residual is None else x + residual
-        n = total if self.norm is None else self.norm(total)
-        m = self.mlp
-        if isinstance(m, GELU):
-            y = m.c_proj(F.gelu(m.c_fc(n)))
-        else:
-            y = m.down_proj(F.silu(m.gate_proj(n)) * m.up_proj(n))
-        return (y,) if self.norm is None else (y, total)
-
-
-Block = NormThenLinears | NormThenMLP
-
-
-def make_norm(kind: str, k: int) -> nn.Module | None:
-    """A norm whose parameters are far from ones and zeros."""
-    if kind == "none":
-        return None
-    norm = {
-        "rms": lambda: nn.RMSNorm(k, eps=1e-3),
-        "rms without eps": lambda: nn.RMSNorm(k),
-        "llama": lambda: LlamaRMSNorm(k, eps=1e-3),
-        "layer": lambda: nn.LayerNorm(k, eps=1e-3),
-        "layer without bias": lambda: nn.LayerNorm(k, bias=False),
-    }[kind]()
-    with torch.no_grad():
-        for p in norm.parameters():
-            p.add_(torch.randn(k) * 0.3)
-    return norm
-
-
-def linears(kind: str = "rms", k: int = 64, sizes: tuple[int, ...] = (40, 17), bias: bool = True) -> NormThenLinears:
-    return NormThenLinears(make_norm(kind, k), k, sizes, (bias,) * len(sizes))
-
-
-def swiglu(kind: str = "rms", k: int = 64, f: int = 96, bias: bool = False) -> NormThenMLP:
-    return NormThenMLP(make_norm(kind, k), SwiGLU(k, f, bias=bias))
-
-
-def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
-    return NormThenMLP(make_norm(kind, k), GELU(k, f, bias=bias))
-
-
 BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
+SIZES = [(1, 40, 24), (7, 64, 33), (33, 130, 97), (130, 64, 112)]
+NORMS = ["rms", "rms without eps", "llama", "layer", "layer without bias"]
 
 
-def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of sizes so unlike that the eps of a norm counts for some."""
-    return (torch.randn(t, k) * torch.randn(t, 1).exp() * 0.1).to(dtype)
-
-
-def run(block: Block, forward: Callable, x: Tensor, residual: Tensor | None, autocast: bool = False) -> dict:
-    """Outputs and all gradients, by name. The gradients of the outputs are the same in each call."""
-    inputs = {"x": x.clone().requires_grad_()}
-    if residual is not None:
-        inputs["residual"] = residual.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs = forward(*inputs.values())
-    parameters = dict(block.named_parameters())
-    wanted = [*inputs.values(), *parameters.values()]
-    gradients = torch.autograd.grad(outputs, wanted, output_gradients(outputs))
-    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-    return named | {f"d {name}": g for name, g in zip([*inputs, *parameters], gradients, strict=True)}
-
-
-def output_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    noise = [torch.randn(y.shape, generator=generator) * 1e-3 for y in outputs]
-    return [n.to(y.dtype) for n, y in zip(noise, outputs, strict=True)]
-
-
-def sqnr(exact: Tensor, got: Tensor) -> float:
-    exact, got = exact.detach().double(), got.detach().double()
-    assert exact.shape == got.shape
-    noise = (exact - got).square().sum()
-    return float(10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300)))
-
-
-def check(exact: dict, got: dict, least: float) -> None:
-    assert exact.keys() == got.keys()
-    for name, tensor in exact.items():
-        assert sqnr(tensor, got[name]) > least, (name, sqnr(tensor, got[name]))
-
-
-def check_equal(required: dict, found: dict) -> None:
+def check_equal(required: Tensors, found: Tensors) -> None:
     assert required.keys() == found.keys()
     for name, tensor in required.items():
         assert found[name].dtype == tensor.dtype, name
@@ -161,110 +62,401 @@ def operations(call: Callable[[], object]) -> Counter[str]:
     return seen
 
 
-def is_fused(block: Block, x: Tensor, residual: Tensor | None = None) -> bool:
-    return bool(FUSED & operations(lambda: block(x, residual)).keys())
+def is_fused(block: Block, x: Tensor) -> bool:
+    return bool(FUSED & operations(lambda: block(x)).keys())
 
 
-# ---- the oracle
+# ---- the numbers
 
 
-@dataclass
-class Product:
-    """x @ w^T + bias of the recipe's bytes, the weights stacked, and what its gradients must be: all float64."""
-
-    x: Tensor
-    weights: list[Tensor]
-    bias: list[Tensor | None]
-
-    def __post_init__(self) -> None:
-        self.x_q = ops.quantize(self.x.float(), RECIPE.y.x)
-        parts = [ops.quantize(w.detach(), RECIPE.y.w) for w in self.weights]
-        self.w, self.s_w = torch.cat([p.data.double() for p in parts]), torch.cat([p.scale for p in parts])
-        mantissa, exponent = torch.frexp(self.x_q.scale)
-        self.m, self.power = 2 * mantissa, torch.exp2(exponent.double() - 1)
-
-    @property
-    def y(self) -> Tensor:
-        x, w = self.x_q.data.double() * self.x_q.scale.double(), self.w * self.s_w.double()
-        given = [b.detach().double() for b in self.bias if b is not None]
-        return x @ w.t() + (torch.cat(given) if given else 0)
-
-    def backward(self, dy: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The gradient of x, and those of the weights."""
-        g = ops.quantize(dy.float() * self.s_w.t() * self.m, RECIPE.dx.dy)
-        dx = g.data.double() * (g.scale.double() / self.m.double()) @ self.w
-        c = self.power * g.scale.double()
-        h = (g.data.double() * (c / c.max())).float().to(torch.float8_e4m3fn).double()  # [T,N]
-        dw = h.t() @ self.x_q.data.double() * (c.max() / self.s_w.double())
-        return dx, list(dw.split([w.shape[0] for w in self.weights]))
-
-    def gradients(self, names: list[str], dy: Tensor, dw: list[Tensor]) -> dict:
-        """The parameters' gradients by name."""
-        named = {f"d {name}.weight": d for name, d in zip(names, dw, strict=True)}
-        db = dy.double().sum(0).split([w.shape[0] for w in self.weights])
-        return named | {
-            f"d {name}.bias": d for name, b, d in zip(names, self.bias, db, strict=True) if b is not None
-        }
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "least"),
+    [(torch.float32, False, 55), (torch.bfloat16, False, 38), (torch.float32, True, 45)],
+    ids=["fp32", "bf16", "autocast"],
+)
+@pytest.mark.parametrize("case", range(5))
+@BUILDERS
+def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
+    build, case: int, dtype: torch.dtype, autocast: bool, least: float
+) -> None:
+    """Each norm and size meets each dtype, with and without biases and residuals."""
+    (t, k, f), kind = SIZES[case % 4], NORMS[case]
+    bias, added = (case + autocast) % 2 == 0, (case // 2 + autocast) % 2 == 0
+    block = build(kind, k, f, bias).to(dtype)
+    x, residual = tokens(t, k, dtype), tokens(t, k, dtype) if added else None
+    octavo.convert(block)
+    assert is_fused(block, x)
+    found = run(block, block, x, residual, autocast=autocast)
+    check(exact(block, x, residual, torch.bfloat16 if autocast else dtype), found, least)
+    if added:
+        assert torch.equal(found["d x"], found["d residual"])
 
 
-class Start:
-    """x + residual and its norm, and the way back."""
-
-    def __init__(self, block: Block, x: Tensor, residual: Tensor | None) -> None:
-        self.total = x if residual is None else (x.double() + residual.double()).to(x.dtype)
-        self.with_residual, self.leaf = residual is not None, self.total.double().requires_grad_()
-        self.norm = None if block.norm is None else exact_norm(block.norm, x.dtype)
-        self.n = self.leaf if self.norm is None else self.norm(self.leaf)
-
-    def gradients(self, dn: Tensor, dtotal: Tensor | None) -> dict:
-        if self.norm is None:
-            return {"d x": dn}
-        parameters = dict(self.norm.named_parameters())
-        dx, *rest = torch.autograd.grad(self.n, [self.leaf, *parameters.values()], dn.double())
-        dx = dx + dtotal.double()
-        named = {"d x": dx} | ({"d residual": dx} if self.with_residual else {})
-        return named | {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True)}
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("build", [swiglu, gelu])
+def test_an_mlp_without_a_norm(build, size: tuple[int, int, int], bias: bool) -> None:
+    t, k, f = size
+    for dtype, least in ((torch.float32, 55), (torch.bfloat16, 38)):
+        block, x = build("none", k, f, bias).to(dtype), tokens(t, k, dtype)
+        octavo.convert(block)
+        check(exact(block, x, None, dtype), run(block, block, x), least)
 
 
-def exact_norm(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
-    if isinstance(norm, nn.LayerNorm):
-        return copy.deepcopy(norm).double()
-    eps = norm.variance_epsilon if isinstance(norm, LlamaRMSNorm) else norm.eps
-    exact = nn.RMSNorm(norm.weight.shape[0], eps=torch.finfo(dtype).eps if eps is None else eps).double()
-    exact.weight.data.copy_(norm.weight.data)
-    return exact
+@BUILDERS
+def test_near_the_exact_function_and_nearer_to_the_layers_that_it_replaces(build) -> None:
+    """In float32, where nothing is rounded on the way from one operation to the next."""
+    block, x, residual = build(), tokens(130), tokens(130)
+    unquantized = exact_unquantized(block, x, residual)
+    octavo.convert(block)
+    found = run(block, block, x, residual)
+    check(unquantized, found, 22)
+    assert sqnr(unquantized["output 0"], found["output 0"]) < 40  # it was quantized
+    check(run(block, block.separate, x, residual), found, 45)
 
 
-def exact_linears(block: NormThenLinears, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> dict:
-    start = Start(block, x, residual)
-    product = Product(start.n.detach(), [m.weight for m in block.layers], [m.bias for m in block.layers])
-    outputs = [*(y.to(dtype) for y in product.y.split([m.out_features for m in block.layers], 1)), start.total]
-    *dys, dtotal = output_gradients(outputs)
-    dy = torch.cat(dys, 1)
-    dn, dw = product.backward(dy)
-    names = [f"layers.{i}" for i in range(len(block.layers))]
-    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), dtotal)
-    return named | product.gradients(names, dy, dw)
+@BUILDERS
+def test_outputs_have_the_dtype_of_the_layers_and_gradients_that_of_their_tensors(build) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    octavo.convert(block)
+    with torch.autocast("cpu", torch.bfloat16):
+        *ys, total = block(x, residual)
+    assert {y.dtype for y in ys} == {torch.bfloat16}
+    assert total.dtype == torch.float32
+    assert torch.equal(total, x + residual)
+    found = run(block, block, x, residual, autocast=True)
+    assert {t.dtype for name, t in found.items() if name.startswith("d ")} == {torch.float32}
 
 
-def exact_mlp(block: NormThenMLP, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> dict:
-    start, m = Start(block, x, residual), block.mlp
-    inner, outer = (("c_fc",), "c_proj") if isinstance(m, GELU) else (("gate_proj", "up_proj"), "down_proj")
-    layers, last = [getattr(m, name) for name in inner], getattr(m, outer)
-    first = Product(start.n.detach(), [layer.weight for layer in layers], [layer.bias for layer in layers])
-    u = first.y.to(dtype).double().requires_grad_()
-    h = F.gelu(u) if isinstance(m, GELU) else F.silu(u.chunk(2, 1)[0]) * u.chunk(2, 1)[1]
-    second = Product(h.detach(), [last.weight], [last.bias])
-    outputs = [second.y.to(dtype)] + ([] if block.norm is None else [start.total])
-    dy, *dtotal = output_gradients(outputs)
-    dh, dw_out = second.backward(dy)
-    (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
-    dn, dw_in = first.backward(du)
-    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), *dtotal or (None,))
-    named |= first.gradients([f"mlp.{name}" for name in inner], du.to(dtype), dw_in)
-    return named | second.gradients([f"mlp.{outer}"], dy, dw_out)
+@BUILDERS
+def test_any_rank_and_any_strides(build) -> None:
+    block = build()
+    octavo.convert(block)
+    x, residual = tokens(30).view(2, 3, 5, 64), tokens(30).view(2, 3, 5, 64)
+    flat = block(x.view(30, 64), residual.view(30, 64))
+    for y, y_flat in zip(block(x, residual), flat, strict=True):
+        assert torch.equal(y, y_flat.view(*x.shape[:-1], -1))
+    turned = x.transpose(0, 2).contiguous().transpose(0, 2)
+    check_equal(run(block, block, x, residual), run(block, block, turned, residual))
+    for y, y_flat in zip(block(x[0, 0, 0], residual[0, 0, 0]), flat, strict=True):
+        torch.testing.assert_close(y, y_flat[0])
 
 
-def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> dict:
-    oracle = exact_linears if isinstance(block, NormThenLinears) else exact_mlp
-    return oracle(block, x, residual, dtype)
+@BUILDERS
+def test_gradients_that_are_expanded_or_absent(build) -> None:
+    """A sum's gradient has strides of zero; an output that nobody used has none."""
+    block, x, residual = build(), tokens(7).requires_grad_(), tokens(7)
+    octavo.convert(block)
+    (summed,) = torch.autograd.grad(block(x, residual)[0].sum(), x)
+    y, *_ = block(x, residual)
+    assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], summed)
+    dtotal = torch.randn(7, 64)
+    block(x, residual)[-1].backward(dtotal)
+    assert torch.equal(x.grad, dtotal)
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
+@BUILDERS
+def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int, ...]) -> None:
+    """They are equal, but must not be one tensor: leaves add later gradients in place."""
+    block, x, residual = build(), tokens(6).view(shape).requires_grad_(), tokens(6).view(shape).requires_grad_()
+    octavo.convert(block)
+    for _ in range(3):
+        block(x, residual)[0].square().sum().backward()
+    (once,) = torch.autograd.grad(block(x, residual)[0].square().sum(), x)
+    torch.testing.assert_close(x.grad, 3 * once)
+    torch.testing.assert_close(residual.grad, 3 * once)
+
+
+@pytest.mark.parametrize(("build", "bad"), [(linears, torch.inf), (swiglu, torch.nan), (gelu, torch.inf)])
+def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    x[2, 3] = bad
+    y = run(block, block, x)["output 0"]
+    assert not y[2].isfinite().any()
+    assert y[[0, 1, *range(3, 33)]].isfinite().all()
+    x[2, 3] = 0
+    x.requires_grad_()
+    y, *_ = block(x)
+    dy = torch.randn_like(y)
+    dy[4, 1] = bad
+    y.backward(dy)
+    assert not x.grad[4].isfinite().any()
+    assert x.grad[[*range(4), *range(5, 33)]].isfinite().all()
+    assert not any(p.grad.isfinite().all() for name, p in block.named_parameters() if name.endswith("weight"))
+
+
+@BUILDERS
+def test_all_zero_tokens_and_gradients_give_zeros_not_nan(build) -> None:
+    block = build("rms", bias=False)
+    octavo.convert(block)
+    x = torch.zeros(7, 64, requires_grad=True)
+    *ys, _ = block(x)
+    for y in ys:
+        assert not y.any()
+    torch.autograd.backward(ys, [torch.zeros_like(y) for y in ys])
+    assert not x.grad.any()
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
+    """For BF16 too it is float32's, 1.2e-7: BF16's own, 0.0078, would swamp small tokens."""
+    for dtype in (torch.float32, torch.bfloat16):
+        block, x = linears("rms without eps").to(dtype), tokens(33, dtype=dtype) * 0.1
+        plain = block.separate(x)
+        octavo.convert(block)
+        assert sqnr(plain[0], block(x)[0]) > 25, dtype
+
+
+def test_layers_with_and_without_a_bias_side_by_side() -> None:
+    block = NormThenLinears(make_norm("rms", 64), 64, (40, 17, 1), (False, True, False))
+    octavo.convert(block)
+    x = tokens(7)
+    check(exact(block, x, None, torch.float32), run(block, block, x), 55)
+
+
+def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
+    """As plain PyTorch adds, whichever of the two is the wider, and whichever is called residual."""
+    block, wide, narrow = swiglu(), tokens(7), tokens(7, dtype=torch.bfloat16)
+    octavo.convert(block)
+    with torch.autocast("cpu", torch.bfloat16):
+        for pair in ((wide, narrow), (narrow, wide)):
+            total = block(*pair)[1]
+            assert total.dtype == torch.float32
+            assert torch.equal(total, wide + narrow)
+
+
+# ---- when it is one function, and when it is not
+
+
+@BUILDERS
+def test_unconverted_it_is_plain_pytorch(build) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    assert not operations(lambda: block(x, residual))
+    check_equal(run(block, block.separate, x, residual), run(block, block, x, residual))
+    check_equal(run(block, block.separate, x), run(block, block, x))
+
+
+def test_a_residual_needs_a_norm() -> None:
+    for block in (swiglu("none"), gelu("none")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a residual needs a norm: pass both, or add it to x"):
+                block.mlp(tokens(3), residual=tokens(3))
+            octavo.convert(block)
+
+
+@BUILDERS
+def test_no_tokens(build) -> None:
+    block = build()
+    octavo.convert(block)
+    x, residual = torch.randn(2, 0, 64, requires_grad=True), torch.randn(2, 0, 64, requires_grad=True)
+    *ys, total = block(x, residual)
+    assert all(y.shape[:2] == (2, 0) for y in ys)
+    assert total.shape == (2, 0, 64)
+    sum(y.sum() for y in ys).backward()
+    assert x.grad.shape == residual.grad.shape == (2, 0, 64)
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+def check_unfused(block: Block) -> None:
+    twin, x, residual = copy.deepcopy(block), tokens(33), tokens(33)
+    assert not is_fused(copy.deepcopy(block), x)
+    for seed in range(2):  # the second pass of `delayed` scales by its history
+        torch.manual_seed(seed)
+        required = run(twin, twin.separate, x, residual)
+        torch.manual_seed(seed)
+        check_equal(required, run(block, block, x, residual))
+        octavo.update_scales(block)
+        octavo.update_scales(twin)
+
+
+@pytest.mark.parametrize("recipe", UNFOLDED)
+@pytest.mark.parametrize("build", [linears, swiglu])
+def test_a_recipe_that_does_not_fold_runs_layer_by_layer(build, recipe: str) -> None:
+    block = build()
+    octavo.convert(block, recipe)
+    check_unfused(block)
+
+
+def test_so_does_a_rotation_and_a_stochastic_rounding() -> None:
+    plain = rowwise()
+    c = replace(plain.dx.dy, rounding="stochastic")
+    stochastic = replace(plain, dx=replace(plain.dx, dy=c), dw=replace(plain.dw, dy=c))
+    for recipe in (replace(plain, rotate=True), stochastic):
+        block = swiglu()
+        octavo.convert(block, recipe)
+        check_unfused(block)
+
+
+@pytest.mark.parametrize(
+    ("odd", "other"),
+    [
+        ("layers.1", "skipped"),
+        ("mlp.gate_proj", "skipped"),
+        ("mlp.down_proj", "skipped"),
+        ("mlp.c_proj", "skipped"),
+        ("mlp.down_proj", "tensorwise"),
+        ("layers.0", "rowwise e5m2"),
+    ],
+)
+def test_so_do_layers_that_are_not_all_alike(odd: str, other: str) -> None:
+    block = {"layers": linears, "mlp.c_": gelu}.get(odd[:6], swiglu)()
+    octavo.convert(block, skip=(odd,))
+    if other != "skipped":
+        holder, _, name = odd.rpartition(".")
+        parent = nn.ModuleDict({name: block.get_submodule(odd)})
+        octavo.convert(parent, rowwise("e5m2") if "e5m2" in other else other)
+    check_unfused(block)
+
+
+def test_gradients_in_e5m2_fold_too() -> None:
+    block, x, residual = swiglu(), tokens(130), tokens(130)
+    octavo.convert(block, rowwise("e5m2"))
+    assert is_fused(block, x)
+    check(run(block, block.separate, x, residual), run(block, block, x, residual), 40)
+
+
+class OwnNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "norm", [OwnNorm(), nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64, elementwise_affine=False)]
+)
+def test_so_does_a_norm_of_another_kind(norm: nn.Module) -> None:
+    for block in (NormThenLinears(norm, 64, (40, 17), (True, True)), NormThenMLP(norm, SwiGLU(64, 96))):
+        octavo.convert(block)
+        check_unfused(block)
+
+
+# ---- in a program
+
+
+@pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False)])
+def test_compiled_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
+    torch.compiler.reset()
+    block = build()
+    octavo.convert(block)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        x, residual = tokens(33), tokens(33)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = run(block, compiled, x, residual, autocast=autocast)
+        check_equal(run(block, block, x, residual, autocast=autocast), found)
+
+
+@BUILDERS
+def test_checkpointed_activations_give_the_same_gradients(build) -> None:
+    block, x, residual = build(), tokens(33), tokens(33)
+    octavo.convert(block)
+    again = run(block, lambda *inputs: checkpoint(block, *inputs, use_reentrant=False), x, residual)
+    check_equal(run(block, block, x, residual), again)
+
+
+@BUILDERS
+def test_a_copy_has_its_own_norm_and_layers(build) -> None:
+    block, x = build(), tokens(7)
+    octavo.convert(block)
+    before = block(x)[0]
+    twin = copy.deepcopy(block)
+    assert torch.equal(twin(x)[0], before)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    assert torch.equal(block(x)[0], before)
+    assert not torch.equal(twin(x)[0], before)
+    assert is_fused(twin, x)
+
+
+@BUILDERS
+def test_the_state_is_that_of_the_plain_model(build) -> None:
+    block = build()
+    before = {name: t.clone() for name, t in block.state_dict().items()}
+    octavo.convert(block)
+    block(tokens(7))[0].sum().backward()
+    check_equal(before, block.state_dict())
+    names = [name for name, _ in block.named_parameters()]
+    assert len(names) == len(set(names)) == len(before)
+    twin = build()
+    twin.load_state_dict(block.state_dict())
+    octavo.convert(twin)
+    assert torch.equal(twin(tokens(7))[0].isfinite(), torch.ones_like(twin(tokens(7))[0], dtype=torch.bool))
+
+
+@BUILDERS
+def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    required = run(block, block, x)
+    for frozen in dict(block.named_parameters()):
+        block.requires_grad_(True).zero_grad()
+        block.get_parameter(frozen).requires_grad_(False)
+        leaf = x.clone().requires_grad_()
+        outputs = block(leaf)
+        torch.autograd.backward(outputs, output_gradients(outputs))
+        found = {f"d {name}": p.grad for name, p in block.named_parameters()} | {"d x": leaf.grad}
+        assert found.pop(f"d {frozen}") is None
+        for name, gradient in found.items():
+            assert torch.equal(gradient, required[name]), (frozen, name)
+
+
+@BUILDERS
+def test_an_input_that_wants_no_gradient(build) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    required = run(block, block, x)
+    *ys, _ = block(x)
+    torch.autograd.backward(ys, output_gradients(tuple(ys)))
+    for name, p in block.named_parameters():
+        assert torch.equal(p.grad, required[f"d {name}"]), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@BUILDERS
+def test_inference_gives_what_training_gives(build, mode) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    octavo.convert(block)
+    required = block(x, residual)
+    with mode():
+        found = block(x, residual)
+    for y, y_trained in zip(found, required, strict=True):
+        assert not y.requires_grad
+        assert torch.equal(y, y_trained)
+
+
+def test_what_is_kept_for_backward_is_the_stream_and_the_inner_layers_output() -> None:
+    """Beside parameters and what has one column: no bytes of n, h or w."""
+    block, x, residual = swiglu(), tokens(33), tokens(33)
+    octavo.convert(block)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        block(x, residual)
+    parameters = {p.data_ptr() for p in block.parameters()}
+    large = [t for t in kept if t.data_ptr() not in parameters and t.shape[-1] != 1]
+    assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]
+
+
+@BUILDERS
+def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
+    """As `octavo.serve` puts packed layers, and adapters wrap theirs, in the place of linear ones."""
+    block, x = build(), tokens(7)
+    name = next(name for name, m in block.named_modules() if isinstance(m, nn.Linear))
+    parent, _, leaf = name.rpartition(".")
+    setattr(block.get_submodule(parent), leaf, nn.Linear(64, block.get_submodule(name).out_features))
+    check_equal(run(block, block.separate, x), run(block, block, x))
+
+
+@BUILDERS
+def test_hooks_of_the_layers_are_called(build) -> None:
+    """`convert` promises it."""
+    block = build()
+    octavo.convert(block)
+    layers = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+    called: list[str] = []
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *_, name=name: called.append(name))
+    block(tokens(7))
+    assert called == list(layers)

@@ -112,6 +112,26 @@ def test_backward_makes_the_bytes_of_forward_again(cast, shape, dtype, kind):
     assert torch.equal(bits(again.scale), bits(first.scale))
 
 
+def on_the_border(kind: str) -> Tensor:
+    """u of 4096 rows of two: the first h is 17/448 of the second, midway between two codes of E4M3, 16 and 18."""
+    first = torch.rand(4096, KINDS[kind]) * 5 + 0.5
+    largest = h64(first.double(), kind).float() * 448 / 17
+    if kind == "gelu":
+        return torch.cat((first, largest), 1)  # beyond 6, gelu(u) is u
+    gate, up = first.chunk(2, 1)
+    return torch.cat((gate, torch.full_like(gate, 128.0), up, largest / 128), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_are_made_again_on_the_border_of_two_codes(kind):
+    """The order of the roundings, in forward and again, decides which code it is."""
+    u = on_the_border(kind)
+    first = activation_quantize(u, kind, E4M3)
+    assert set(first.data[:, 0].float().tolist()) == {16.0, 18.0}
+    again = backward(torch.ones(4096, 2), u, kind).h
+    assert torch.equal(bits(again.data), bits(first.data))
+
+
 def test_factors_multiply_the_gradient_before_its_amax_is_taken():
     """A column that its factor makes the largest decides the scale."""
     u, dh = torch.full((1, 4), 20.0), torch.ones(1, 4)

@@ -92,16 +92,17 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _erf(x):
-    """As the twin's: the same polynomial, in the same order."""
-    z = tl.abs(x)
+def _gelu(u):
+    """As the twin's: gelu(u), the normal distribution up to u, and exp(-u^2 / 2)."""
+    magnitude = tl.abs(u)
+    z = magnitude * HALF_SQRT
+    e = libdevice.exp(-(z * z))
     t = _reciprocal(1.0 + 0.3275911 * z)
     series = t * 1.061405429 - 1.453152027
     series = t * series + 1.421413741
     series = t * series - 0.284496736
-    series = (t * series + 0.254829592) * t
-    tail = 1.0 - series * libdevice.exp(-(z * z))
-    return tl.where(x < 0, -tail, tail)
+    half = 0.5 * ((t * series + 0.254829592) * t * e)
+    return tl.maximum(u, 0.0) - magnitude * half, tl.where(u < 0, half, 1.0 - half), e
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _activation(u, row, col, f, SWIGLU: tl.constexpr):
         h = gate * _sigmoid(gate) * up
     else:
         v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
-        h = 0.5 * v * (1.0 + _erf(v * HALF_SQRT))
+        h, cumulative, e = _gelu(v)
     return h
 
 
@@ -129,9 +130,8 @@ def _gradient(dh, u, row, col, f, SWIGLU: tl.constexpr):
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         return d * up * slope, d * silu, silu * up
     v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
-    cumulative = 1.0 + _erf(v * HALF_SQRT)
-    density = libdevice.exp(-0.5 * (v * v)) * DENSITY
-    return d * (0.5 * cumulative + v * density), tl.zeros(d.shape, tl.float32), 0.5 * v * cumulative
+    h, cumulative, e = _gelu(v)
+    return d * (cumulative + v * (e * DENSITY)), tl.zeros(d.shape, tl.float32), h
 
 
 @triton.jit

@@ -27,8 +27,7 @@ def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor
         gate, up = u.float().chunk(2, 1)
         h = gate * _sigmoid(gate) * up
     else:
-        u = u.float()
-        h = 0.5 * u * (1 + _erf(u * HALF_SQRT))
+        h = _gelu(u.float())[0]
     return quantize(h, how, None, None, None)
 
 
@@ -41,10 +40,16 @@ def activation_gradient(dh: Tensor, u: Tensor, kind: str) -> tuple[Tensor, Tenso
         silu = gate * sigmoid
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((dh * up * slope, dh * silu), 1), silu * up
-    u = u.float()
-    cumulative = 1 + _erf(u * HALF_SQRT)
-    density = torch.exp(-0.5 * (u * u)) * DENSITY
-    return dh * (0.5 * cumulative + u * density), 0.5 * u * cumulative
+    h, cumulative, e = _gelu(u.float())
+    return dh * (cumulative + u.float() * (e * DENSITY)), h
+
+
+def _gelu(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """gelu(u) = max(u, 0) - |u| erfc(|u| / sqrt(2)) / 2, the normal distribution up to u, and exp(-u^2 / 2)."""
+    z = u.abs() * HALF_SQRT
+    e = torch.exp(-(z * z))
+    half = 0.5 * _erfc(z, e)
+    return u.clamp(min=0) - u.abs() * half, torch.where(u < 0, half, 1 - half), e
 
 
 def activation_backward(
@@ -69,13 +74,13 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x.clamp(min=-80)))  # below, exp would overflow
 
 
-def _erf(x: Tensor) -> Tensor:
-    """erf within 2e-7, from Abramowitz and Stegun, 7.1.26: a library's own differs between a kernel and its twin."""
-    z = x.abs()
+def _erfc(z: Tensor, e: Tensor) -> Tensor:
+    """1 - erf(z) within 2e-7 for z >= 0, with e = exp(-z^2): Abramowitz and Stegun, 7.1.26.
+
+    A library's own erf differs between a kernel and its twin.
+    """
     t = 1 / (1 + 0.3275911 * z)
     series = t * 1.061405429 - 1.453152027
     series = t * series + 1.421413741
     series = t * series - 0.284496736
-    series = (t * series + 0.254829592) * t
-    tail = 1 - series * torch.exp(-(z * z))
-    return torch.where(x < 0, -tail, tail)
+    return (t * series + 0.254829592) * t * e

@@ -79,7 +79,7 @@ def _scale(scale: Tensor, layout: Granularity, *, right: bool = False) -> Tensor
     if layout == STRIP:  # blocks of one k next to each other
         return scale.t().contiguous().t()
     if layout == SQUARE:  # [K/128 rounded up to 4, M/128], k fastest
-        return F.pad(scale, (0, -scale.shape[1] % 4)).t()
+        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
     return _swizzle(scale)
 
 

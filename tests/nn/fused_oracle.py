@@ -1,0 +1,252 @@
+"""What the tests of the fused functions share: small models that use them, and an oracle in float64.
+
+The oracle does the mathematics of `octavo.nn.fused` with PyTorch's own norms, activations and autograd, quantizes where
+the formulas say so, and rounds to the dtype of the layer where a tensor passes through memory. So it names the very
+bytes that the functions must have used: what differs is the order of sums, and a byte here and there whose number lies
+on the border of two codes.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from octavo import ops
+from octavo.nn import GELU, NormLinear, SwiGLU
+from octavo.recipe import rowwise
+
+RECIPE = rowwise()
+Tensors = dict[str, Tensor]
+
+
+class NormThenLinears(nn.Module):
+    """A norm and the layers that it feeds, as `NormLinear` runs them, and one after the other."""
+
+    def __init__(self, norm: nn.Module, k: int, sizes: tuple[int, ...], biases: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for n, bias in zip(sizes, biases, strict=True))
+        self.fused = NormLinear(norm, *self.layers)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        outputs, total = self.fused(x, residual)
+        return *outputs, total
+
+    def separate(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        total = x if residual is None else x + residual
+        n = self.norm(total)
+        return *(layer(n) for layer in self.layers), total
+
+
+class NormThenMLP(nn.Module):
+    """A norm, or none, and an MLP, as `SwiGLU` or `GELU` runs them, and one after the other."""
+
+    def __init__(self, norm: nn.Module | None, mlp: SwiGLU) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm, mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        return (self.mlp(x),) if self.norm is None else self.mlp(x, self.norm, residual)
+
+    def separate(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        total = x if residual is None else x + residual
+        n = total if self.norm is None else self.norm(total)
+        inner, outer = mlp_layers(self.mlp)
+        y = getattr(self.mlp, outer)(activation(self.mlp, *(getattr(self.mlp, name)(n) for name in inner)))
+        return (y,) if self.norm is None else (y, total)
+
+
+Block = NormThenLinears | NormThenMLP
+
+
+def mlp_layers(mlp: SwiGLU) -> tuple[tuple[str, ...], str]:
+    """The names of the layers before and after the activation."""
+    return (("c_fc",), "c_proj") if isinstance(mlp, GELU) else (("gate_proj", "up_proj"), "down_proj")
+
+
+def activation(mlp: SwiGLU, *u: Tensor) -> Tensor:
+    return F.gelu(u[0]) if isinstance(mlp, GELU) else F.silu(u[0]) * u[1]
+
+
+def make_norm(kind: str, k: int) -> nn.Module | None:
+    """A norm whose parameters are far from ones and zeros."""
+    if kind == "none":
+        return None
+    norm = {
+        "rms": lambda: nn.RMSNorm(k, eps=1e-3),
+        "rms without eps": lambda: nn.RMSNorm(k),
+        "llama": lambda: LlamaRMSNorm(k, eps=1e-3),
+        "layer": lambda: nn.LayerNorm(k, eps=1e-3),
+        "layer without bias": lambda: nn.LayerNorm(k, bias=False),
+    }[kind]()
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(torch.randn(k) * 0.3)
+    return norm
+
+
+def linears(kind: str = "rms", k: int = 64, f: int = 40, bias: bool = True) -> NormThenLinears:
+    """Of f, 17 and 1 columns."""
+    return NormThenLinears(make_norm(kind, k), k, (f, 17, 1), (bias,) * 3)
+
+
+def swiglu(kind: str = "rms", k: int = 64, f: int = 96, bias: bool = False) -> NormThenMLP:
+    return NormThenMLP(make_norm(kind, k), SwiGLU(k, f, bias=bias))
+
+
+def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
+    return NormThenMLP(make_norm(kind, k), GELU(k, f, bias=bias))
+
+
+def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Of sizes so unlike that the eps of a norm counts for some."""
+    return (torch.randn(t, k) * torch.randn(t, 1).exp() * 0.1).to(device, dtype)
+
+
+def run(
+    block: Block, forward: Callable, x: Tensor, residual: Tensor | None = None, *, autocast: bool = False
+) -> Tensors:
+    """Outputs and all gradients, by name. The gradients of the outputs are the same in each call."""
+    inputs = {"x": x.clone().requires_grad_()}
+    if residual is not None:
+        inputs["residual"] = residual.clone().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        outputs = forward(*inputs.values())
+    parameters = dict(block.named_parameters())
+    wanted = [*inputs.values(), *parameters.values()]
+    gradients = torch.autograd.grad(outputs, wanted, output_gradients(outputs))
+    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return named | {f"d {name}": g for name, g in zip([*inputs, *parameters], gradients, strict=True)}
+
+
+def output_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    noise = [torch.randn(y.shape, generator=generator) * 1e-3 for y in outputs]
+    return [n.to(y.device, y.dtype) for n, y in zip(noise, outputs, strict=True)]
+
+
+def sqnr(exact: Tensor, got: Tensor) -> float:
+    """Signal to noise in dB."""
+    exact, got = exact.detach().cpu().double(), got.detach().cpu().double()
+    assert exact.shape == got.shape
+    noise = (exact - got).square().sum()
+    return float(10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300)))
+
+
+def check(exact: Tensors, got: Tensors, least: float) -> None:
+    """Every tensor above `least` dB."""
+    assert exact.keys() == got.keys()
+    for name, tensor in exact.items():
+        assert sqnr(tensor, got[name]) > least, (name, sqnr(tensor, got[name]))
+
+
+# ---- the oracle
+
+
+@dataclass
+class Product:
+    """x @ w^T + bias of the recipe's bytes, the weights stacked, and what its gradients must be: all float64."""
+
+    x: Tensor
+    layers: list[nn.Linear]
+
+    def __post_init__(self) -> None:
+        self.x_q = ops.quantize(self.x.float(), RECIPE.y.x)
+        parts = [ops.quantize(layer.weight.detach(), RECIPE.y.w) for layer in self.layers]
+        self.w, self.s_w = torch.cat([p.data.double() for p in parts]), torch.cat([p.scale for p in parts])
+        mantissa, exponent = torch.frexp(self.x_q.scale)
+        self.m, self.power = 2 * mantissa, torch.exp2(exponent.double() - 1)  # s_x = m * power, m in [1, 2)
+
+    @property
+    def y(self) -> Tensor:
+        x, w = self.x_q.data.double() * self.x_q.scale.double(), self.w * self.s_w.double()
+        bias = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in self.layers]
+        return x @ w.t() + torch.cat(bias).double()
+
+    def backward(self, dy: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradient of x, and those of the weights."""
+        g = ops.quantize(dy.float() * self.s_w.t() * self.m, RECIPE.dx.dy)
+        dx = g.data.double() * (g.scale.double() / self.m.double()) @ self.w
+        c = self.power * g.scale.double()
+        h = (g.data.double() * (c / c.max())).float().to(torch.float8_e4m3fn).double()  # [T,N]
+        dw = h.t() @ self.x_q.data.double() * (c.max() / self.s_w.double())
+        return dx, dw.split([layer.out_features for layer in self.layers])
+
+    def gradients(self, names: list[str], dy: Tensor, dw: tuple[Tensor, ...]) -> Tensors:
+        """The parameters' gradients by name."""
+        named = {f"d {name}.weight": d for name, d in zip(names, dw, strict=True)}
+        db = dy.double().sum(0).split([layer.out_features for layer in self.layers])
+        biases = zip(names, self.layers, db, strict=True)
+        return named | {f"d {name}.bias": d for name, layer, d in biases if layer.bias is not None}
+
+
+class Start:
+    """x + residual and its norm, and the way back."""
+
+    def __init__(self, block: Block, x: Tensor, residual: Tensor | None) -> None:
+        self.total = x if residual is None else (x.double() + residual.double()).to(x.dtype)
+        self.with_residual, self.leaf = residual is not None, self.total.double().requires_grad_()
+        self.norm = None if block.norm is None else exact_norm(block.norm)
+        self.n = self.leaf if self.norm is None else self.norm(self.leaf)
+
+    def gradients(self, dn: Tensor, *dtotal: Tensor) -> Tensors:
+        if self.norm is None:
+            return {"d x": dn}
+        parameters = dict(self.norm.named_parameters())
+        dx, *rest = torch.autograd.grad(self.n, [self.leaf, *parameters.values()], dn.double())
+        dx = dx + dtotal[0].double()
+        named = {"d x": dx} | ({"d residual": dx} if self.with_residual else {})
+        return named | {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True)}
+
+
+def exact_norm(norm: nn.Module) -> nn.Module:
+    if isinstance(norm, nn.LayerNorm):
+        return copy.deepcopy(norm).double()
+    eps = norm.variance_epsilon if isinstance(norm, LlamaRMSNorm) else norm.eps
+    exact = nn.RMSNorm(norm.weight.shape[0], eps=torch.finfo(torch.float32).eps if eps is None else eps).double()
+    exact.weight.data.copy_(norm.weight.data)
+    return exact
+
+
+def exact_linears(block: NormThenLinears, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
+    start, layers = Start(block, x, residual), list(block.layers)
+    product = Product(start.n.detach(), layers)
+    outputs = [*(y.to(dtype) for y in product.y.split([m.out_features for m in layers], 1)), start.total]
+    *dys, dtotal = output_gradients(tuple(outputs))
+    dy = torch.cat(dys, 1)
+    dn, dw = product.backward(dy)
+    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), dtotal)
+    return named | product.gradients([f"layers.{i}" for i in range(len(layers))], dy, dw)
+
+
+def exact_mlp(block: NormThenMLP, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
+    start, m = Start(block, x, residual), block.mlp
+    inner, outer = mlp_layers(m)
+    first = Product(start.n.detach(), [getattr(m, name) for name in inner])
+    u = first.y.to(dtype).double().requires_grad_()
+    h = activation(m, *u.chunk(len(inner), 1))
+    second = Product(h.detach(), [getattr(m, outer)])
+    outputs = [second.y.to(dtype)] + ([] if block.norm is None else [start.total])
+    dy, *dtotal = output_gradients(tuple(outputs))
+    dh, dw_out = second.backward(dy)
+    (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
+    dn, dw_in = first.backward(du)
+    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), *dtotal)
+    named |= first.gradients([f"mlp.{name}" for name in inner], du.to(dtype), dw_in)
+    return named | second.gradients([f"mlp.{outer}"], dy, dw_out)
+
+
+def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
+    """What `run` must give for a block converted by `rowwise`; `dtype`: of the layers' outputs."""
+    oracle = exact_linears if isinstance(block, NormThenLinears) else exact_mlp
+    return oracle(block, x, residual, dtype)
+
+
+def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:
+    """What `run` would give for the block, not converted, in float64."""
+    wide = copy.deepcopy(block).double()
+    return run(wide, wide.separate, x.double(), None if residual is None else residual.double())
