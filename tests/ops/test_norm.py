@@ -182,8 +182,8 @@ def test_no_rows():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 def test_backward(shape, dtype, residual, center):
-    x, beside, weight, _ = given(shape, dtype, residual)
     dn = torch.randn(shape).to(dtype)
+    x, beside, weight, _ = given(shape, dtype, residual)
     _, _, mean, rstd = norm_quantize(x, None, weight, None, EPS, Cast(), center=center)
     found = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
     assert [t.dtype for t in found] == [dtype, torch.float32, torch.float32]

@@ -114,7 +114,7 @@ def _activation(u, row, col, f, SWIGLU: tl.constexpr):
         h = gate * _sigmoid(gate) * up
     else:
         v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
-        h, cumulative, e = _gelu(v)
+        h, _, _ = _gelu(v)
     return h
 
 

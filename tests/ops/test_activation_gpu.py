@@ -1,0 +1,134 @@
+"""The activations' kernels against their twin on the same GPU: every bit of the bytes, the scales and the gradient."""
+
+import pytest
+import torch
+from gpu_memory import poison
+from test_activation import KINDS, given, on_the_border
+from test_norm_gpu import assert_same, assert_same_numbers, on_gpu
+from torch import Tensor
+
+from octavo.numerics import Cast
+from octavo.ops.activation import reference
+
+pytestmark = pytest.mark.gpu
+
+REPEATS, MANY = 3, 20
+LARGE = (2048, 14336)
+SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (5, 4097), (3, 16384), (3, 20000), (2, 32768), (0, 7)]
+CASES = [(torch.bfloat16, Cast(), True), (torch.float32, Cast("e5m2", scale="pow2"), False)]
+
+
+def forward_kernel(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, ...]:
+    return torch.ops.octavo.activation_quantize(u, kind, cast.format, cast.scale)
+
+
+def backward_kernel(
+    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
+) -> tuple[Tensor, ...]:
+    return torch.ops.octavo.activation_backward(
+        dh, u, kind, cast.format, cast.scale, column_scale, row_scale, cast.format, h_scale, keep
+    )
+
+
+def backward_twin(
+    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
+) -> tuple[Tensor, ...]:
+    return reference.activation_backward(dh, u, kind, cast, column_scale, row_scale, cast, h_scale, keep)
+
+
+def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
+    """Data and scale."""
+    required = reference.activation_quantize(u, kind, cast)
+    for _ in range(repeats):
+        poison()
+        for one, other in zip(forward_kernel(u, kind, cast), required, strict=True):
+            assert_same(one, other)
+
+
+def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:
+    """Data and scale of the gradient, data of h (as forward had it, too), and the gradient itself."""
+    h_data, h_scale = reference.activation_quantize(values[0], kind, cast)
+    required = backward_twin(*values, kind, cast, h_scale, keep)
+    assert_same(required[2], h_data)
+    for _ in range(repeats):
+        poison()
+        found = backward_kernel(*values, kind, cast, h_scale, keep)
+        for one, other in zip(found, required, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "cast", "keep"), CASES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_forward_and_backward(shape, dtype, cast, keep, kind):
+    values = on_gpu(given(kind, shape, dtype))
+    check_forward(values[0], kind, cast, REPEATS)
+    check_backward(values, kind, cast, keep, REPEATS)
+
+
+def large(kind: str) -> tuple[Tensor, ...]:
+    """u, dh, column_scale and row_scale in BF16 and float32; gates up to some hundred."""
+    m, f = LARGE
+    sizes = torch.exp2(torch.randint(-6, 7, (m, 1), device="cuda"))
+    u = (torch.randn(m, f * KINDS[kind], device="cuda") * sizes).bfloat16()
+    dh = (torch.randn(m, f, device="cuda") / sizes).bfloat16()
+    return u, dh, torch.rand(1, u.shape[1], device="cuda") + 0.01, 1 + torch.rand(m, 1, device="cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_ones_again_and_again(kind):
+    values = large(kind)
+    check_forward(values[0], kind, Cast(), MANY)
+    check_backward(values, kind, Cast(), True, MANY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_border_of_two_codes(kind):
+    """Where an order of rounding other than the twin's would give another code."""
+    u = on_the_border(kind).cuda()
+    m, f = u.shape[0], u.shape[1] // KINDS[kind]
+    check_forward(u, kind, Cast(), 1)
+    ones = torch.ones(m, f, device="cuda"), torch.ones(1, u.shape[1], device="cuda"), torch.ones(m, 1, device="cuda")
+    check_backward((u, *ones), kind, Cast(), True, 1)
+
+
+def constant_rows(values: list[float], kind: str) -> tuple[Tensor, ...]:
+    """A row of 130 for each of `values`: u, or its gate; then dh and factors of one, so that small numbers stay."""
+    column = torch.tensor(values, device="cuda").unsqueeze(1)
+    u, dh = column.expand(-1, 130), 1 + torch.rand(len(values), 130, device="cuda")
+    if kind == "swiglu":
+        u = torch.cat((u, torch.randn_like(dh)), 1)
+    return u.contiguous(), dh, torch.ones(1, u.shape[1], device="cuda"), torch.ones_like(column)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_far_from_zero(kind):
+    values = constant_rows([200.0, -200.0, 79.9, -79.9, 80.1, -80.1, 88.8, -88.8, 104.0, 1e30, -1e30, 0.0, -0.0], kind)
+    check_forward(values[0], kind, Cast(), 1)
+    check_backward(values, kind, Cast(), True, 1)
+
+
+def test_gelu_where_its_slope_is_subnormal():
+    """From -13.2 down exp(-u^2 / 2) is a subnormal float32, and from -14.4 zero."""
+    values = constant_rows([-13.0, -13.2, -13.3, -13.5, -14.0, -14.3, -14.5], "gelu")
+    check_backward(values, "gelu", Cast(), True, 1)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("kind", "half"), [("gelu", 0), ("swiglu", 0), ("swiglu", 1)], ids=["gelu", "gate", "up"])
+@pytest.mark.parametrize("f", [130, 20000])
+def test_a_row_that_is_not_finite(f, kind, half, value):
+    """In the last column, which of a long row is in the second piece."""
+    u, dh, column_scale, row_scale = on_gpu(given(kind, (9, f), torch.bfloat16))
+    u = u.clone()
+    u[4, half * f + f - 1] = value
+    broken = torch.arange(9, device="cuda") == 4
+    data, h_scale = forward_kernel(u, kind, Cast())
+    assert torch.equal(h_scale.isnan().flatten(), broken)
+    for one, other in zip((data, h_scale), reference.activation_quantize(u, kind, Cast()), strict=True):
+        assert_same_numbers(one, other)
+    values = u, dh, column_scale, row_scale, kind, Cast(), h_scale, True
+    found = backward_kernel(*values)
+    assert torch.equal(found[1].isnan().flatten(), broken)
+    for one, other in zip(found, backward_twin(*values), strict=True):
+        assert_same_numbers(one, other)

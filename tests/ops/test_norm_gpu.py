@@ -1,0 +1,172 @@
+"""The norms' kernels against their twin on the same GPU, bit for bit; their gradients against autograd in float64.
+
+Kernel and twin add in another order only where that is float64, whose sums differ by 1e-15 of themselves: the float32
+that they are rounded to is the same, but for one row in some hundred million. None of these rows is one.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_memory import poison
+from test_norm import EPS, NEAR, bits, given, gradient_magnitudes, gradients64
+from torch import Tensor
+
+from octavo.numerics import Cast, QTensor
+from octavo.ops import norm_backward, norm_quantize
+from octavo.ops.norm import reference
+
+pytestmark = pytest.mark.gpu
+
+REPEATS, MANY = 3, 20
+LARGE = (8192, 4096)
+SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (5, 4097)]
+LONG = (3, 32768)  # what one program holds
+CASES = [(torch.bfloat16, Cast()), (torch.float32, Cast("e5m2", scale="pow2"))]
+
+
+def assert_same(found: Tensor, required: Tensor) -> None:
+    """Equal bits, compared where they are: on the GPU."""
+    assert found.device.type == "cuda"
+    assert (found.dtype, found.shape, found.is_contiguous()) == (required.dtype, required.shape, True)
+    wrong = bits(found) != bits(required)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def assert_same_numbers(found: Tensor, required: Tensor) -> None:
+    """Equal bits, but NaN may be any NaN."""
+    nan = required.float().isnan()
+    assert torch.equal(found.float().isnan(), nan)
+    assert torch.equal(bits(found)[~nan], bits(required)[~nan])
+
+
+def on_gpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)
+
+
+def twin(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
+    return reference.norm_quantize(x, residual, weight, bias, EPS, cast, center)
+
+
+def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
+    return torch.ops.octavo.norm_quantize(x, residual, weight, bias, EPS, cast.format, cast.scale, center)
+
+
+def check_forward(values: tuple[Any, ...], cast: Cast, center: bool, repeats: int) -> None:
+    """Sum, data, scale, mean and rstd."""
+    required = twin(*values, cast, center)
+    for _ in range(repeats):
+        poison()
+        for one, other in zip(kernel(*values, cast, center), required, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("dtype", "cast"), CASES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [*SIZES, (0, 7)], ids=str)
+def test_forward(shape, dtype, cast, residual, bias, center):
+    check_forward(on_gpu(given(shape, dtype, residual, bias)), cast, center, REPEATS)
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_large_forward_again_and_again(layer):
+    check_forward(on_gpu(given(LARGE, torch.bfloat16, residual=True, bias=layer)), Cast(), layer, MANY)
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_the_longest_rows(layer):
+    check_forward(on_gpu(given(LONG, torch.bfloat16, residual=True, bias=layer)), Cast(), layer, REPEATS)
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12])
+def test_eps_decides_in_rows_as_small_as_its_root(eps):
+    """A GPU's eps is that of the twin to the last bit of rstd: float32's nearest to 1e-5 would show."""
+    x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
+    weight = torch.ones(130, device="cuda")
+    required = reference.norm_quantize(x, None, weight, None, eps, Cast(), False)
+    found = torch.ops.octavo.norm_quantize(x, None, weight, None, eps, "e4m3", "fp32", False)
+    for one, other in zip(found, required, strict=True):
+        assert_same(one, other)
+
+
+def test_strided_inputs():
+    x, residual, weight, bias = on_gpu(given((130, 17), torch.float32, True, True))
+    values = x.t().contiguous().t(), residual.t().contiguous().t(), weight, bias
+    for one, other in zip(kernel(*values, Cast(), True), twin(x, residual, weight, bias, Cast(), True), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite(value, center):
+    x, residual, weight, bias = on_gpu(given((129, 257), torch.bfloat16, True, True))
+    x = x.clone()
+    x[4, 70] = value
+    total, data, scale, mean, rstd = kernel(x, residual, weight, bias, Cast(), center)
+    required = twin(x, residual, weight, bias, Cast(), center)
+    assert torch.equal(scale.isnan().flatten(), torch.arange(129, device="cuda") == 4)
+    for one, other in zip((total, data, scale, mean, rstd), required, strict=True):
+        assert_same_numbers(one, other)
+
+
+def differing(found: QTensor, required: QTensor) -> int:
+    return int((bits(found.data).cpu() != bits(required.data)).sum())
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize(("dtype", "cast"), CASES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [*SIZES, (2048, 2048)], ids=str)
+def test_a_gpu_gives_the_bytes_of_a_cpu(shape, dtype, cast, center):
+    """All but a millionth: where the order of a float64 sum moves the last bit of a mean or rstd, an element of that
+    row that lies on the border of two codes falls to the other side."""
+    values = given(shape, dtype, True, True)
+    found = norm_quantize(*on_gpu(values), EPS, cast, center=center)
+    required = norm_quantize(*values, EPS, cast, center=center)
+    assert torch.equal(bits(found.total).cpu(), bits(required.total))
+    assert differing(found.output, required.output) <= 1e-6 * shape[0] * shape[1]
+    statistics = (found.mean, required.mean), (found.rstd, required.rstd), (found.output.scale, required.output.scale)
+    for one, other in statistics:
+        assert ((one.cpu() - other).abs() <= 2.0**-22 * other.abs()).all()
+        assert (one.cpu() != other).sum() <= 1e-3 * shape[0]
+
+
+# ---- backward
+
+
+def test_no_rows():
+    x, weight, column = (torch.ones(shape, device="cuda") for shape in ((0, 7), (7,), (0, 1)))
+    dx, dweight, dbias = norm_backward(x, x, weight, column, column, x, center=True)
+    assert dx.shape == (0, 7)
+    assert_same(dweight, torch.zeros_like(weight))
+    assert_same(dbias, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [*SIZES, LARGE], ids=str)
+def test_backward(shape, dtype, residual, center):
+    check_backward(shape, dtype, residual, center)
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+def test_backward_of_the_longest_rows(layer):
+    check_backward(LONG, torch.bfloat16, True, layer)
+
+
+def check_backward(shape: tuple[int, int], dtype: torch.dtype, residual: bool, center: bool) -> None:
+    dn = torch.randn(shape, device="cuda").to(dtype)
+    x, beside, weight, _ = on_gpu(given(shape, dtype, residual))
+    _, _, _, mean, rstd = twin(x, None, weight, None, Cast(), center)
+    required = gradients64(dn, x, weight, beside, center)
+    bounds = [2 * NEAR * size for size in gradient_magnitudes(dn, x, weight, center)]
+    bounds[0] += torch.finfo(dtype).eps / 2 * required[0].abs()
+    for _ in range(REPEATS):
+        poison()
+        found = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+        assert [t.dtype for t in found] == [dtype, torch.float32, torch.float32]
+        assert [t.shape for t in found] == [shape, shape[1:], (shape[1] if center else 0,)]
+        for one, other, bound in zip(found if center else found[:2], required, bounds, strict=False):
+            assert ((one - other).abs() <= bound).all()
