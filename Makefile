@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint bench-cpu clean
+.PHONY: demo test test-gpu lint bench bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -26,10 +26,20 @@ test: lint  ## lint, types, and every test that needs no GPU
 test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of torch, from the source tree
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
+bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kernels.py
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_stack.py
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_layer.py
+
 bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio and loss gaps on this CPU
 	$(BIN)/python bench/cpu_step.py
 	PYTHONPATH=examples $(BIN)/python bench/loss_gap.py
 	$(BIN)/python bench/tables.py
+
+docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the files in bench/results
+	$(BIN)/python bench/tables.py
+	$(BIN)/python bench/gpu_tables.py
 
 clean:
 	rm -rf .venv runs build

@@ -27,7 +27,7 @@ class Layer(nn.Module):
     def __init__(self, k: int, n: int) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(k), nn.Linear(k, n, bias=False)
-        self.fused = NormLinear(self.norm, self.linear)
+        self.fused = NormLinear(self, "norm", "linear")
 
     def forward(self, x: Tensor) -> Tensor:
         (y,), _ = self.fused(x)
@@ -84,11 +84,7 @@ def step(convert: Callable[[nn.Module, int], Any], m: int, x: Tensor, dy: Tensor
 def torchao(layer: nn.Module, _: int) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    assert isinstance(layer, Layer)
-    holder = nn.Sequential(layer.linear)  # it puts a new module in the old one's place
-    convert_to_float8_training(holder, config=Float8LinearConfig.from_recipe_name("rowwise"))
-    layer.linear = holder[0]  # type: ignore[assignment]
-    object.__setattr__(layer.fused, "linears", (layer.linear,))
+    convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name("rowwise"))
 
 
 HAS_TORCHAO = bool(record.installed("torchao"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ TARGET = ROOT.parent / "docs" / "accuracy.md"
 
 
 def main() -> None:
+    TARGET.write_text(document())
+
+
+def document() -> str:
+    """The text of docs/accuracy.md."""
     loss, step = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("loss_gap", "cpu_step"))
-    text = "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *steps(step)])
-    TARGET.write_text(text + "\n")
+    return "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *steps(step)]) + "\n"
 
 
 INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is
@@ -52,11 +57,26 @@ def steps(result: dict[str, Any]) -> list[str]:
 
 
 def machine(result: dict[str, Any]) -> str:
+    """The line that says where, with what and when a result was measured; of what its record knows."""
     facts = result["machine"]
-    return (
-        f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}, Python {facts['python']}, "
-        f"commit {facts['commit']}, {facts['measured']}."
-    )
+    named = [("{}", "gpu"), ("{}", "processor"), ("{} threads", "threads"), ("torch {}", "torch")]
+    named += [("Triton {}", "triton"), ("torchao {}", "torchao"), ("Python {}", "python"), ("commit {}", "commit")]
+    named += [("{}", "measured")]
+    return ", ".join(form.format(facts[key]) for form, key in named if facts.get(key)) + "."
+
+
+def grid(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table; `head` is its first line."""
+    rule = "|---" * (head.count("|") - 1) + "|"
+    return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def details(summary: str, body: str) -> str:
+    return f"<details>\n<summary>{summary}</summary>\n\n{body}\n\n</details>"
+
+
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
 
 
 if __name__ == "__main__":

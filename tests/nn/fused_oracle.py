@@ -30,7 +30,7 @@ class NormThenLinears(nn.Module):
         super().__init__()
         self.norm = norm
         self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for n, bias in zip(sizes, biases, strict=True))
-        self.fused = NormLinear(norm, *self.layers)
+        self.fused = NormLinear(self, "norm", *(f"layers.{i}" for i in range(len(sizes))))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
         outputs, total = self.fused(x, residual)

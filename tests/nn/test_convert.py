@@ -62,6 +62,11 @@ def test_routers_and_globs_are_skipped() -> None:
     assert "emulated" in text
 
 
+def test_the_gate_of_an_mlp_is_no_router() -> None:
+    mlp = nn.ModuleDict({"gate": nn.Linear(8, 24), "up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+    assert octavo.convert(nn.ModuleDict({"mlp": mlp})).converted == ["mlp.gate", "mlp.up", "mlp.down"]
+
+
 def test_subclasses_with_a_forward_of_their_own_are_left() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)})
     report = octavo.convert(model)

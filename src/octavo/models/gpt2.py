@@ -133,7 +133,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.width)
         self.mlp = GELU(config.width, config.mlp_width)
-        self.qkv = NormLinear(self.ln_1, self.attn.c_attn)
+        self.qkv = NormLinear(self, "ln_1", "attn.c_attn")
 
     def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""

@@ -175,8 +175,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
-        attention = self.self_attn
-        self.qkv = NormLinear(self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
     def forward(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends
 from octavo.nn.gains import LEAST_GAIN, Gains, find_gains
 from octavo.nn.linear import Linear
+from octavo.nn.mlp import SwiGLU
+from octavo.nn.norm_linear import NormLinear, converted, norm_of
+from octavo.nn.patterns import fuse_patterns
 from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
 
@@ -48,12 +51,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did: `str()` of it is a table. `gains` says where the predicted gains come from, if they do."""
+    """What `convert` did: `str()` of it is a table.
+
+    `fused` names the modules that norm, activate and quantize in one pass, with the layers that they run; `gains` says
+    where the predicted gains come from, if they do.
+    """
 
     recipe: Recipe
     rows: tuple[Row, ...]
     backends: dict[str, Backend]
     gains: str = ""
+    fused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> list[str]:
@@ -69,6 +77,7 @@ class Conversion:
         """How many layers were converted, and what each of the three GEMMs runs on."""
         lines = [f"{self.recipe.name}: {len(self.converted)} linear layers converted, {len(self.skipped)} skipped"]
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
+        lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.gains:
             lines.append(f"  only if faster: {self.gains}")
         return "\n".join(lines)
@@ -96,7 +105,9 @@ def convert(
 ) -> Conversion:
     """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
-    A module changes its class, not its identity: hooks, tied parameters and references to it keep working.
+    A module changes its class, not its identity: hooks, tied parameters and references to it keep working. Where the
+    recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that norms or activates,
+    and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`octavo.nn.patterns`).
 
     Args:
         model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
@@ -104,8 +115,9 @@ def convert(
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
-            that `model` is on now (`octavo.nn.gains`; the report has the figures). Where FP8 is emulated, or has no
-            GEMM, that is every layer, and no error. On a GPU of which nothing is known the layers are timed first.
+            that `model` is on now (`octavo.nn.gains`; the report has the figures; layers that run as one GEMM are one).
+            Where FP8 is emulated, or has no GEMM, that is every layer, and no error. On a GPU of which nothing is known
+            the layers are timed first.
         tokens: rows that a forward pass gives a layer, batch x sequence; read with `only_if_faster`.
 
     Raises:
@@ -129,31 +141,59 @@ def convert(
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
     missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
-    if only_if_faster:
-        report = _only_faster(report, linears, device, tokens)
-    elif missing and not emulate:
+    if missing and not emulate and not only_if_faster:
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
             "can, and emulate=True computes it slowly in float32"
         )
+    if recipe.folds:
+        fuse_patterns(model)
+    if only_if_faster:
+        report = _only_faster(report, model, linears, tokens)
     for name in report.converted:
         linear = linears[name]
         linear.__class__ = Linear
         assert isinstance(linear, Linear)
         linear.prepare(recipe, emulate=emulate)
-    return report
+    return replace(report, fused=_fused(model))
 
 
-def _only_faster(report: Conversion, linears: dict[str, nn.Linear], device: torch.device, tokens: int) -> Conversion:
+def _fused(model: nn.Module) -> dict[str, str]:
+    """Names of the modules that run several layers in one pass, and which."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NormLinear) and converted(module.linears) and norm_of(module.norm):
+            found[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
+        elif isinstance(module, SwiGLU) and converted((*module.inner, module.outer)):
+            found[name] = f"{module.activation} MLP"
+    return found
+
+
+def _only_faster(report: Conversion, model: nn.Module, linears: dict[str, nn.Linear], tokens: int) -> Conversion:
     """The report with the gains, and the layers that FP8 would not speed up among the skipped; these are BF16 then."""
-    shapes = {(tokens, k, n) for n, k in (row.shape for row in report.rows if not row.reason)}
+    device = next(iter(linears.values())).weight.device
+    widths = _gemm_widths(report, model, linears)
+    shapes = {(tokens, row.shape[1], widths[row.name]) for row in report.rows if not row.reason}
     gains = find_gains(report.recipe, report.backends, device, shapes)
-    rows = tuple(row if row.reason else _weighed(row, gains, tokens) for row in report.rows)
+    rows = tuple(row if row.reason else _weighed(row, gains, tokens, widths[row.name]) for row in report.rows)
     weighed = replace(report, rows=rows, gains=gains.source)
     for name in set(report.converted) - set(weighed.converted):
         if isinstance(linears[name], Linear):  # converted before: what the report calls BF16 has to be
             _restore(linears[name])
     return weighed
+
+
+def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, int]:
+    """N of the GEMM that a layer to be converted runs in, by name: of its stack, where all of that is converted."""
+    names = {id(linears[name]): name for name in report.converted}
+    widths = {name: linears[name].out_features for name in report.converted}
+    modules = [m for m in model.modules() if report.recipe.folds and isinstance(m, NormLinear | SwiGLU)]
+    for module in modules:
+        stack = module.linears if isinstance(module, NormLinear) else module.inner
+        if all(id(layer) in names for layer in stack):
+            together = sum(linears[names[id(layer)]].out_features for layer in stack)
+            widths.update({names[id(layer)]: together for layer in stack})
+    return widths
 
 
 def _restore(linear: nn.Linear) -> None:
@@ -162,9 +202,8 @@ def _restore(linear: nn.Linear) -> None:
         delattr(linear, name)
 
 
-def _weighed(row: Row, gains: Gains, tokens: int) -> Row:
-    n, k = row.shape
-    gain = gains.by_shape.get((tokens, k, n))
+def _weighed(row: Row, gains: Gains, tokens: int, width: int) -> Row:
+    gain = gains.by_shape.get((tokens, row.shape[1], width))
     if gain is None:
         return replace(row, reason=gains.source)
     return replace(row, gain=gain, reason="" if gain >= LEAST_GAIN else f"{gain:.2f}x: left in BF16")
@@ -175,7 +214,8 @@ def _reason(name: str, module: nn.Linear, skip: Sequence[str], tied: set[int]) -
     if id(module.weight) in tied:
         return "its weight is an embedding's"
     for glob in DEFAULT_SKIP:
-        if fnmatchcase(name, glob):
+        is_router = module.out_features < module.in_features or "gate" not in glob  # an MLP's gate widens
+        if fnmatchcase(name, glob) and is_router:
             return f"an output head or router ({glob})"
     for glob in skip:
         if fnmatchcase(name, glob):

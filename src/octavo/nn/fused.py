@@ -54,16 +54,17 @@ def norm_linear(
     kept: tuple[Tensor, Tensor] | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:
-    """y [T, sum of N] of the stacked layers, and x + residual [T, K] (x itself where there is none).
+    """y [..., sum of N] of the stacked layers, and x + residual [..., K] (x itself where there is none).
 
     Args:
-        x, residual: [T, K].
+        x, residual: [..., K].
         norm: what it is, its weight [K] and bias [K].
         weights, biases: [N_i, K] and [N_i].
         kept: data and scale of the stacked weights, quantized before; None quantizes them here.
         plan: with a recipe that folds.
     """
     how, gamma, beta = norm
+    x, residual = _wider_first(x, residual)
     result = _NormLinear.apply(  # type: ignore[no-untyped-call]
         plan, how, *(kept or (None, None)), x, residual, gamma, beta, *weights, *biases
     )
@@ -87,27 +88,31 @@ class _NormLinear(torch.autograd.Function):
     ) -> Any:
         gemm = plan.recipe.y
         assert gemm.x is not None
+        shape = x.shape
+        x, residual = _rows(x), _rows(residual)
         weights, biases = _split(parameters)
         total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, how.eps, gemm.x, center=how.center)
         w_q = _weights(weights, w_data, w_scale, plan)
-        y = plan.mm(gemm, n_q, w_q, plan.dtype, _stack_biases(biases))  # [T,K] @ [N,K]^T
-        ctx.plan, ctx.how, ctx.layers = plan, how, Layers.of(weights, biases)
+        y = plan.mm(gemm, n_q, w_q, plan.dtype, _stack_biases(weights, biases))  # [T,K] @ [N,K]^T
+        ctx.plan, ctx.how, ctx.layers, ctx.shape = plan, how, Layers.of(weights, biases), shape
         ctx.has_residual, ctx.norm_dtypes = residual is not None, _dtypes(gamma, beta)
         ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, w_data, *weights)
-        return (y, total) if residual is not None else y
+        y = y.view(*shape[:-1], -1)
+        return (y, total.view(shape)) if residual is not None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         total, mean, rstd, gamma, beta, s_n, s_w, w_data, *weights = ctx.saved_tensors
         assert plan.recipe.y.x is not None
-        dy = dy.contiguous()
+        dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m = mantissa(s_n)
         g = _quantize_dy(dy, s_w, m, plan)
         dn = folded_dx(g, m, _w_transposed(weights, w_data, s_w, plan), plan)  # [T,N] @ [K,N]^T
         n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, plan.recipe.y.x))
         dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
+        dx = dx.view(ctx.shape)
         norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
         return None, None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.layers.split(dw, dy)
 
@@ -121,11 +126,11 @@ def mlp(
     outer: tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None],
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:
-    """y [T, K] of a two-layer MLP, and x + residual [T, K].
+    """y [..., K] of a two-layer MLP, and x + residual [..., K] (x itself where there is none).
 
     Args:
-        x: [T, K].
-        residual: [T, K], only with a norm.
+        x: [..., K].
+        residual: [..., K], only with a norm.
         norm: as in `norm_linear`; None feeds x itself to the first layer.
         activation: "swiglu" or "gelu", as in `octavo.ops.activation_quantize`.
         inner: weights, biases and `kept` (as in `norm_linear`) of the layers before the activation.
@@ -135,6 +140,7 @@ def mlp(
     how, gamma, beta = norm if norm is not None else (None, None, None)
     weights, biases, kept_in = inner
     w, b, kept_out = outer
+    x, residual = _wider_first(x, residual)
     kept = (*(kept_in or (None, None)), *(kept_out or (None, None)))
     result = _MLP.apply(  # type: ignore[no-untyped-call]
         plan, how, activation, *kept, x, residual, gamma, beta, w, b, *weights, *biases
@@ -164,6 +170,8 @@ class _MLP(torch.autograd.Function):
     ) -> Any:
         gemm = plan.recipe.y
         assert gemm.x is not None
+        shape = x.shape
+        x, residual = _rows(x), _rows(residual)
         weights, biases = _split(parameters)
         mean = rstd = None
         total = x
@@ -172,16 +180,17 @@ class _MLP(torch.autograd.Function):
         else:
             n_q = quantize(x, gemm.x)
         w_in, w_out = _weights(weights, in_data, in_scale, plan), _weights([w], out_data, out_scale, plan)
-        u = plan.mm(gemm, n_q, w_in, plan.dtype, _stack_biases(biases))  # [T,K] @ [2F,K]^T
+        u = plan.mm(gemm, n_q, w_in, plan.dtype, _stack_biases(weights, biases))  # [T,K] @ [2F,K]^T
         h_q = activation_quantize(u, activation, gemm.x)
         y = plan.mm(gemm, h_q, w_out, plan.dtype, b)  # [T,F] @ [K,F]^T
-        ctx.plan, ctx.how, ctx.activation = plan, how, activation
+        ctx.plan, ctx.how, ctx.activation, ctx.shape = plan, how, activation, shape
         ctx.inner, ctx.outer = Layers.of(weights, biases), Layers.of([w], [b])
         ctx.has_residual, ctx.x_dtype, ctx.norm_dtypes = residual is not None, x.dtype, _dtypes(gamma, beta)
         kept = (total, mean, rstd, gamma, beta, None) if how is not None else (*[None] * 5, n_q.data)
         scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
         ctx.save_for_backward(*kept, u, *scales, in_data, out_data, w, *weights)
-        return (y, total) if residual is not None else y
+        y = y.view(shape)
+        return (y, total.view(shape)) if residual is not None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
@@ -192,7 +201,7 @@ class _MLP(torch.autograd.Function):
         )
         assert recipe.dx.dy is not None
         assert recipe.y.x is not None
-        dy = dy.contiguous()
+        dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m_h, m_n = mantissa(s_h), mantissa(s_n)
         g = _quantize_dy(dy, s_out, m_h, plan)
         dh = folded_dx(g, m_h, _w_transposed([w], out_data, s_out, plan), plan)  # [T,K] @ [F,K]^T
@@ -209,8 +218,9 @@ class _MLP(torch.autograd.Function):
         dw_in = folded_dw(du, n_t, s_n, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T
         gradients = (*ctx.outer.split(dw_out, dy), *ctx.inner.split(dw_in, wide))
         if ctx.how is None:
-            return *[None] * 7, dn.to(ctx.x_dtype), None, None, None, *gradients
+            return *[None] * 7, dn.to(ctx.x_dtype).view(ctx.shape), None, None, None, *gradients
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
+        dx = dx.view(ctx.shape)
         norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
         return *[None] * 7, dx, dx if ctx.has_residual else None, *norm_gradients, *gradients
 
@@ -265,9 +275,25 @@ def _w_transposed(weights: list[Tensor], kept: Tensor | None, s_w: Tensor, plan:
     return folded_operand(recast_transposed(weights, s_w, cast))
 
 
-def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
-    given = [bias for bias in biases if bias is not None]
-    return torch.cat(given) if given else None
+def _stack_biases(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor | None:
+    given = next((bias for bias in biases if bias is not None), None)
+    if given is None:
+        return None
+    return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
+
+
+def _wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x and residual, so that their sum has the dtype of the first: the one that PyTorch would give it."""
+    if residual is None or residual.dtype == x.dtype:
+        return x, residual
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    return (residual, x) if residual.dtype == wide else (x.to(wide), residual)
+
+
+def _rows(x: Any) -> Any:
+    # Within the functions: x and the residual get one tensor as their gradient, and autograd must see that it is one,
+    # or a leaf would add to the other's.
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def _row(data: Tensor, scale: Tensor, cast: Any) -> QTensor:

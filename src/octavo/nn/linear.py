@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.branches import Branches
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.folded import Plan
 from octavo.nn.function import linear
@@ -35,7 +36,9 @@ class Linear(nn.Linear):
             {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Branches) -> Tensor:
+        if isinstance(x, Branches):
+            return x.output_of(self)
         dtype, w = compute_dtype(x), self.weight
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if self.bias is None else self.bias.to(dtype))
@@ -48,9 +51,11 @@ class Linear(nn.Linear):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
-        """This layer and the cast of its weight, unless that has a history or is of the rotated weight."""
+        """This layer and the cast of its weight, unless that is drawn anew, has a history, or rotates the weight."""
         cast = self.recipe.y.w
-        return None if cast is None or cast.history or self.recipe.rotate else ([self], cast)
+        if cast is None or cast.history or cast.rounding != "nearest" or self.recipe.rotate:
+            return None
+        return [self], cast
 
     def _history(self, operand: str) -> ScaleHistory | None:
         history = dict(self.histories.items()).get(operand)

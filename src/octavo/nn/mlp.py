@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
 from octavo.nn.linear import Linear
-from octavo.nn.norm_linear import kept_bytes, norm_of, shared_plan, stacked_weights
+from octavo.nn.norm_linear import converted, kept_bytes, norm_of, plan_of, stacked_weights
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 
@@ -60,32 +60,34 @@ class SwiGLU(nn.Module):
         return y if norm is None else (y, total)
 
     def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        plan, known = shared_plan((*self.inner, self.outer), x), None if norm is None else norm_of(norm, x)
-        if plan is None or (norm is not None and known is None):
+        linears, known = self._converted(), None if norm is None else norm_of(norm)
+        if linears is None or x.numel() == 0 or (norm is not None and known is None):
             total = x if residual is None else x + residual
             n = total if norm is None else norm(total)
             y: Tensor = self.outer(self.activate(*(linear(n) for linear in self.inner)))
             return y, total
-        assert isinstance(self.outer, Linear)
-        rows = x.reshape(-1, x.shape[-1])
-        out, total = mlp(
-            rows,
-            None if residual is None else residual.reshape(rows.shape),
+        *inner, outer = linears
+        plan = plan_of(linears, x)
+        return mlp(
+            x,
+            residual,
             known,
             self.activation,
             (
-                [linear.weight for linear in self.inner],
-                [linear.bias for linear in self.inner],
-                kept_bytes(self.weight_cache, self.inner, plan),
+                [linear.weight for linear in inner],
+                [linear.bias for linear in inner],
+                kept_bytes(self.weight_cache, inner, plan),
             ),
-            (self.outer.weight, self.outer.bias, kept_bytes(self.outer.weight_cache, (self.outer,), plan)),
+            (outer.weight, outer.bias, kept_bytes(outer.weight_cache, (outer,), plan)),
             plan,
         )
-        return out.view(x.shape), x if residual is None else total.view(x.shape)
 
-    def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
+    def _converted(self) -> list[Linear] | None:
+        return converted((*self.inner, self.outer))
+
+    def cached_weights(self) -> tuple[list[Linear], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""
-        return stacked_weights(self.inner)
+        return None if self._converted() is None else stacked_weights(self.inner)
 
 
 class GELU(SwiGLU):

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
@@ -32,7 +32,12 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.q: QTensor | None = None
+        self.seen: list[Tensor] = []
         self.key: tuple[Any, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> WeightCache:
+        """An empty one: no block watches the copy of a model."""
+        return WeightCache()
 
     def get(self, weights: Sequence[Tensor], cast: Cast) -> QTensor | None:
         """The bytes of `weights`, if they are kept; made again if a weight is not what it was."""
@@ -44,23 +49,24 @@ class WeightCache:
     def fill(self, weights: Sequence[Tensor], cast: Cast) -> None:
         """Cast `weights`, into the memory that holds their bytes if there is some."""
         if any(hasattr(w, "device_mesh") for w in weights):
-            return self.clear()
+            self.clear()
+            return
         q = _cast(weights, cast)
         if self.q is None or (self.q.shape, self.q.data.device) != (q.shape, q.data.device):
             self.q = q
         else:
             self.q.data.copy_(q.data)
             self.q.scale.copy_(q.scale)
-        self.key = _key(weights)
-        return None
+        # What was cast stays allocated until the next look: so other weights cannot lie at its address.
+        self.seen, self.key = [w.detach() for w in weights], _key(weights)
 
     def clear(self) -> None:
         """Keep nothing."""
-        self.q, self.key = None, ()
+        self.q, self.seen, self.key = None, [], ()
 
 
 def _cast(weights: Sequence[Tensor], cast: Cast) -> QTensor:
-    if cast.granularity == ROW and cast.rounding == "nearest":
+    if cast.granularity == ROW:
         return quantize_stack(weights, cast)
     (w,) = weights  # only row scales stack
     return quantize(w, cast)
@@ -76,7 +82,7 @@ class Caches(Protocol):
 
     weight_cache: WeightCache
 
-    def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
+    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The layers whose weights it would keep, and their cast; None if it casts none now."""
 
 
@@ -92,9 +98,15 @@ def cast_once(model: nn.Module) -> Iterator[None]:
         for cache, linears, cast in caches:
             cache.fill([linear.weight for linear in linears], cast)
 
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for cache, linears, cast in caches:
+            if any(id(linear.weight) in held for linear in linears):
+                cache.fill([linear.weight for linear in linears], cast)
+
     refresh()
     loaded = model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
-    hooks = [register_optimizer_step_post_hook(refresh), loaded]
+    hooks = [register_optimizer_step_post_hook(stepped), loaded]
     try:
         yield
     finally:
@@ -104,10 +116,10 @@ def cast_once(model: nn.Module) -> Iterator[None]:
             cache.clear()
 
 
-def _caches(model: nn.Module) -> list[tuple[WeightCache, list[nn.Linear], Cast]]:
-    """What is to be kept: stacks first, then the layers that are in none."""
-    found: list[tuple[WeightCache, list[nn.Linear], Cast]] = []
-    taken: set[int] = set()
+def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Cast]]:
+    """What is to be kept: stacks first, then the layers that are in none; nothing that FSDP manages."""
+    found: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
+    taken = {id(layer) for module in model.modules() if _shards(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
         wanted = module.cached_weights()
@@ -115,3 +127,8 @@ def _caches(model: nn.Module) -> list[tuple[WeightCache, list[nn.Linear], Cast]]
             found.append((module.weight_cache, *wanted))
             taken.update(map(id, wanted[0]))
     return found
+
+
+def _shards(module: nn.Module) -> bool:
+    """Whether this is a root of FSDP, by name: to import it takes long."""
+    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

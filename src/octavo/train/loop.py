@@ -6,8 +6,8 @@ One step, with `accumulate` micro-batches:
     clip the gradient's norm;  AdamW on the FP32 master weights;  close the step of delayed scaling
 
 Forward runs under autocast to BF16 (or FP16, with its loss scaled: Micikevicius et al., arXiv:1710.03740), converted
-linear layers in FP8. Every step depends on (weights, optimizer, scale histories, random state, step) alone, all of
-which a checkpoint holds: a run that is killed and resumed repeats its losses bit for bit.
+linear layers in FP8, their weights cast once a step. Every step depends on (weights, optimizer, scale histories, random
+state, step) alone, all of which a checkpoint holds: a run that is killed and resumed repeats its losses bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from octavo.artifact.run import RunFolder
 from octavo.models.stream import stream
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import update_scales
+from octavo.nn import cast_once, update_scales
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
 from octavo.train.data import Batches
@@ -79,6 +79,7 @@ class Trainer:
         with (
             interrupt() as stop,
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
+            cast_once(self.model),
         ):
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()

@@ -1,0 +1,143 @@
+"""The plots of docs/performance.md, drawn from the result files: the same files give the same bytes.
+
+Text stays text, there is no date, and the colours (Okabe and Ito's) differ for the colour-blind too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gpu_aims
+import matplotlib
+from gpu_aims import BASE, Result
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
+OWNERS = {"ours": BLUE, "torchao": ORANGE, "bf16": GREY}
+MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}
+STYLE = {
+    "svg.hashsalt": "octavo",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+POINTS = 200  # of a curve, at most
+SPAN = 2.0  # the heatmap's colours run from half of BF16's speed to twice
+
+
+def draw(found: dict[str, Result], folder: Path) -> list[Path]:
+    """Write the plot of each result that is there; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, (plot, file) in {
+        "gpu_stack": (stack, "stack"),
+        "gpu_layer": (layer, "layer"),
+        "gpt_parity": (parity, "parity"),
+    }.items():
+        if name in found:
+            with matplotlib.rc_context(STYLE):
+                paths.append(save(plot(found[name]), folder / f"{file}.svg"))
+    return paths
+
+
+def save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
+    lines = path.read_text().splitlines()  # its spaces at the ends of lines are of no use
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+    return path
+
+
+def stack(result: Result) -> Any:
+    """Milliseconds of a step, a bar a mode; BF16 and the floor as lines."""
+    rows = result["modes"][::-1]  # the first on top
+    figure = Figure(figsize=(8, 0.3 * len(rows) + 1.1), layout="constrained")
+    axes = figure.subplots()
+    colors = [OWNERS[owner(row["mode"])] for row in rows]
+    axes.barh([row["mode"] for row in rows], [row["median"] for row in rows], color=colors, height=0.7)
+    for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        ink = "black" if color == ORANGE else "white"
+        axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
+    marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items()]
+    for label, ms, line in (
+        (BASE, gpu_aims.medians(result).get(BASE), "-"),
+        ("floor", result["floors"]["cast"]["total"], "--"),
+    ):
+        if ms is not None:
+            axes.axvline(ms, color="black", linestyle=line, linewidth=1)
+            marks.append(Line2D([], [], color="black", linestyle=line, linewidth=1, label=label))
+    axes.set_xlabel("milliseconds, forward and backward")
+    axes.margins(y=0.02)
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
+    return figure
+
+
+def owner(mode: str) -> str:
+    return next(name for name in OWNERS if mode.startswith(name))
+
+
+def layer(result: Result) -> Any:
+    """The gain of ours over BF16 by inputs K and outputs N, a panel for each number of tokens M."""
+    cells = {(c["m"], c["k"], c["n"]): c["ms"]["bf16"] / c["ms"]["ours"] for c in result["cells"]}
+    sizes = sorted({size for cell in cells for size in cell})
+    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    panels = figure.subplots(2, -(-len(sizes) // 2), sharex=True, sharey=True, squeeze=False)
+    for axes in panels.flat[len(sizes) :]:
+        axes.set_visible(False)
+    for axes, m in zip(panels.flat, sizes, strict=False):
+        grid = [[cells.get((m, k, n), float("nan")) for n in sizes] for k in sizes]
+        mesh = axes.pcolormesh(grid, cmap="PuOr", norm=LogNorm(1 / SPAN, SPAN), edgecolors="white", linewidth=0.5)
+        annotate(axes, grid)
+        axes.set_title(f"M = {m}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks([i + 0.5 for i in range(len(sizes))], [f"{size // 1024}k" for size in sizes])
+    figure.supxlabel("outputs N")
+    figure.supylabel("inputs K")
+    bar: Any = figure.colorbar(mesh, ax=panels, shrink=0.6, label="speed of BF16")
+    bar.set_ticks([0.5, 0.7, 1.0, 1.4, 2.0], labels=["0.5", "0.7", "1.0", "1.4", "2.0"])
+    bar.ax.minorticks_off()
+    bar.solids.set_rasterized(False)
+    return figure
+
+
+def annotate(axes: Any, grid: list[list[float]]) -> None:
+    """Write each gain into its cell; a cell that was not measured stays blank."""
+    for row, line in enumerate(grid):
+        for column, gain in enumerate(line):
+            if gain == gain:
+                dark = not 1 / 1.5 < gain < 1.5
+                place = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if dark else "black"}
+                axes.text(column + 0.5, row + 0.5, f"{gain:.2f}", **place)
+
+
+def parity(result: Result) -> Any:
+    """The training loss of every run, and the gap of each to the BF16 run of its seed."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    losses, gaps = figure.subplots(1, 2)
+    curves = {(run["mode"], run["seed"]): run["curve"] for run in result["runs"]}
+    tokens = {key: result["tokens"] / len(curve) / 1e6 for key, curve in curves.items()}
+    for (mode, seed), curve in curves.items():
+        at = [(i + 0.5) * tokens[mode, seed] for i in range(len(curve))]
+        style = {"color": MODES.get(mode, PINK), "linewidth": 0.8}
+        losses.plot(decimate(at), decimate(curve), **style)
+        if mode != "bf16" and len(curves.get(("bf16", seed), [])) == len(curve):
+            gap = [100 * (loss / base - 1) for loss, base in zip(curve, curves["bf16", seed], strict=True)]
+            gaps.plot(decimate(at), decimate(gap), **style)
+    gaps.axhline(0, color=GREY, linewidth=1)
+    losses.set_ylabel("training loss")
+    gaps.set_ylabel("gap to BF16 of the same seed, %")
+    for axes in (losses, gaps):
+        axes.set_xlabel("million tokens")
+    names = list(dict.fromkeys(mode for mode, _ in curves))
+    marks = [Line2D([], [], color=MODES.get(name, PINK), label=name) for name in names]
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
+    return figure
+
+
+def decimate(points: list[float]) -> list[float]:
+    """At most POINTS of the points, evenly apart."""
+    return points[:: -(-len(points) // POINTS) or 1]

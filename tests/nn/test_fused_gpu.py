@@ -1,0 +1,238 @@
+"""The fused functions on CUDA in BF16: their numbers, compiled, in CUDA graphs, and the memory that they keep.
+
+The sizes are no multiples of the kernels' tiles. What the kernels write is compared byte for byte in tests/ops; here a
+byte may differ from the oracle's where the tensor core's sum moved a number of BF16 over the border of two codes.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fused_oracle import (
+    Block,
+    Tensors,
+    check,
+    exact,
+    exact_unquantized,
+    gelu,
+    linears,
+    output_gradients,
+    run,
+    sqnr,
+    swiglu,
+    tokens,
+)
+from torch import Tensor, nn
+
+import octavo
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
+    # the thread that runs backward passes has no context before its first GEMM
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
+
+T, K, F = 1000, 528, 1104
+BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
+LEAST = 45.0  # dB, between two runs on the same bytes
+
+
+def on_gpu(build, kind: str = "rms", bias: bool = False) -> Block:
+    """Converted, in BF16."""
+    block = build(kind, K, F, bias).to("cuda", torch.bfloat16)
+    octavo.convert(block)
+    return block
+
+
+def inputs(t: int = T) -> tuple[Tensor, Tensor]:
+    """x and residual."""
+    return tokens(t, K, torch.bfloat16, "cuda"), tokens(t, K, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "bias"),
+    [(linears, "rms", True), (linears, "layer", False), (swiglu, "rms", False), (swiglu, "none", True),
+     (swiglu, "llama", True), (gelu, "layer", True), (gelu, "none", False), (gelu, "layer without bias", False)],
+)  # fmt: skip
+def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str, bias: bool) -> None:
+    block = build(kind, K, F, bias).to(torch.bfloat16)
+    x, residual = inputs()
+    x, residual = x.cpu(), None if kind == "none" else residual.cpu()
+    octavo.convert(block)
+    required = exact(block, x, residual, torch.bfloat16)
+    block.cuda()
+    found = run(block, block, x.cuda(), None if residual is None else residual.cuda())
+    assert {t.device.type for t in found.values()} == {"cuda"}
+    check(required, found, 45 if build is linears else 29)  # quantized anew: 21
+
+
+@pytest.mark.parametrize("t", [1, 33, T])
+@BUILDERS
+def test_near_the_exact_function(build, t: int) -> None:
+    block, (x, residual) = on_gpu(build, bias=True), inputs(t)
+    required, found = exact_unquantized(block, x, residual), run(block, block, x, residual)
+    check(required, found, 22 if t == T else 20)
+    assert sqnr(required["output 0"], found["output 0"]) < 40  # it was quantized
+
+
+@BUILDERS
+def test_under_autocast(build) -> None:
+    """Parameters and stream in float32, layers in BF16."""
+    block = build("rms", K, F, True).cuda()
+    octavo.convert(block)
+    x, residual = (tokens(T, K, device="cuda") for _ in range(2))
+    found = run(block, block, x, residual, autocast=True)
+    check(exact_unquantized(block, x, residual), found, 22)
+    assert {t.dtype for name, t in found.items() if name.startswith("d ")} == {torch.float32}
+
+
+def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
+    block = linears("rms without eps", K, F).to("cuda", torch.bfloat16)
+    x = inputs()[0] * 0.1
+    plain = block.separate(x)
+    octavo.convert(block)
+    assert sqnr(plain[0], block(x)[0]) > 25
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("autocast", [False, True])
+@BUILDERS
+def test_compiled_by_inductor_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
+    torch.compiler.reset()
+    block = on_gpu(build).float() if autocast else on_gpu(build)
+    compiled = torch.compile(block, fullgraph=True)
+    for i in range(4):
+        x, residual = (t.float() for t in inputs()) if autocast else inputs()
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = run(block, compiled, x, residual, autocast=autocast)
+        check(run(block, block, x, residual, autocast=autocast), found, LEAST)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_inside_cast_once_sees_the_new_bytes() -> None:
+    torch.compiler.reset()
+    block, (x, residual) = on_gpu(swiglu), inputs()
+    compiled = torch.compile(block, fullgraph=True)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
+    with octavo.cast_once(block):
+        for i in range(3):
+            with torch._dynamo.config.patch(error_on_recompile=i > 0):
+                found = run(block, compiled, x, residual)
+            check(fresh_run(block, swiglu, x, residual), found, LEAST)
+            random_step(block, optimizer)
+
+
+# ---- CUDA graphs
+
+
+def forward_backward(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> Tensors:
+    outputs = block(x, residual)
+    names = ["x", "residual", *(name for name, _ in block.named_parameters())]
+    gradients = torch.autograd.grad(outputs, [x, residual, *block.parameters()], douts)
+    named = {f"output {i}": y for i, y in enumerate(outputs)}
+    return named | {f"d {name}": g for name, g in zip(names, gradients, strict=True)}
+
+
+def capture(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """A graph of forward and backward, and what its replays write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            forward_backward(block, x, residual, douts)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(block, x, residual, douts)
+    return graph, captured
+
+
+def fresh_run(block: Block, build, x: Tensor, residual: Tensor) -> Tensors:
+    """`run` of a new block with this one's parameters."""
+    twin = on_gpu(build)
+    twin.load_state_dict(block.state_dict())
+    return run(twin, twin, x.detach(), residual.detach())
+
+
+def random_step(block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in block.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cast once"])
+@BUILDERS
+def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: bool) -> None:
+    block = on_gpu(build)
+    x, residual = (t.requires_grad_() for t in inputs())
+    douts = output_gradients(block(x, residual))
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
+    with octavo.cast_once(block if cached else nn.Identity()):
+        graph, captured = capture(block, x, residual, douts)
+        for _ in range(3):
+            random_step(block, optimizer)
+            with torch.no_grad():
+                for static, new in zip((x, residual), inputs(), strict=True):
+                    static.copy_(new)
+            for t in captured.values():
+                t.detach().fill_(torch.nan)
+            graph.replay()
+            check(fresh_run(block, build, x, residual), captured, 30)  # with the weights of one step before: 15
+
+
+# ---- memory
+
+
+@pytest.fixture
+def no_garbage() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held(block: Block, *given: Tensor) -> int:
+    """Bytes asked for in the forward pass that live until the backward pass; the outputs are among them."""
+    for _ in range(2):
+        outputs = block(*given)
+        torch.autograd.grad(outputs[0].sum(), given)
+    del outputs
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    outputs = block(*given)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.autograd.grad(outputs[0].sum(), given)
+    return after - before
+
+
+SMALL = 4096  # bytes that do not grow with the tokens
+
+
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.parametrize("build", [swiglu, gelu])
+def test_an_mlp_keeps_the_stream_and_u(build) -> None:
+    """Beside y: x + residual, u, and four float32 a token (mean, 1/rms, two scales); a float32 a row of the weights."""
+    block, (x, residual) = on_gpu(build), inputs()
+    columns = 2 * F if build is swiglu else F
+    bound = T * (2 * K + 2 * K + 2 * columns + 4 * 4) + 4 * (columns + K) + SMALL
+    assert bound - T * K < held(block, x.requires_grad_(), residual.requires_grad_()) <= bound
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_a_norm_and_its_layers_keep_the_stream() -> None:
+    block, (x, residual) = on_gpu(linears), inputs()
+    columns = F + 17 + 1
+    bound = T * (2 * columns + 2 * K + 3 * 4) + 4 * columns + SMALL
+    assert bound - T * K < held(block, x.requires_grad_(), residual.requires_grad_()) <= bound
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_without_a_residual_the_stream_is_kept_but_not_again() -> None:
+    block, (x, _) = on_gpu(swiglu), inputs()
+    bound = T * (2 * K + 2 * 2 * F + 4 * 4) + 4 * (2 * F + K) + SMALL
+    assert held(block, x.requires_grad_()) <= bound
