@@ -126,6 +126,41 @@ def test_only_delayed_recipes_are_delayed():
     assert Recipe("w", y=Gemm(x=Cast(), w=Cast(granularity=TENSOR, history=History()))).delayed
 
 
+def test_rowwise_folds_and_no_other_preset():
+    assert {name for name, preset in PRESETS.items() if preset().folds} == {"rowwise"}
+    assert rowwise("e5m2").folds
+    assert rowwise("e5m2fnuz").folds
+
+
+@pytest.mark.parametrize(
+    ("operand", "change", "folds"),
+    [
+        ("x", {"scale": "pow2"}, True),
+        ("w", {"scale": "pow2"}, True),
+        ("w", {"relative_floor": 0.5}, True),
+        ("x", {"relative_floor": 0.5}, False),
+        ("dy", {"relative_floor": 0.5}, False),
+        *((operand, {"scale": "e8m0"}, False) for operand in ("x", "w", "dy")),
+        *((operand, {"rounding": "stochastic"}, False) for operand in ("x", "w", "dy")),
+    ],
+    ids=str,
+)
+def test_a_recipe_folds_if_the_fused_operations_do_its_casts(operand, change, folds):
+    recipe = rowwise()
+    x, w, dy = (
+        replace(cast, **change if name == operand else {})
+        for name, cast in zip(("x", "w", "dy"), (recipe.y.x, recipe.y.w, recipe.dx.dy), strict=True)
+    )
+    assert Recipe("odd", y=Gemm(x=x, w=w), dx=Gemm(dy=dy, w=w), dw=Gemm(dy=dy, x=x)).folds == folds
+
+
+def test_a_recipe_folds_if_all_three_gemms_have_row_scales_and_nothing_is_rotated():
+    recipe = rowwise()
+    assert not replace(recipe, rotate=True).folds
+    tensor = Cast(granularity=TENSOR)
+    assert not replace(recipe, y=Gemm(x=recipe.y.x, w=tensor), dx=Gemm(dy=recipe.dx.dy, w=tensor)).folds
+
+
 # ---- JSON
 
 

@@ -101,13 +101,15 @@ class Recipe:
 
     @property
     def folds(self) -> bool:
-        """Whether all three GEMMs have row scales, each tensor is quantized once, and rounding is to nearest.
+        """Whether all three GEMMs have float32 row scales, each tensor is quantized once, and rounding is to nearest.
 
-        The fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) are for such recipes.
+        The fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) are for such recipes. They quantize x and dy in
+        the pass that makes a row, where a floor relative to other rows is not known; only w may have one.
         """
         casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
-        plain = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in casts)
-        return len(casts) == 6 and plain and not self.rotate
+        plain = all(c.granularity == ROW and c.rounding == "nearest" and c.scale != "e8m0" for c in casts)
+        floor = any(cast.relative_floor for cast in _casts(self.dw))  # of x or dy, whose casts are those in y and dx
+        return len(casts) == 6 and plain and not floor and not self.rotate
 
     def to_json(self) -> str:
         """The recipe as JSON."""

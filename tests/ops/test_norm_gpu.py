@@ -1,15 +1,17 @@
 """The norms' kernels against their twin on the same GPU, bit for bit; their gradients against autograd in float64.
 
 Kernel and twin add in another order only where that is float64, whose sums differ by 1e-15 of themselves: the float32
-that they are rounded to is the same, but for one row in some hundred million. None of these rows is one.
+that they are rounded to is the same, but for one row in some hundred million. None of these rows is one. The operation
+rounds eps to float32, so the twin is given it so.
 """
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpu_memory import poison
-from test_norm import EPS, NEAR, bits, given, gradient_magnitudes, gradients64
+from test_norm import EPS, EPS32, NEAR, bits, given, gradient_magnitudes, gradients64
 from torch import Tensor
 
 from octavo.numerics import Cast, QTensor
@@ -45,7 +47,7 @@ def on_gpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def twin(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
-    return reference.norm_quantize(x, residual, weight, bias, EPS, cast, center)
+    return reference.norm_quantize(x, residual, weight, bias, EPS32, cast, center)
 
 
 def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
@@ -82,13 +84,19 @@ def test_the_longest_rows(layer):
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12])
 def test_eps_decides_in_rows_as_small_as_its_root(eps):
-    """A GPU's eps is that of the twin to the last bit of rstd: float32's nearest to 1e-5 would show."""
+    """A kernel's eps is that of the twin to the last bit of rstd: the float64 of 1e-5 would show."""
     x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
     weight = torch.ones(130, device="cuda")
-    required = reference.norm_quantize(x, None, weight, None, eps, Cast(), False)
+    required = reference.norm_quantize(x, None, weight, None, float(np.float32(eps)), Cast(), False)
     found = torch.ops.octavo.norm_quantize(x, None, weight, None, eps, "e4m3", "fp32", False)
     for one, other in zip(found, required, strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fnuz", "e5m2fnuz"])
+def test_formats_without_kernels_are_the_twins(fmt):
+    values = on_gpu(given((17, 130), torch.bfloat16, True, True))
+    check_forward(values, Cast(fmt), True, 1)
 
 
 def test_strided_inputs():

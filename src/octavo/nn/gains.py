@@ -6,7 +6,8 @@ Where there is none, H100 and H200 use the one shipped; other GPUs, and recipes 
 layers timed when `convert` asks, which are kept as well.
 
 Times differ from run to run by about a per cent, so a gain counts from LEAST_GAIN on. Sizes beyond the grid are judged
-as its edge: few tokens (below 2048) pay less than they are judged to.
+as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`): uncompiled code, which launches more slowly
+than a small layer runs, gains less.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from octavo.recipe import PRESETS, Recipe
 from octavo.version import __version__
 
 LEAST_GAIN = 1.02
-GRID_TOKENS = (2048, 8192, 32768)
+GRID_TOKENS = (512, 2048, 8192, 32768)
 GRID_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SHIPPED = {"H100": "gains_h100.json", "H200": "gains_h100.json"}  # by a part of the GPU's name
 

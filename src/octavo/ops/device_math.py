@@ -6,6 +6,7 @@ that a block which holds one is known by its amax.
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -54,10 +55,16 @@ def store_scale(pointer, scale, mask, E8M0: tl.constexpr):
 
 
 @triton.jit
+def add(x, y):
+    """x + y, rounded by itself: never contracted with a product that it adds."""
+    return libdevice.add_rn(x, y)
+
+
+@triton.jit
 def add_neighbours(x):
     """[R, C] -> [R, C / 2], each column with the one to its right."""
     left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return left + right
+    return add(left, right)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR
@@ -43,6 +44,12 @@ def row_tile(k: int) -> tuple[int, int, int]:
     block = max(power_of_two_above(k), 16)
     rows = max(1, 4096 // block)
     return block, rows, 8 if block <= 8192 else block // 1024
+
+
+def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:
+    """Whether the fused kernels run for `x`: on its device, over rows of `columns` elements, to these formats."""
+    convertible = all(fmt in FORMATS for fmt in formats)
+    return convertible and x.numel() > 0 and columns <= LONGEST_ROW and has_kernels(x.device)
 
 
 def fits(how: Cast, columns: int) -> bool:

@@ -2,7 +2,8 @@
 
 The text (for a log that nobody reads) holds the operation's arguments, and theirs, down to the graph's inputs. An
 operation that first appears deep in a model takes hours to describe. Operations that Inductor has been told of are not
-described; torch 2.13 makes the text only when the log is on (compare pytorch's graph.py, "Creating implicit fallback").
+described (PyTorch's scaled GEMM is as new to it as ours are); torch 2.13 makes the text only when the log is on
+(compare pytorch's graph.py, "Creating implicit fallback").
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def tell_inductor() -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return
     lowering = import_module("torch._inductor.lowering")
-    for name in OPERATIONS:
-        op = getattr(torch.ops.octavo, name).default
+    ours = [getattr(torch.ops.octavo, name).default for name in OPERATIONS]
+    for op in (*ours, torch.ops.aten._scaled_mm_v2.default):
         if op not in lowering.lowerings:
             tag = lowering.get_layout_constraint_tag(op, with_default=True)
             lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.activation.reference import activation_backward as reference_backward
 from octavo.ops.activation.reference import activation_quantize as reference_quantize
-from octavo.ops.kernels import LONGEST_ROW, has_kernels, kernels_of
+from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
+from octavo.ops.inlining import operation
+from octavo.ops.kernels import kernels_of, runs_fused
 
 WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for one of h
 
@@ -29,9 +31,13 @@ def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     """h = activation(u), quantized by row in one pass.
 
     Args:
-        u: [M, 2F], gate beside up, for kind "swiglu"; [M, F] for "gelu" (the exact one).
-        cast: of h [M, F], by row, rounded to nearest.
+        u: float32, bfloat16 or float16: [M, 2F], gate beside up, for kind "swiglu"; [M, F] for "gelu" (the exact one).
+        cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
+
+    Raises:
+        ValueError: for another kind, cast, shape or dtype.
     """
+    check_row_cast("activation_quantize", cast)
     data, scale = torch.ops.octavo.activation_quantize(u, kind, cast.format, cast.scale)
     return QTensor(data, scale, cast.fmt, ROW)
 
@@ -52,11 +58,17 @@ def activation_backward(
 
     Args:
         dh, u: [M, F] and as in `activation_quantize`.
-        cast: of the gradient of u.
+        cast: of the gradient of u, as there.
         column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first.
-        h_cast, h_scale: what forward cast h with, and the scale [M, 1] it got: its bytes are made again, not kept.
+        h_cast, h_scale: what forward cast h with, and the scale, float32 [M, 1], that it got: its bytes are made again,
+            not kept.
         keep: return the gradient in u's dtype too (for a bias).
+
+    Raises:
+        ValueError: for another kind, cast, shape or dtype.
     """
+    check_row_cast("activation_backward", cast)
+    check_row_cast("activation_backward", h_cast)
     data, scale, h_data, wide = torch.ops.octavo.activation_backward(
         dh, u, kind, cast.format, cast.scale, column_scale, row_scale, h_cast.format, h_scale, keep
     )
@@ -66,18 +78,31 @@ def activation_backward(
 def _check(u: Tensor, kind: str) -> None:
     if kind not in WIDTHS:
         raise ValueError(f"unknown activation {kind!r}: choose one of {', '.join(WIDTHS)}")
-    if u.ndim != 2 or u.shape[1] % WIDTHS[kind]:
-        raise ValueError(f"{kind} takes a matrix whose columns divide by {WIDTHS[kind]}, got {list(u.shape)}")
+    if u.ndim != 2 or u.dtype not in FLOATS or u.shape[1] % WIDTHS[kind]:
+        raise ValueError(
+            f"{kind} takes a matrix of float32, bfloat16 or float16 whose columns divide by {WIDTHS[kind]}, "
+            f"got {u.dtype} {list(u.shape)}"
+        )
 
 
-@torch.library.custom_op("octavo::activation_quantize", mutates_args=())
+def _check_backward(dh: Tensor, u: Tensor, kind: str, column_scale: Tensor, row_scale: Tensor, h_scale: Tensor) -> None:
+    _check(u, kind)
+    m, columns = u.shape
+    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
+    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
+    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
+
+
+def _quantizes(u: Tensor, kind: str, fmt: str, scale: str) -> bool:
+    return runs_fused(u, u.shape[1] // WIDTHS[kind], fmt)
+
+
+@operation("octavo::activation_quantize", _quantizes)
 def _activation_quantize(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
     _check(u, kind)
-    how = Cast(fmt, ROW, scale)
-    if not (has_kernels(u.device) and u.shape[1] // WIDTHS[kind] <= LONGEST_ROW):
-        return reference_quantize(u, kind, how)
-    kernel = kernels_of("activation").activation_quantize
-    return kernel(u.contiguous(), kind, how)
+    run = kernels_of("activation").activation_quantize if _quantizes(u, kind, fmt, scale) else reference_quantize
+    return run(u.contiguous(), kind, Cast(fmt, ROW, scale))
 
 
 @_activation_quantize.register_fake
@@ -87,7 +112,13 @@ def _(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("octavo::activation_backward", mutates_args=())
+def _differentiates(
+    dh: Tensor, u: Tensor, kind: str, fmt: str, scale: str, columns: Any, rows: Any, h_fmt: str, *_: Any
+) -> bool:
+    return runs_fused(u, dh.shape[1], fmt, h_fmt)
+
+
+@operation("octavo::activation_backward", _differentiates)
 def _activation_backward(
     dh: Tensor,
     u: Tensor,
@@ -100,12 +131,12 @@ def _activation_backward(
     h_scale: Tensor,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(u, kind)
+    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
+    on_gpu = runs_fused(u, dh.shape[1], fmt, h_fmt)
+    run = kernels_of("activation").activation_backward if on_gpu else reference_backward
+    dh, u, column_scale, row_scale, h_scale = (t.contiguous() for t in (dh, u, column_scale, row_scale, h_scale))
     how, h_how = Cast(fmt, ROW, scale), Cast(h_fmt, ROW)
-    if not (has_kernels(u.device) and dh.shape[1] <= LONGEST_ROW):
-        return reference_backward(dh, u, kind, how, column_scale, row_scale, h_how, h_scale, keep)
-    kernel = kernels_of("activation").activation_backward
-    return kernel(dh.contiguous(), u.contiguous(), kind, how, column_scale, row_scale, h_how, h_scale, keep)
+    return run(dh, u, kind, how, column_scale, row_scale, h_how, h_scale, keep)
 
 
 @_activation_backward.register_fake
@@ -121,7 +152,7 @@ def _(
     h_scale: Tensor,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(u, kind)
+    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
     data = u.new_empty(u.shape, dtype=Cast(fmt).fmt.dtype)
     h_data = dh.new_empty(dh.shape, dtype=Cast(h_fmt).fmt.dtype)
     wide = u.new_empty(u.shape if keep else 0)

@@ -15,12 +15,14 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import amax_bits, inverse, scale_from_amax
+from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
+from octavo.ops.inlining import launcher
 from octavo.ops.kernels import power_of_two_above
 
 ONCE = 16384  # columns whose values one program keeps in its registers
 HALF_SQRT = tl.constexpr(2**-0.5)
 DENSITY = tl.constexpr((2 * math.pi) ** -0.5)
+NORMAL_SQUARE = tl.constexpr(87.0)
 
 
 def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor]:
@@ -29,9 +31,9 @@ def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor
     data = u.new_empty((u.shape[0], f), dtype=how.fmt.dtype)
     scale = u.new_empty((u.shape[0], 1), dtype=torch.float32)
     chunk, warps = _chunk(f)
-    _forward_kernel[(u.shape[0],)](
-        u, data, scale, f, how.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
-        CHUNK=chunk, ONCE=chunk >= f, num_warps=warps, enable_fp_fusion=False,
+    launcher(_forward_kernel, (u.shape[0],))(
+        u, data, scale, f, FORMAT_MAX=how.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
+        CHUNK=chunk, ONCE=chunk >= f, num_warps=warps,
     )  # fmt: skip
     return data, scale
 
@@ -47,16 +49,16 @@ def activation_backward(
     h_scale: Tensor,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the twin's, for matrices that are contiguous."""
+    """As the twin's, for tensors that are contiguous."""
     m, f = dh.shape
     data, h_data = torch.empty_like(u, dtype=how.fmt.dtype), torch.empty_like(dh, dtype=h_how.fmt.dtype)
     scale = u.new_empty((m, 1), dtype=torch.float32)
     wide = torch.empty_like(u) if keep else None
     chunk, warps = _chunk(f)
-    _backward_kernel[(m,)](
-        dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f, how.fmt.max,
-        SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
-        CHUNK=chunk, ONCE=chunk >= f, num_warps=warps, enable_fp_fusion=False,
+    launcher(_backward_kernel, (m,))(
+        dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f,
+        FORMAT_MAX=how.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
+        CHUNK=chunk, ONCE=chunk >= f, num_warps=warps,
     )  # fmt: skip
     return data, scale, h_data, wide if wide is not None else u.new_empty(0)
 
@@ -88,7 +90,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(x):
-    return _reciprocal(1.0 + libdevice.exp(-tl.maximum(x, -80.0)))
+    return _reciprocal(add(1.0, libdevice.exp(-tl.maximum(x, -80.0))))
 
 
 @triton.jit
@@ -96,13 +98,14 @@ def _gelu(u):
     """As the twin's: gelu(u), the normal distribution up to u, and exp(-u^2 / 2)."""
     magnitude = tl.abs(u)
     z = magnitude * HALF_SQRT
-    e = libdevice.exp(-(z * z))
-    t = _reciprocal(1.0 + 0.3275911 * z)
-    series = t * 1.061405429 - 1.453152027
-    series = t * series + 1.421413741
-    series = t * series - 0.284496736
-    half = 0.5 * ((t * series + 0.254829592) * t * e)
-    return tl.maximum(u, 0.0) - magnitude * half, tl.where(u < 0, half, 1.0 - half), e
+    square = z * z
+    e = tl.where(square < NORMAL_SQUARE, libdevice.exp(-square), 0.0)
+    t = _reciprocal(add(1.0, 0.3275911 * z))
+    series = add(t * 1.061405429, -1.453152027)
+    series = add(t * series, 1.421413741)
+    series = add(t * series, -0.284496736)
+    half = 0.5 * (add(t * series, 0.254829592) * t * e)
+    return add(tl.maximum(u, 0.0), -magnitude * half), tl.where(u < 0, half, add(1.0, -half)), e
 
 
 @triton.jit
@@ -127,30 +130,30 @@ def _gradient(dh, u, row, col, f, SWIGLU: tl.constexpr):
         up = tl.load(u + row * 2 * f + f + col, col < f, other=0.0).to(tl.float32)
         sigmoid = _sigmoid(gate)
         silu = gate * sigmoid
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        slope = sigmoid * add(1.0, gate * (1.0 - sigmoid))
         return d * up * slope, d * silu, silu * up
     v = tl.load(u + row * f + col, col < f, other=0.0).to(tl.float32)
     h, cumulative, e = _gelu(v)
-    return d * (cumulative + v * (e * DENSITY)), tl.zeros(d.shape, tl.float32), h
+    return d * add(cumulative, v * (e * DENSITY)), tl.zeros(d.shape, tl.float32), h
 
 
 @triton.jit
 def _forward_kernel(
-    u, data, scale, f, format_max,
-    SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr,
+    u, data, scale, f,
+    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if ONCE:
         col = tl.arange(0, CHUNK)[None, :]
         h = _activation(u, row, col, f, SWIGLU)
-        s = scale_from_amax(amax_bits(h, 1), format_max, POWER_OF_TWO)
+        s = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
         tl.store(data + row * f + col, (h * inverse(s)[:, None]).to(data.dtype.element_ty), col < f)
     else:
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, f, CHUNK):
             col = start + tl.arange(0, CHUNK)[None, :]
             bits = tl.maximum(bits, amax_bits(_activation(u, row, col, f, SWIGLU), 1))
-        s = scale_from_amax(bits, format_max, POWER_OF_TWO)
+        s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, f, CHUNK):
             col = start + tl.arange(0, CHUNK)[None, :]
             h = _activation(u, row, col, f, SWIGLU)
@@ -160,8 +163,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f, format_max,
-    SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr,
+    dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f,
+    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     inv_h = inverse(tl.load(h_scale + row + tl.arange(0, 1)))[:, None]
@@ -170,7 +173,7 @@ def _backward_kernel(
         d0, d1, h = _gradient(dh, u, row, col, f, SWIGLU)
         _store_h(h * inv_h, h_data, row, col, f)
         d0, d1, bits = _factors(d0, d1, column_scale, row_scale, wide, row, col, f, SWIGLU)
-        s = scale_from_amax(bits, format_max, POWER_OF_TWO)
+        s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         _store_gradient(d0, d1, inverse(s)[:, None], data, row, col, f, SWIGLU)
     else:
         bits = tl.zeros((1,), tl.int32)
@@ -180,7 +183,7 @@ def _backward_kernel(
             _store_h(h * inv_h, h_data, row, col, f)
             d0, d1, here = _factors(d0, d1, column_scale, row_scale, wide, row, col, f, SWIGLU)
             bits = tl.maximum(bits, here)
-        s = scale_from_amax(bits, format_max, POWER_OF_TWO)
+        s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, f, CHUNK):
             col = start + tl.arange(0, CHUNK)[None, :]
             d0, d1, h = _gradient(dh, u, row, col, f, SWIGLU)

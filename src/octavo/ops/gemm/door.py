@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from octavo.numerics.qtensor import QTensor
 from octavo.ops.gemm.backend import find_backend
 from octavo.ops.gemm.cublaslt import scaled_mm as native_mm
 from octavo.ops.gemm.reference import scaled_mm as reference_mm
+from octavo.ops.inlining import operation
 from octavo.ops.lowering import tell_inductor
 
 
@@ -54,7 +57,12 @@ def scaled_mm(
     return y
 
 
-@torch.library.custom_op("octavo::scaled_mm", mutates_args=())
+def _is_native(*args: Any) -> bool:
+    native: bool = args[-1]
+    return native
+
+
+@operation("octavo::scaled_mm", _is_native)
 def _scaled_mm(
     a: Tensor,
     scale_a: Tensor,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.kernels import LONGEST_ROW, has_kernels, kernels_of
+from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
+from octavo.ops.inlining import operation
+from octavo.ops.kernels import kernels_of, runs_fused
 from octavo.ops.norm.reference import norm_backward as reference_backward
 from octavo.ops.norm.reference import norm_quantize as reference_quantize
 
@@ -37,13 +40,17 @@ def norm_quantize(
     """Add, norm and quantize by row in one pass.
 
     Args:
-        x: [M, K], floating.
+        x: [M, K], float32, bfloat16 or float16, as all that follow.
         residual: [M, K], added to x first.
         weight, bias: [K].
-        eps: under the square root.
-        cast: of the output, by row, rounded to nearest.
+        eps: under the square root, rounded to float32.
+        cast: of the output, by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
         center: subtract the mean (layer norm) or not (root-mean-square norm).
+
+    Raises:
+        ValueError: for another cast, shape or dtype.
     """
+    check_row_cast("norm_quantize", cast)
     total, data, scale, mean, rstd = torch.ops.octavo.norm_quantize(
         x, residual, weight, bias, eps, cast.format, cast.scale, center
     )
@@ -57,25 +64,44 @@ def norm_backward(
 
     Args:
         dn, x: [M, K], the gradient of the output and what was normed.
-        weight, mean, rstd: as in `norm_quantize`.
+        weight, mean, rstd: [K], and float32 [M, 1], as given to and returned by `norm_quantize`.
         residual: [M, K], a gradient that reached x beside the norm, added to the result.
         center: as in `norm_quantize`.
 
     Returns:
         dx [M, K] in x's dtype, dweight [K] and dbias [K] in float32 (dbias empty unless `center`).
+
+    Raises:
+        ValueError: for another shape or dtype.
     """
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(dn, x, weight, mean, rstd, residual, center)
     return result
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    if x.ndim != 2 or weight.shape != x.shape[1:]:
-        raise ValueError(f"norm takes x [M, K] and weight [K], got {list(x.shape)} and {list(weight.shape)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}")
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
+    if x.ndim != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"a norm takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+    check_tensor("residual", residual, tuple(x.shape), *FLOATS)
+    check_tensor("weight", weight, (x.shape[1],), *FLOATS)
+    check_tensor("bias", bias, (x.shape[1],), *FLOATS)
 
 
-@torch.library.custom_op("octavo::norm_quantize", mutates_args=())
+def _check_backward(dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> None:
+    _check(x, residual, weight, None)
+    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
+    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
+    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _quantizes(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, fmt: str, *_: Any) -> bool:
+    return runs_fused(x, x.shape[1], fmt)
+
+
+@operation("octavo::norm_quantize", _quantizes)
 def _norm_quantize(
     x: Tensor,
     residual: Tensor | None,
@@ -86,12 +112,11 @@ def _norm_quantize(
     scale: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, weight)
-    how = Cast(fmt, ROW, scale)
-    if not (has_kernels(x.device) and x.shape[1] <= LONGEST_ROW):
-        return reference_quantize(x, residual, weight, bias, eps, how, center)
-    kernel = kernels_of("norm").norm_quantize
-    return kernel(x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, eps, how, center)
+    _check(x, residual, weight, bias)
+    eps = float(np.float32(eps))  # what Triton would make of it, for the twin too
+    run = kernels_of("norm").norm_quantize if runs_fused(x, x.shape[1], fmt) else reference_quantize
+    x, residual, weight, bias = x.contiguous(), _contiguous(residual), weight.contiguous(), _contiguous(bias)
+    return run(x, residual, weight, bias, eps, Cast(fmt, ROW, scale), center)
 
 
 @_norm_quantize.register_fake
@@ -105,27 +130,31 @@ def _(
     scale: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, residual, weight, bias)
     rows = x.new_empty((x.shape[0], 1), dtype=torch.float32)
     data = x.new_empty(x.shape, dtype=Cast(fmt).fmt.dtype)
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape)
     return total, data, torch.empty_like(rows), torch.empty_like(rows), rows
 
 
-@torch.library.custom_op("octavo::norm_backward", mutates_args=())
+def _differentiates(dn: Tensor, x: Tensor, *_: Any) -> bool:
+    return runs_fused(x, x.shape[1])
+
+
+@operation("octavo::norm_backward", _differentiates)
 def _norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, residual, weight)
-    if not (has_kernels(x.device) and x.shape[1] <= LONGEST_ROW):
-        return reference_backward(dn, x, weight, mean, rstd, residual, center)
-    kernel = kernels_of("norm").norm_backward
-    residual = None if residual is None else residual.contiguous()
-    return kernel(dn.contiguous(), x.contiguous(), weight, mean, rstd, residual, center)
+    _check_backward(dn, x, weight, mean, rstd, residual)
+    run = kernels_of("norm").norm_backward if runs_fused(x, x.shape[1]) else reference_backward
+    dn, x, weight, mean, rstd = (t.contiguous() for t in (dn, x, weight, mean, rstd))
+    return run(dn, x, weight, mean, rstd, _contiguous(residual), center)
 
 
 @_norm_backward.register_fake
 def _(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_backward(dn, x, weight, mean, rstd, residual)
     dweight = x.new_empty(x.shape[1], dtype=torch.float32)
     return x.new_empty(x.shape), dweight, x.new_empty(x.shape[1] if center else 0, dtype=torch.float32)

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import amax_bits, inverse, row_sum, scale_from_amax
+from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
+from octavo.ops.inlining import launcher
 from octavo.ops.kernels import row_tile
 
 PROGRAMS_PER_SM = 2  # of the backward pass
@@ -21,25 +22,26 @@ PROGRAMS_PER_SM = 2  # of the backward pass
 def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, how: Cast, center: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the door's operation: the sum is empty where there is no residual."""
+    """As the twin's, for tensors that are contiguous and an eps that is a float32."""
     m, k = x.shape
     total = torch.empty_like(x) if residual is not None else x.new_empty(0)
     data = torch.empty_like(x, dtype=how.fmt.dtype)
     scale, mean, rstd = (x.new_empty((m, 1), dtype=torch.float32) for _ in range(3))
     block, rows, _ = row_tile(k)
     warps = max(4, block // 1024)  # fewer than a plain quantizer wants: there are three sums over the row
-    _norm_kernel[(triton.cdiv(m, rows),)](
-        x, residual, weight, bias, total, data, scale, mean, rstd, m, k, eps, how.fmt.max,
-        CENTER=center, POWER_OF_TWO=how.power_of_two, BLOCK=block, ROWS=rows,
-        num_warps=warps, enable_fp_fusion=False,
+    launcher(_norm_kernel, (triton.cdiv(m, rows),))(
+        x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
+        EPS=eps, FORMAT_MAX=how.fmt.max, CENTER=center, POWER_OF_TWO=how.power_of_two,
+        BLOCK=block, ROWS=rows, num_warps=warps,
     )  # fmt: skip
     return total, data, scale, mean, rstd
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, bias, total, data, scale, mean, rstd, m, k, eps, format_max,
-    CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
+    EPS: tl.constexpr, FORMAT_MAX: tl.constexpr, CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -56,12 +58,12 @@ def _norm_kernel(
         mu = (row_sum(v) / count).to(tl.float32)
         v = tl.where(here, v - mu[:, None], 0.0)
     tl.store(mean + row, mu, row < m)
-    r = (1.0 / tl.sqrt(row_sum(v * v) / count + eps)).to(tl.float32)
+    r = (1.0 / tl.sqrt(row_sum(v * v) / count + EPS)).to(tl.float32)
     tl.store(rstd + row, r, row < m)
     n = v * r[:, None] * tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
-        n += tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :]
-    s = scale_from_amax(amax_bits(n, 1), format_max, POWER_OF_TWO)
+        n = add(n, tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :])
+    s = scale_from_amax(amax_bits(n, 1), FORMAT_MAX, POWER_OF_TWO)
     tl.store(data + at, (n * inverse(s)[:, None]).to(data.dtype.element_ty), here)
     tl.store(scale + row, s, row < m)
 
@@ -69,15 +71,15 @@ def _norm_kernel(
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the door's, for contiguous matrices."""
+    """As the twin's, for tensors that are contiguous."""
     m, k = x.shape
     dx = torch.empty_like(x)
     programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
     dweight = x.new_empty((programs, k), dtype=torch.float32)
     dbias = torch.empty_like(dweight) if center else None
     block, _, warps = row_tile(k)
-    _backward_kernel[(programs,)](
-        dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k, 1 / k,
+    launcher(_backward_kernel, (programs,))(
+        dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k,
         CENTER=center, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return dx, dweight.sum(0), dbias.sum(0) if dbias is not None else dweight.new_zeros(0)
@@ -85,7 +87,7 @@ def norm_backward(
 
 @triton.jit
 def _backward_kernel(
-    dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k, share,
+    dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k,
     CENTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
@@ -104,9 +106,9 @@ def _backward_kernel(
         unit *= r
         dw += g * unit
         dunit = g * w
-        d = dunit - unit * (tl.sum(unit * dunit, 0) * share)
+        d = dunit - unit * (tl.sum(unit * dunit, 0) / k)
         if CENTER:
-            d -= tl.sum(dunit, 0) * share
+            d -= tl.sum(dunit, 0) / k
         d *= r
         if residual is not None:
             d += tl.load(residual + at, here, other=0.0).to(tl.float32)

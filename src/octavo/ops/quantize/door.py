@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
+from octavo.ops.inlining import operation
 from octavo.ops.kernels import FORMATS, fits, has_kernels, kernels_of
 from octavo.ops.quantize.reference import quantize as reference_quantize
 from octavo.ops.quantize.reference import quantize_scaled as reference_quantize_scaled
@@ -97,7 +99,22 @@ def _check_factor(name: str, factor: Tensor | None, shape: tuple[int, int]) -> N
         raise ValueError(f"{name} must be float32 {list(shape)}, got {factor.dtype} {list(factor.shape)}")
 
 
-@torch.library.custom_op("octavo::quantize", mutates_args=())
+def _quantizes(
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    scale: str,
+    relative_floor: float,
+    column_scale: Tensor | None,
+    row_scale: Tensor | None,
+    seed: Tensor | None,
+) -> bool:
+    how = _cast(fmt, granularity, scale, relative_floor)
+    plain = column_scale is None and row_scale is None
+    return _has_kernel(x, how, seed) and (plain or how.granularity == ROW)
+
+
+@operation("octavo::quantize", _quantizes)
 def _quantize(
     x: Tensor,
     fmt: str,
@@ -110,8 +127,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     _check(x)
     how = _cast(fmt, granularity, scale, relative_floor)
-    factors = column_scale is not None or row_scale is not None
-    if not _has_kernel(x, how, seed) or (factors and how.granularity != ROW):
+    if not _quantizes(x, fmt, granularity, scale, relative_floor, column_scale, row_scale, seed):
         return reference_quantize(x.contiguous(), how, column_scale, row_scale, seed)
     kernel = kernels_of("quantize").quantize
     return kernel(x.contiguous(), how, column_scale, row_scale)
@@ -131,7 +147,11 @@ def _(
     return _fake(x, tuple(x.shape), _cast(fmt, granularity, scale, relative_floor))
 
 
-@torch.library.custom_op("octavo::quantize_stack", mutates_args=())
+def _quantizes_stack(tensors: list[Tensor], *cast: Any) -> bool:
+    return _has_kernel(tensors[0], _cast(*cast), None)
+
+
+@operation("octavo::quantize_stack", _quantizes_stack)
 def _quantize_stack(
     tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_floor: float
 ) -> tuple[Tensor, Tensor]:
@@ -149,7 +169,13 @@ def _(tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_fl
     return _fake(tensors[0], shape, _cast(fmt, granularity, scale, relative_floor))
 
 
-@torch.library.custom_op("octavo::quantize_transposed", mutates_args=())
+def _quantizes_transposed(
+    x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
+) -> bool:
+    return _has_kernel(x, _cast(fmt, granularity, scale, relative_floor), seed)
+
+
+@operation("octavo::quantize_transposed", _quantizes_transposed)
 def _quantize_transposed(
     x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -170,10 +196,14 @@ def _(
     return _fake(x, (x.shape[1], x.shape[0]), _cast(fmt, granularity, scale, relative_floor))
 
 
-@torch.library.custom_op("octavo::quantize_scaled", mutates_args=())
+def _quantizes_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> bool:
+    return _has_kernel(x, _cast(fmt, "tensor", "fp32", 0.0), seed)
+
+
+@operation("octavo::quantize_scaled", _quantizes_scaled)
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
-    if not _has_kernel(x, _cast(fmt, "tensor", "fp32", 0.0), seed):
+    if not _quantizes_scaled(x, scale, fmt, seed):
         return reference_quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
     kernel = kernels_of("quantize").quantize_scaled
     return kernel(x.contiguous(), scale, fp8_format(fmt))

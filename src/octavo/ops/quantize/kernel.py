@@ -11,6 +11,8 @@ none, and a second launch casts again those few that lie below it.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from octavo.ops.device_math import (
     scale_from_amax,
     store_scale,
 )
+from octavo.ops.inlining import launcher
 from octavo.ops.kernels import power_of_two_above, row_tile
 
 FLAT = 8192  # elements a program of the tensor-wide kernels
@@ -38,7 +41,7 @@ def quantize(x: Tensor, how: Cast, column_scale: Tensor | None, row_scale: Tenso
     """As the twin's `quantize`, for x [M, K] contiguous; the factors only with row granularity."""
     data, scale = torch.empty_like(x, dtype=how.fmt.dtype), _new_scale(x, tuple(x.shape), how)
     if how.granularity == ROW:
-        _rows(x, data, scale, how, column_scale, row_scale)
+        _rows(x, 0, data, scale, how, column_scale, row_scale)
     elif how.granularity == TENSOR:
         _tensor(x, data, scale, how)
     else:
@@ -51,8 +54,8 @@ def quantize_stack(tensors: list[Tensor], how: Cast) -> tuple[Tensor, Tensor]:
     sizes = [x.shape[0] for x in tensors]
     data = tensors[0].new_empty((sum(sizes), tensors[0].shape[1]), dtype=how.fmt.dtype)
     scale = _new_scale(data, tuple(data.shape), how)
-    for x, part, part_scale in zip(tensors, data.split(sizes), scale.split(sizes), strict=True):
-        _rows(x, part, part_scale, how, None, None)
+    for x, end in zip(tensors, accumulate(sizes), strict=True):
+        _rows(x, end - x.shape[0], data, scale, how, None, None)
     return data, _as_scale(scale)
 
 
@@ -66,63 +69,73 @@ def _as_scale(scale: Tensor) -> Tensor:
 
 
 def _rows(
-    x: Tensor, data: Tensor, scale: Tensor, how: Cast, column_scale: Tensor | None, row_scale: Tensor | None
+    x: Tensor,
+    first: int,
+    data: Tensor,
+    scale: Tensor,
+    how: Cast,
+    column_scale: Tensor | None,
+    row_scale: Tensor | None,
 ) -> None:
+    """Quantize the rows of x into data and scale, from their row `first` on."""
     m, k = x.shape
     block, rows, warps = row_tile(k)
     constants = {"POWER_OF_TWO": how.power_of_two, "BLOCK": block, "num_warps": warps}
     if not how.relative_floor:
-        _row_kernel[(triton.cdiv(m, rows),)](
-            x, data, scale, column_scale, row_scale, None, m, k, how.fmt.max,
-            E8M0=how.scale == "e8m0", ROWS=rows, **constants,
+        launcher(_row_kernel, (triton.cdiv(m, rows),))(
+            x, data, scale, column_scale, row_scale, None, first, m, k,
+            FORMAT_MAX=how.fmt.max, E8M0=how.scale == "e8m0", ROWS=rows, **constants,
         )  # fmt: skip
         return
     largest, own = x.new_zeros(1, dtype=torch.int32), torch.empty_like(scale)
-    _row_kernel[(triton.cdiv(m, rows),)](
-        x, data, own, column_scale, row_scale, largest, m, k, how.fmt.max, E8M0=False, ROWS=rows, **constants
-    )
-    _floor_kernel[(triton.cdiv(m, FLOOR_ROWS),)](
-        x, data, own, scale, column_scale, row_scale, largest, m, k, how.relative_floor, ROWS=FLOOR_ROWS, **constants
-    )
+    launcher(_row_kernel, (triton.cdiv(m, rows),))(
+        x, data, own, column_scale, row_scale, largest, first, m, k,
+        FORMAT_MAX=how.fmt.max, E8M0=False, ROWS=rows, **constants,
+    )  # fmt: skip
+    launcher(_floor_kernel, (triton.cdiv(m, FLOOR_ROWS),))(
+        x, data, own, scale, column_scale, row_scale, largest, first, m, k,
+        FLOOR=how.relative_floor, ROWS=FLOOR_ROWS, **constants,
+    )  # fmt: skip
 
 
 @triton.jit
 def _row_kernel(
-    x, data, scale, column_scale, row_scale, largest, m, k, format_max,
-    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, data, scale, column_scale, row_scale, largest, first, m, k,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     here = (row < m)[:, None] & (col < k)[None, :]
     v = _load(x, column_scale, row_scale, row[:, None], col[None, :], row[:, None] < m, k)
     bits = amax_bits(v, 1)
-    s = scale_from_amax(bits, format_max, POWER_OF_TWO)
+    s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     if largest is not None:
-        unrounded = scale_from_amax(bits, format_max, False).to(tl.int32, bitcast=True)
+        unrounded = scale_from_amax(bits, FORMAT_MAX, False).to(tl.int32, bitcast=True)
         tl.atomic_max(largest, tl.max(tl.where((bits < INFINITY_BITS) & (row < m), unrounded, 0), 0))
-    tl.store(data + row[:, None] * k + col[None, :], (v * inverse(s)[:, None]).to(data.dtype.element_ty), here)
-    store_scale(scale + row, s, row < m, E8M0)
+    at = (first + row)[:, None] * k + col[None, :]
+    tl.store(data + at, (v * inverse(s)[:, None]).to(data.dtype.element_ty), here)
+    store_scale(scale + first + row, s, row < m, E8M0)
 
 
 @triton.jit
 def _floor_kernel(
-    x, data, own, scale, column_scale, row_scale, largest, m, k, relative_floor,
-    POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, data, own, scale, column_scale, row_scale, largest, first, m, k,
+    FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # Reads the rows' own scales from other memory than it writes to: the warps of a program do not wait for each other.
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    least = tl.load(largest).to(tl.float32, bitcast=True) * relative_floor
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    least = tl.load(largest).to(tl.float32, bitcast=True) * FLOOR
     if POWER_OF_TWO:
         least = ceil_power_of_two(least)
-    s = tl.load(own + rows, rows < m, other=float("inf"))
-    tl.store(scale + rows, tl.where(s < least, least, s), rows < m)  # NaN stays
+    s = tl.load(own + first + rows, rows < m, other=float("inf"))
+    tl.store(scale + first + rows, tl.where(s < least, least, s), rows < m)  # NaN stays
     if tl.min(s, 0) < least:
         col = tl.arange(0, BLOCK)
-        for row in range(first, tl.minimum(first + ROWS, m)):
-            if tl.load(own + row) < least:
+        for row in range(begin, tl.minimum(begin + ROWS, m)):
+            if tl.load(own + first + row) < least:
                 v = _load(x, column_scale, row_scale, row, col, True, k)
-                tl.store(data + row * k + col, (v * tl.div_rn(1.0, least)).to(data.dtype.element_ty), col < k)
+                tl.store(data + (first + row) * k + col, (v * tl.div_rn(1.0, least)).to(data.dtype.element_ty), col < k)
 
 
 @triton.jit
@@ -139,10 +152,10 @@ def _load(x, column_scale, row_scale, row, col, row_here, k):
 def _tensor(x: Tensor, data: Tensor, scale: Tensor, how: Cast) -> None:
     bits = x.new_zeros(1, dtype=torch.int32)
     grid = (triton.cdiv(x.numel(), FLAT),)
-    _amax_kernel[grid](x, bits, x.numel(), BLOCK=FLAT, num_warps=8)
-    _tensor_kernel[grid](
-        x, data, scale, bits, x.numel(), how.fmt.max,
-        POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0", BLOCK=FLAT, num_warps=8,
+    launcher(_amax_kernel, grid)(x, bits, x.numel(), BLOCK=FLAT, num_warps=8)
+    launcher(_tensor_kernel, grid)(
+        x, data, scale, bits, x.numel(),
+        FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0", BLOCK=FLAT, num_warps=8,
     )  # fmt: skip
 
 
@@ -155,9 +168,10 @@ def _amax_kernel(x, bits, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tensor_kernel(
-    x, data, scale, bits, count, format_max, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr
-):
-    s = scale_from_amax(tl.load(bits + tl.arange(0, 1)), format_max, POWER_OF_TWO)
+    x, data, scale, bits, count,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = scale_from_amax(tl.load(bits + tl.arange(0, 1)), FORMAT_MAX, POWER_OF_TWO)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, at < count, other=0.0).to(tl.float32)
     tl.store(data + at, (v * inverse(s)).to(data.dtype.element_ty), at < count)
@@ -169,18 +183,18 @@ def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tens
     data = torch.empty_like(x, dtype=fmt.dtype)
     bits = x.new_zeros((1, 1), dtype=torch.int32)
     grid = (triton.cdiv(x.numel(), FLAT),)
-    _scaled_kernel[grid](x, data, scale, bits, x.numel(), fmt.max, BLOCK=FLAT, num_warps=8)
-    _poison_kernel[(min(grid[0], 132),)](data, bits, x.numel(), BLOCK=FLAT, num_warps=8)
+    launcher(_scaled_kernel, grid)(x, data, scale, bits, x.numel(), FORMAT_MAX=fmt.max, BLOCK=FLAT, num_warps=8)
+    launcher(_poison_kernel, (min(grid[0], 132),))(data, bits, x.numel(), BLOCK=FLAT, num_warps=8)
     return data, bits.view(torch.float32)
 
 
 @triton.jit
-def _scaled_kernel(x, data, scale, bits, count, format_max, BLOCK: tl.constexpr):
+def _scaled_kernel(x, data, scale, bits, count, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, at < count, other=0.0).to(tl.float32)
     tl.atomic_max(bits, amax_bits(v, 0))
     v *= tl.div_rn(1.0, tl.load(scale))
-    v = tl.minimum(tl.maximum(v, -format_max), format_max)
+    v = tl.minimum(tl.maximum(v, -FORMAT_MAX), FORMAT_MAX)
     tl.store(data + at, v.to(data.dtype.element_ty), at < count)
 
 
@@ -199,17 +213,17 @@ def _blocks(x: Tensor, data: Tensor, scale: Tensor, how: Cast) -> None:
     tile_rows, tile_cols = power_of_two_above(rows), power_of_two_above(cols)
     blocks = max(1, 8192 // (tile_rows * tile_cols))  # of one program, next to each other
     grid = (triton.cdiv(scale.numel(), blocks),)
-    _block_kernel[grid](
-        x, data, scale, m, k, scale.shape[1], scale.numel(), how.fmt.max, rows, cols,
-        POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
+    launcher(_block_kernel, grid)(
+        x, data, scale, m, k, scale.shape[1], scale.numel(), rows, cols,
+        FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
         BLOCKS=blocks, TILE_ROWS=tile_rows, TILE_COLS=tile_cols, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def _block_kernel(
-    x, data, scale, m, k, blocks_across, count, format_max, block_rows, block_cols,
-    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    x, data, scale, m, k, blocks_across, count, block_rows, block_cols,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
     BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -219,7 +233,7 @@ def _block_kernel(
     here = (row < m) & (col < k) & (r < block_rows)[None, :, None] & (c < block_cols)[None, None, :]
     at = row * k + col
     v = tl.load(x + at, here, other=0.0).to(tl.float32)
-    s = scale_from_amax(amax_bits(tl.reshape(v, (BLOCKS, TILE_ROWS * TILE_COLS)), 1), format_max, POWER_OF_TWO)
+    s = scale_from_amax(amax_bits(tl.reshape(v, (BLOCKS, TILE_ROWS * TILE_COLS)), 1), FORMAT_MAX, POWER_OF_TWO)
     tl.store(data + at, (v * inverse(s)[:, None, None]).to(data.dtype.element_ty), here)
     store_scale(scale + block, s, block < count, E8M0)
 
@@ -234,17 +248,19 @@ def quantize_transposed(x: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
     data = x.new_empty((k, m), dtype=how.fmt.dtype)
     scale = _new_scale(x, (k, m), how)
     grid = (triton.cdiv(k, 64), triton.cdiv(scale.shape[1], groups))
-    _group_transposed_kernel[grid](
-        x, data, scale, m, k, scale.shape[1], how.fmt.max, size,
-        POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0", GROUPS=groups, TILE=tile, COLS=64, num_warps=4,
+    launcher(_group_transposed_kernel, grid)(
+        x, data, scale, m, k, scale.shape[1], size,
+        FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
+        GROUPS=groups, TILE=tile, COLS=64, num_warps=4,
     )  # fmt: skip
     return data, _as_scale(scale)
 
 
 @triton.jit
 def _group_transposed_kernel(
-    x, data, scale, m, k, groups_across, format_max, size,
-    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+    x, data, scale, m, k, groups_across, size,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -253,7 +269,7 @@ def _group_transposed_kernel(
     inside = (row < m) & (r < size)[None, :]
     here = inside[:, :, None] & (col < k)[None, None, :]
     v = tl.load(x + row.to(tl.int64)[:, :, None] * k + col[None, None, :], here, other=0.0).to(tl.float32)
-    s = scale_from_amax(amax_bits(v, 1), format_max, POWER_OF_TWO)  # [GROUPS, COLS]
+    s = scale_from_amax(amax_bits(v, 1), FORMAT_MAX, POWER_OF_TWO)  # [GROUPS, COLS]
     q = (v * inverse(s)[:, None, :]).to(data.dtype.element_ty)
     at = col[:, None, None] * m + row[None, :, :]
     tl.store(data + at, tl.permute(q, (2, 0, 1)), inside[None, :, :] & (col < k)[:, None, None])

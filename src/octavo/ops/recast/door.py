@@ -9,6 +9,8 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import fp8_format
+from octavo.ops.checks import check_row_cast
+from octavo.ops.inlining import operation
 from octavo.ops.kernels import FORMATS, has_kernels, kernels_of
 from octavo.ops.recast.reference import recast_norm as reference_norm
 from octavo.ops.recast.reference import recast_transposed as reference_transposed
@@ -42,16 +44,24 @@ def recast_norm(
 
     Returns:
         [K, M] of the cast's dtype.
+
+    Raises:
+        ValueError: for a cast that `norm_quantize` refuses, or scales that are not those of the rows.
     """
+    check_row_cast("recast_norm", cast)
     result: Tensor = torch.ops.octavo.recast_norm(x, mean, rstd, weight, bias, scale, cast.format)
     return result
 
 
-@torch.library.custom_op("octavo::recast_transposed", mutates_args=())
+def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str) -> bool:
+    return has_kernels(scale.device) and fmt in FORMATS and scale.numel() > 0
+
+
+@operation("octavo::recast_transposed", _recasts)
 def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
     if sum(x.shape[0] for x in tensors) != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
-    if not has_kernels(scale.device) or fmt not in FORMATS or not scale.numel():
+    if not _recasts(tensors, scale, fmt):
         return reference_transposed(tensors, scale, fp8_format(fmt))
     kernel = kernels_of("recast").recast_transposed
     return kernel([x.contiguous() for x in tensors], scale, fp8_format(fmt))
@@ -62,13 +72,19 @@ def _(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
     return scale.new_empty((tensors[0].shape[1], scale.shape[0]), dtype=fp8_format(fmt).dtype)
 
 
-@torch.library.custom_op("octavo::recast_norm", mutates_args=())
+def _recasts_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
+) -> bool:
+    return _recasts([x], scale, fmt)
+
+
+@operation("octavo::recast_norm", _recasts_norm)
 def _recast_norm(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
 ) -> Tensor:
     if x.shape[0] != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
-    if not has_kernels(x.device) or fmt not in FORMATS or not scale.numel():
+    if not _recasts([x], scale, fmt):
         return reference_norm(x, mean, rstd, weight, bias, scale, fp8_format(fmt))
     return kernels_of("recast").recast_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
 

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.formats import Format
-from octavo.ops.device_math import inverse
+from octavo.ops.device_math import add, inverse
+from octavo.ops.inlining import launcher
 
 ROWS, COLS = 64, 256
 
@@ -18,7 +19,7 @@ def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tens
     result = scale.new_empty((k, total), dtype=fmt.dtype)
     first = 0
     for x in tensors:
-        _launch(x, None, None, None, None, scale[first:], result, first)
+        _launch(x, None, None, None, None, scale, result, first)
         first += x.shape[0]
     return result
 
@@ -43,9 +44,9 @@ def _launch(
     first: int,
 ) -> None:
     m, k = x.shape
-    _recast_kernel[(triton.cdiv(k, COLS), triton.cdiv(m, ROWS))](
+    launcher(_recast_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
         x, mean, rstd, weight, bias, scale, result, m, k, first, result.shape[1],
-        ROWS=ROWS, COLS=COLS, num_warps=8, enable_fp_fusion=False,
+        ROWS=ROWS, COLS=COLS, num_warps=8,
     )  # fmt: skip
 
 
@@ -62,6 +63,6 @@ def _recast_kernel(
         v *= tl.load(rstd + row, row < m, other=0.0)[:, None]
         v *= tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
         if bias is not None:
-            v += tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :]
-    q = (v * inverse(tl.load(scale + row, row < m, other=1.0))[:, None]).to(result.dtype.element_ty)
+            v = add(v, tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :])
+    q = (v * inverse(tl.load(scale + first + row, row < m, other=1.0))[:, None]).to(result.dtype.element_ty)
     tl.store(result + col[:, None] * total + (first + row)[None, :], tl.trans(q), tl.trans(here))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.ops.inlining import operation
 from octavo.ops.kernels import has_kernels, kernels_of
 from octavo.ops.transpose.reference import transpose as reference_transpose
 
@@ -32,10 +33,14 @@ def _check(data: Tensor, shift: Tensor | None) -> None:
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
 
 
-@torch.library.custom_op("octavo::transpose", mutates_args=())
+def _runs_kernel(data: Tensor, shift: Tensor | None) -> bool:
+    return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
+
+
+@operation("octavo::transpose", _runs_kernel)
 def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     _check(data, shift)
-    if data.numel() == 0 or not has_kernels(data.device) or data.dtype not in KERNEL_DTYPES:
+    if not _runs_kernel(data, shift):
         return reference_transpose(data, shift)
     kernel = kernels_of("transpose").transpose
     return kernel(data.contiguous(), shift)

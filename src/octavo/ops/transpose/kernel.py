@@ -10,20 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.inlining import launcher
+
 ROWS, COLS = 64, 256
 
 
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     """As the twin's `transpose`, for data [M, K] contiguous."""
     m, k = data.shape
-    result = data.new_empty((k, m))
-    grid = (triton.cdiv(k, COLS), triton.cdiv(m, ROWS))
+    dtype = data.dtype
     if shift is None:  # bytes are moved, whatever they mean
-        data, out = data.view(torch.uint8), result.view(torch.uint8)
-    else:
-        out = result
-    _transpose_kernel[grid](data, out, shift, m, k, ROWS=ROWS, COLS=COLS, num_warps=8)
-    return result
+        data = data.view(torch.uint8)
+    result = data.new_empty((k, m))
+    launcher(_transpose_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
+        data, result, shift, m, k, ROWS=ROWS, COLS=COLS, num_warps=8
+    )
+    return result.view(dtype)
 
 
 @triton.jit

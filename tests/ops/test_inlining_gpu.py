@@ -1,0 +1,68 @@
+"""Compiled code launches our kernels and calls no operation of ours; where sizes are dynamic it calls them."""
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import octavo
+from octavo.nn import NormLinear, SwiGLU
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(256, eps=1e-5), nn.LayerNorm(256)
+        self.q, self.k = nn.Linear(256, 128, bias=False), nn.Linear(256, 64, bias=False)
+        self.o = nn.Linear(192, 256)
+        self.both, self.mlp = NormLinear(self, "norm1", "q", "k"), SwiGLU(256, 384)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (q, k), x = self.both(x)
+        y, x = self.mlp(x, self.norm2, self.o(torch.cat((q, k), -1)))
+        return x + y
+
+
+def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = call(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda", dtype=y.dtype).view_as(y))
+    found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed", "blockwise", "rowwise_dw_bf16"])
+def test_compiled_code_launches_the_kernels(recipe: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Block().to("cuda", torch.bfloat16)
+    octavo.convert(model, recipe)
+    x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
+    if recipe == "delayed":
+        gradients(model, model, x)
+        octavo.update_scales(model)
+    required = gradients(model, model, x)
+    compiled = torch.compile(model, fullgraph=True)
+    found, codes = run_and_get_code(gradients, model, compiled, x)
+    assert len(codes) == 2
+    assert not any("torch.ops.octavo" in code for code in codes)
+    assert all("_kernel" in code for code in codes)
+    for exact, here in zip(required, found, strict=True):
+        noise = (exact.double() - here.double()).square().sum()
+        assert noise <= exact.double().square().sum() * 10**-3.5  # rounding in BF16 between the kernels
+
+
+def test_dynamic_sizes_call_the_operations() -> None:
+    torch.compiler.reset()
+    model = Block().to("cuda", torch.bfloat16)
+    octavo.convert(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
+    found, codes = run_and_get_code(gradients, model, compiled, x)
+    assert any("torch.ops.octavo" in code for code in codes)
+    for exact, here in zip(gradients(model, model, x), found, strict=True):
+        noise = (exact.double() - here.double()).square().sum()
+        assert noise <= exact.double().square().sum() * 10**-3.5
