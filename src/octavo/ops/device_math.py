@@ -6,7 +6,6 @@ that a block which holds one is known by its amax.
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -56,8 +55,8 @@ def store_scale(pointer, scale, mask, E8M0: tl.constexpr):
 
 @triton.jit
 def add(x, y):
-    """x + y, rounded by itself: never contracted with a product that it adds."""
-    return libdevice.add_rn(x, y)
+    """x + y, rounded by itself: never contracted with a product. (libdevice's add_rn would flush subnormals.)"""
+    return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from octavo.numerics.qtensor import QTensor
 from octavo.ops.activation.reference import activation_backward as reference_backward
 from octavo.ops.activation.reference import activation_quantize as reference_quantize
 from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
-from octavo.ops.inlining import operation
 from octavo.ops.kernels import kernels_of, runs_fused
+from octavo.ops.lowering import operation
 
 WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for one of h
 
@@ -98,7 +98,7 @@ def _quantizes(u: Tensor, kind: str, fmt: str, scale: str) -> bool:
     return runs_fused(u, u.shape[1] // WIDTHS[kind], fmt)
 
 
-@operation("octavo::activation_quantize", _quantizes)
+@operation("activation_quantize", _quantizes)
 def _activation_quantize(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
     _check(u, kind)
     run = kernels_of("activation").activation_quantize if _quantizes(u, kind, fmt, scale) else reference_quantize
@@ -118,7 +118,7 @@ def _differentiates(
     return runs_fused(u, dh.shape[1], fmt, h_fmt)
 
 
-@operation("octavo::activation_backward", _differentiates)
+@operation("activation_backward", _differentiates)
 def _activation_backward(
     dh: Tensor,
     u: Tensor,

@@ -16,8 +16,8 @@ from triton.language.extra import libdevice
 
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
-from octavo.ops.inlining import launcher
 from octavo.ops.kernels import power_of_two_above
+from octavo.ops.lowering import launcher
 
 ONCE = 16384  # columns whose values one program keeps in its registers
 HALF_SQRT = tl.constexpr(2**-0.5)

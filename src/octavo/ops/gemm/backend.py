@@ -8,7 +8,6 @@ runs there only when asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -48,7 +47,6 @@ def find_backend(
     )
 
 
-@cache
 def _cuda_backend(
     capability: tuple[int, int], layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str], hip: bool
 ) -> Backend:

@@ -12,8 +12,7 @@ from octavo.numerics.qtensor import QTensor
 from octavo.ops.gemm.backend import find_backend
 from octavo.ops.gemm.cublaslt import scaled_mm as native_mm
 from octavo.ops.gemm.reference import scaled_mm as reference_mm
-from octavo.ops.inlining import operation
-from octavo.ops.lowering import tell_inductor
+from octavo.ops.lowering import operation, tell_inductor
 
 
 def scaled_mm(
@@ -63,7 +62,7 @@ def _inlines(a: Tensor, scale_a: Tensor, layout_a: str, *rest: Any) -> bool:
     return native and layout_a in ("tensor", "row")
 
 
-@operation("octavo::scaled_mm", _inlines)
+@operation("scaled_mm", _inlines)
 def _scaled_mm(
     a: Tensor,
     scale_a: Tensor,

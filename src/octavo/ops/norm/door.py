@@ -12,8 +12,8 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
-from octavo.ops.inlining import operation
 from octavo.ops.kernels import kernels_of, runs_fused
+from octavo.ops.lowering import operation
 from octavo.ops.norm.reference import norm_backward as reference_backward
 from octavo.ops.norm.reference import norm_quantize as reference_quantize
 
@@ -101,7 +101,7 @@ def _quantizes(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, fmt
     return runs_fused(x, x.shape[1], fmt)
 
 
-@operation("octavo::norm_quantize", _quantizes)
+@operation("norm_quantize", _quantizes)
 def _norm_quantize(
     x: Tensor,
     residual: Tensor | None,
@@ -141,7 +141,7 @@ def _differentiates(dn: Tensor, x: Tensor, *_: Any) -> bool:
     return runs_fused(x, x.shape[1])
 
 
-@operation("octavo::norm_backward", _differentiates)
+@operation("norm_backward", _differentiates)
 def _norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
-from octavo.ops.inlining import launcher
 from octavo.ops.kernels import row_tile
+from octavo.ops.lowering import launcher
 
 PROGRAMS_PER_SM = 2  # of the backward pass
 

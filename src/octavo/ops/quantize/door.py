@@ -14,8 +14,8 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
-from octavo.ops.inlining import operation
 from octavo.ops.kernels import FORMATS, fits, has_kernels, kernels_of
+from octavo.ops.lowering import operation
 from octavo.ops.quantize.reference import quantize as reference_quantize
 from octavo.ops.quantize.reference import quantize_scaled as reference_quantize_scaled
 from octavo.ops.transpose import transpose
@@ -114,7 +114,7 @@ def _quantizes(
     return _has_kernel(x, how, seed) and (plain or how.granularity == ROW)
 
 
-@operation("octavo::quantize", _quantizes)
+@operation("quantize", _quantizes)
 def _quantize(
     x: Tensor,
     fmt: str,
@@ -151,7 +151,7 @@ def _quantizes_stack(tensors: list[Tensor], *cast: Any) -> bool:
     return _has_kernel(tensors[0], _cast(*cast), None)
 
 
-@operation("octavo::quantize_stack", _quantizes_stack)
+@operation("quantize_stack", _quantizes_stack)
 def _quantize_stack(
     tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_floor: float
 ) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def _quantizes_transposed(
     return _has_kernel(x, _cast(fmt, granularity, scale, relative_floor), seed)
 
 
-@operation("octavo::quantize_transposed", _quantizes_transposed)
+@operation("quantize_transposed", _quantizes_transposed)
 def _quantize_transposed(
     x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def _quantizes_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -
     return _has_kernel(x, _cast(fmt, "tensor", "fp32", 0.0), seed)
 
 
-@operation("octavo::quantize_scaled", _quantizes_scaled)
+@operation("quantize_scaled", _quantizes_scaled)
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     _check(x)
     if not _quantizes_scaled(x, scale, fmt, seed):

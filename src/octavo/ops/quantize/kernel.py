@@ -30,8 +30,8 @@ from octavo.ops.device_math import (
     scale_from_amax,
     store_scale,
 )
-from octavo.ops.inlining import launcher
 from octavo.ops.kernels import power_of_two_above, row_tile
+from octavo.ops.lowering import launcher
 
 FLAT = 8192  # elements a program of the tensor-wide kernels
 FLOOR_ROWS = 64  # rows a program looks over for scales below the floor

@@ -10,8 +10,8 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import fp8_format
 from octavo.ops.checks import check_row_cast
-from octavo.ops.inlining import operation
 from octavo.ops.kernels import FORMATS, has_kernels, kernels_of
+from octavo.ops.lowering import operation
 from octavo.ops.recast.reference import recast_norm as reference_norm
 from octavo.ops.recast.reference import recast_transposed as reference_transposed
 
@@ -57,7 +57,7 @@ def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str) -> bool:
     return has_kernels(scale.device) and fmt in FORMATS and scale.numel() > 0
 
 
-@operation("octavo::recast_transposed", _recasts)
+@operation("recast_transposed", _recasts)
 def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
     if sum(x.shape[0] for x in tensors) != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
@@ -78,7 +78,7 @@ def _recasts_norm(
     return _recasts([x], scale, fmt)
 
 
-@operation("octavo::recast_norm", _recasts_norm)
+@operation("recast_norm", _recasts_norm)
 def _recast_norm(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
 ) -> Tensor:

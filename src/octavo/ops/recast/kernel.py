@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import Format
 from octavo.ops.device_math import add, inverse
-from octavo.ops.inlining import launcher
+from octavo.ops.lowering import launcher
 
 ROWS, COLS = 64, 256
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.inlining import operation
 from octavo.ops.kernels import has_kernels, kernels_of
+from octavo.ops.lowering import operation
 from octavo.ops.transpose.reference import transpose as reference_transpose
 
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,7 +37,7 @@ def _runs_kernel(data: Tensor, shift: Tensor | None) -> bool:
     return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
 
 
-@operation("octavo::transpose", _runs_kernel)
+@operation("transpose", _runs_kernel)
 def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     _check(data, shift)
     if not _runs_kernel(data, shift):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.inlining import launcher
+from octavo.ops.lowering import launcher
 
 ROWS, COLS = 64, 256
 

@@ -52,7 +52,7 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     assert all("_kernel" in code for code in codes)
     for exact, here in zip(required, found, strict=True):
         noise = (exact.double() - here.double()).square().sum()
-        assert noise <= exact.double().square().sum() * 10**-3.5  # rounding in BF16 between the kernels
+        assert noise <= exact.double().square().sum() * 10**-3  # rounding in BF16 between the kernels
 
 
 def test_dynamic_sizes_call_the_operations() -> None:
@@ -65,4 +65,4 @@ def test_dynamic_sizes_call_the_operations() -> None:
     assert any("torch.ops.octavo" in code for code in codes)
     for exact, here in zip(gradients(model, model, x), found, strict=True):
         noise = (exact.double() - here.double()).square().sum()
-        assert noise <= exact.double().square().sum() * 10**-3.5
+        assert noise <= exact.double().square().sum() * 10**-3
