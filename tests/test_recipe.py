@@ -12,6 +12,7 @@ from octavo.recipe import (
     bf16,
     blockwise,
     delayed,
+    fnuz,
     get_recipe,
     groupwise,
     mxfp8,
@@ -140,7 +141,6 @@ def test_rowwise_folds_and_no_other_preset():
         ("w", {"relative_floor": 0.5}, True),
         ("x", {"relative_floor": 0.5}, False),
         ("dy", {"relative_floor": 0.5}, False),
-        *((operand, {"scale": "e8m0"}, False) for operand in ("x", "w", "dy")),
         *((operand, {"rounding": "stochastic"}, False) for operand in ("x", "w", "dy")),
     ],
     ids=str,
@@ -238,8 +238,8 @@ def test_a_row_scaled_w_in_dx_forbids_a_history_for_dy():
     assert Recipe("fine", y=Gemm(x=Cast(), w=Cast(granularity=TENSOR)), dx=tensor).dx == tensor
 
 
-@pytest.mark.parametrize("x", [Cast(), POW2_ROW, Cast("e5m2", scale="e8m0")], ids=str)
-@pytest.mark.parametrize("dy", [POW2_ROW, Cast("e5m2", scale="e8m0")], ids=str)
+@pytest.mark.parametrize("x", [Cast(), POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
+@pytest.mark.parametrize("dy", [POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
 def test_a_row_scaled_dw_takes_any_scale_of_x_and_powers_of_two_of_dy(x, dy):
     recipe = Recipe("fine", y=Gemm(x=x, w=Cast()), dx=Gemm(dy=dy, w=Cast()), dw=Gemm(x=x, dy=dy))
     assert (recipe.dw.x, recipe.dw.dy) == (x, dy)
@@ -295,3 +295,22 @@ def test_recipes_by_name():
     with pytest.raises(ValueError, match="unknown recipe 'row': choose one of") as error:
         get_recipe("row")
     assert all(name in str(error.value) for name in PRESETS)
+
+
+def test_fnuz_changes_the_formats_and_nothing_else():
+    turned = fnuz(rowwise_dw_bf16("e5m2"))
+    assert turned.name == "rowwise_dw_bf16_fnuz"
+    assert {cast.format for gemm in (turned.y, turned.dx) for cast in (gemm.x, gemm.w) if cast} == {"e4m3fnuz"}
+    assert turned.dx.dy.format == "e5m2fnuz"
+    assert turned.dw == Gemm()
+    assert turned.dx.w.relative_floor == WEIGHT_FLOOR
+    assert turned.y.fast_accumulation
+    assert Recipe.from_json(turned.to_json()) == turned
+
+
+@pytest.mark.parametrize("operand", ["x", "w"])
+def test_row_scales_in_e8m0_are_refused(operand):
+    row = Cast(granularity=ROW)
+    casts = {"x": row, "w": row} | {operand: replace(row, scale="e8m0")}
+    with pytest.raises(ValueError, match=r"no GEMM takes row scales in e8m0: .* scale='pow2'"):
+        Recipe("mine", y=Gemm(**casts))

@@ -71,6 +71,12 @@ class Recipe:
                 raise ValueError(
                     f"recipe {self.name}: {gemm} takes casts of {' and '.join(operands)}, got {sorted(given)}"
                 )
+        casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
+        if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in casts):
+            raise ValueError(
+                f"recipe {self.name}: no GEMM takes row scales in e8m0: round float32 ones up, with scale='pow2', or "
+                "give groups of 32 e8m0 scales, as mxfp8 does"
+            )
         if self.dx.w is not None and self.dx.w.granularity == ROW:
             self._check_row_dx()
         if self.dw.x is not None and self.dw.x.granularity == ROW:
@@ -107,7 +113,7 @@ class Recipe:
         the pass that makes a row, where a floor relative to other rows is not known; only w may have one.
         """
         casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
-        plain = all(c.granularity == ROW and c.rounding == "nearest" and c.scale != "e8m0" for c in casts)
+        plain = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in casts)
         floor = any(cast.relative_floor for cast in _casts(self.dw))  # of x or dy, whose casts are those in y and dx
         return len(casts) == 6 and plain and not floor and not self.rotate
 
@@ -194,6 +200,17 @@ def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
     """`size` elements (32 to 128) along each reduction share a float32 scale."""
     x = Cast(granularity=group(size))
     return _three("groupwise", x, x, replace(x, format=gradients))
+
+
+def fnuz(recipe: Recipe) -> Recipe:
+    """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
+
+    def turned(gemm: Gemm) -> Gemm:
+        given = {op: getattr(gemm, op) for op in ("x", "w", "dy") if getattr(gemm, op) is not None}
+        return replace(gemm, **{op: replace(cast, format=f"{cast.format}fnuz") for op, cast in given.items()})
+
+    name = f"{recipe.name}_fnuz"
+    return replace(recipe, name=name, y=turned(recipe.y), dx=turned(recipe.dx), dw=turned(recipe.dw))
 
 
 PRESETS: dict[str, Callable[..., Recipe]] = {

@@ -1,9 +1,11 @@
 """What is reported is what the door decides."""
 
+import pytest
 import torch
+from torch import nn
 
 import octavo
-from octavo.nn.backends import gemm_backends
+from octavo.nn.backends import gemm_backends, pick_recipe
 
 
 def test_every_recipe_runs_on_a_cpu_by_emulation() -> None:
@@ -13,3 +15,33 @@ def test_every_recipe_runs_on_a_cpu_by_emulation() -> None:
         for gemm, backend in backends.items():
             quantized = name != "bf16" and (name, gemm) != ("rowwise_dw_bf16", "dw")
             assert backend.name == ("emulated" if quantized else "bf16"), (name, gemm)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "picked"),
+    [
+        ((9, 0), None, "rowwise"),
+        ((8, 9), None, "tensorwise"),
+        ((10, 0), None, "rowwise"),
+        ((9, 4), "7.0", "rowwise_fnuz"),
+        ((9, 5), "7.0", "rowwise"),
+    ],
+)
+def test_a_recipe_is_picked_that_runs(monkeypatch: pytest.MonkeyPatch, capability, hip, picked: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    recipe = pick_recipe(torch.device("cuda"))
+    assert recipe.name == picked
+    assert {backend.name for backend in gemm_backends(recipe, torch.device("cuda")).values()} == {
+        "hipblaslt" if hip else "cublaslt"
+    }
+
+
+def test_an_older_gpu_is_told_what_fp8_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 or newer, this GPU has 8\.0.*train in BF16"):
+        pick_recipe(torch.device("cuda"))
+
+
+def test_auto_on_a_cpu_is_rowwise() -> None:
+    assert octavo.convert(nn.Sequential(nn.Linear(16, 16)), "auto").recipe == octavo.PRESETS["rowwise"]()

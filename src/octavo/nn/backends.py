@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.ops import Backend, find_backend
-from octavo.recipe import Recipe
+from octavo.recipe import Recipe, fnuz, rowwise, tensorwise
 
 
 def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
@@ -19,3 +19,21 @@ def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
         a, b = getattr(gemm, first), getattr(gemm, second)
         backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format))
     return backends
+
+
+def pick_recipe(device: torch.device) -> Recipe:
+    """`rowwise` where `device` has its GEMMs, else `tensorwise` (Ada), in the formats that it takes (MI300: FNUZ).
+
+    Raises:
+        ValueError: a GPU with neither.
+    """
+    recipes = [rowwise(), tensorwise(), fnuz(rowwise()), fnuz(tensorwise())]
+    for recipe in recipes:
+        backends = gemm_backends(recipe, device)
+        if all(backend.name != "none" for backend in backends.values()):
+            return recipe
+    reasons = {backend.reason for recipe in recipes[:2] for backend in gemm_backends(recipe, device).values()}
+    raise ValueError(
+        f"this GPU has no FP8 GEMM ({'; '.join(sorted(reasons))}): FP8 wants an Ada, Hopper or newer NVIDIA GPU, or an "
+        "AMD MI300; train in BF16 here"
+    )

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from octavo.nn.backends import gemm_backends
+from octavo.nn.backends import gemm_backends, pick_recipe
 from octavo.nn.gains import LEAST_GAIN, Gains, find_gains
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import SwiGLU
@@ -111,7 +111,8 @@ def convert(
 
     Args:
         model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
-        recipe: a preset's name or a `Recipe`.
+        recipe: a preset's name, a `Recipe`, or "auto": `rowwise` where the device of `model` has its GEMMs, else what
+            comes nearest and runs there (the report says which).
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
@@ -124,10 +125,11 @@ def convert(
         ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
             without the GEMMs that the recipe needs.
     """
-    recipe = get_recipe(recipe)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert: FP8 is for models with linear layers")
+    device = next(iter(linears.values())).weight.device
+    recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in linears):
             raise ValueError(f"skip={glob!r} matches no linear layer: they are {', '.join(list(linears)[:8])}, ...")
@@ -135,7 +137,6 @@ def convert(
     rows = tuple(
         Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
     )
-    device = next(iter(linears.values())).weight.device
     backends = gemm_backends(recipe, device)
     report = Conversion(recipe, rows, backends)
     if not report.converted:
@@ -144,7 +145,7 @@ def convert(
     if missing and not emulate and not only_if_faster:
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
-            "can, and emulate=True computes it slowly in float32"
+            'can, recipe="auto" takes what comes nearest, and emulate=True computes it slowly in float32'
         )
     if recipe.folds:
         fuse_patterns(model)

@@ -67,8 +67,9 @@ class Config:
     rope_theta: float = _setting(10000.0, "base of the rotary position embedding (llama)", _ABOVE_ZERO)
 
     # FP8
-    recipe: str = _setting("rowwise", "name of the FP8 recipe", _NAMED)
+    recipe: str = _setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", _NAMED)
     skip: tuple[str, ...] = _setting((), "globs of the linear layers that stay in BF16")
+    only_if_faster: bool = _setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = _setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
 
     # Data

@@ -86,7 +86,8 @@ def _write_settings(config: Config, run: RunFolder) -> None:
 def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("octavo train runs as one process for now: start it without torchrun")
-    get_recipe(config.recipe)
+    if config.recipe != "auto":
+        get_recipe(config.recipe)
     if config.tensorboard:
         event_writer()
     device = choose_device(config.device)
@@ -102,7 +103,14 @@ def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
-    report = convert(model, config.recipe, skip=config.skip, emulate=config.emulate)
+    report = convert(
+        model,
+        config.recipe,
+        skip=config.skip,
+        emulate=config.emulate,
+        only_if_faster=config.only_if_faster,
+        tokens=config.batch * config.context,
+    )
     size = sum(p.numel() for p in model.parameters())
     console.print(
         f"{config.model}: {size / 1e6:.2f}M parameters on {device}, {config.precision}; "
