@@ -10,40 +10,104 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy, QuantizationType
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationConfig, QuantizationType
+from transformers import FineGrainedFP8Config
+from transformers.quantizers.auto import AutoQuantizationConfig
 
-from octavo.artifact.packed import check_tensors, quantization_config, read_ignore, read_json
+from octavo.artifact.packed import Packing, check_tensors, quantization_config, read_json, read_packing
+from octavo.artifact.scheme import SCHEMES
 from octavo.artifact.tensors import ArtifactError
 
 WHERE = Path("config.json")
 
 
-def test_compressed_tensors_reads_what_we_mean() -> None:
-    read = QuantizationConfig.model_validate(json.loads(json.dumps(quantization_config(["lm_head"]))))
-    assert (read.quant_method, read.format, read.ignore) == ("compressed-tensors", "float-quantized", ["lm_head"])
-    assert read.quantization_status == "compressed"
-    assert read.kv_cache_scheme is None
-    (group,) = read.config_groups.values()
+LINEARS = ["a.q_proj", "a.o_proj", "b.down_proj", "lm_head"]
+
+
+def packing(scheme: str = "channel", layout: str = "compressed-tensors", **others: str) -> Packing:
+    """Of all linears but the last."""
+    names = {name: others.get(name.rpartition(".")[2], scheme) for name in LINEARS[:-1]}
+    return Packing(layout, {name: SCHEMES[own] for name, own in names.items()})
+
+
+def read(config: dict[str, Any]) -> Packing:
+    return read_packing({"quantization_config": json.loads(json.dumps(config))}, LINEARS, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "strategies", "form"),
+    [
+        ("channel", ("channel", "token"), "float-quantized"),
+        ("tensor", ("tensor", "token"), "float-quantized"),
+        ("block", ("block", "group"), "float-quantized"),
+        ("mx", ("group", "group"), "mxfp8-quantized"),
+    ],
+)
+def test_compressed_tensors_reads_what_we_mean(scheme: str, strategies: tuple[str, str], form: str) -> None:
+    config = quantization_config(packing(scheme), LINEARS)
+    theirs = QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+    assert (theirs.quant_method, theirs.format, theirs.ignore) == ("compressed-tensors", form, ["lm_head"])
+    assert theirs.quantization_status == "compressed"
+    assert theirs.kv_cache_scheme is None
+    (group,) = theirs.config_groups.values()
     assert group.targets == ["Linear"]
     assert group.output_activations is None
-    for args, strategy, dynamic in (
-        (group.weights, QuantizationStrategy.CHANNEL, False),
-        (group.input_activations, QuantizationStrategy.TOKEN, True),
+    assert infer_module_format(torch.nn.Linear, group) == form
+    for args, strategy, dynamic in zip(
+        (group.weights, group.input_activations), strategies, (False, True), strict=True
     ):
         assert (args.num_bits, args.type, args.symmetric) == (8, QuantizationType.FLOAT, True)
         assert (args.strategy, args.dynamic) == (strategy, dynamic)
+    assert group.weights.block_structure == ([128, 128] if scheme == "block" else None)
+    assert (group.weights.group_size, group.input_activations.group_size) == {
+        "mx": (32, 32), "block": (None, 128)
+    }.get(scheme, (None, None))  # fmt: skip
+    assert read(config) == packing(scheme)
 
 
-def test_ignore_travels() -> None:
-    config = {"quantization_config": quantization_config(["a.b", "lm_head"])}
-    assert read_ignore(json.loads(json.dumps(config)), WHERE) == ["a.b", "lm_head"]
+def test_several_schemes_are_groups_of_named_layers() -> None:
+    mixed = packing("block", o_proj="channel")
+    theirs = QuantizationConfig.model_validate(quantization_config(mixed, LINEARS))
+    assert [group.targets for group in theirs.config_groups.values()] == [["a.q_proj", "b.down_proj"], ["a.o_proj"]]
+    assert theirs.format == "float-quantized"
+    assert read(quantization_config(mixed, LINEARS)) == mixed
+    formats = packing("mx", o_proj="channel")
+    config = quantization_config(formats, LINEARS)
+    assert config["format"] == "mixed-precision"
+    assert [group["format"] for group in config["config_groups"].values()] == ["mxfp8-quantized", "float-quantized"]
+    assert read(config) == formats
 
 
-def test_remarks_of_other_writers_are_accepted() -> None:
-    theirs = QuantizationConfig.model_validate(quantization_config(["lm_head"])).model_dump(mode="json")
+def test_targets_are_names_patterns_or_the_class() -> None:
+    config = quantization_config(packing("block", o_proj="channel"), LINEARS)
+    config["config_groups"]["group_0"]["targets"] = ["re:.*(q|down)_proj$"]
+    assert read(config) == packing("block", o_proj="channel")
+    config["config_groups"]["group_0"]["targets"] = ["re:.*q_proj$"]
+    with pytest.raises(ArtifactError, match="no group of config_groups has b.down_proj"):
+        read(config)
+
+
+def test_transformers_reads_the_fp8_layout() -> None:
+    config = quantization_config(packing("block", "fp8"), LINEARS)
+    theirs = AutoQuantizationConfig.from_dict(dict(config))
+    assert isinstance(theirs, FineGrainedFP8Config)
+    assert list(theirs.weight_block_size) == [128, 128]
+    assert theirs.activation_scheme == "dynamic"
+    assert theirs.modules_to_not_convert == ["lm_head"]
+    assert read(config) == packing("block", "fp8")
+    assert packing(layout="fp8").scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale_inv"
+    assert packing(layout="fp8").scale_in_memory("a.q_proj.weight_scale_inv") == "a.q_proj.weight_scale"
+    assert packing().scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_remarks_of_other_writers_are_accepted(scheme: str) -> None:
+    config = quantization_config(packing(scheme), LINEARS)
+    theirs = QuantizationConfig.model_validate(config).model_dump(mode="json")
     theirs["config_groups"]["group_0"]["weights"]["observer"] = "minmax"
-    assert set(theirs) > set(quantization_config([]))  # so they do add something
-    assert read_ignore({"quantization_config": theirs | {"version": "0.20.0"}}, WHERE) == ["lm_head"]
+    assert set(theirs) > set(config)  # so they do add something
+    assert read(theirs | {"version": "0.20.0"}) == packing(scheme)
 
 
 def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -61,31 +125,33 @@ GROUP = ("config_groups", "group_0")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (_set("quant_method", value="fp8"), "quant_method is 'fp8'"),
+        (_set("quant_method", value="gptq"), "quant_method is 'gptq'"),
         (_set("format", value="int-quantized"), "format is 'int-quantized'"),
         (_set("quantization_status", value="frozen"), "quantization_status is 'frozen'"),
         (_set("kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme is"),
-        (_set(*GROUP, "weights", "num_bits", value=4), "weights.num_bits is 4, required 8"),
-        (_set(*GROUP, "weights", "strategy", value="block"), "weights.strategy is 'block', required 'channel'"),
+        (_set(*GROUP, "weights", "num_bits", value=4), "nearest is channel, but .*weights.num_bits is 4, required 8"),
+        (_set(*GROUP, "weights", "strategy", value="attn_head"), "weights.strategy is 'attn_head', required"),
         (_set(*GROUP, "weights", "group_size", value=128), "weights.group_size is 128"),
         (_set(*GROUP, "input_activations", value=None), "input_activations is None"),
         (_set(*GROUP, "input_activations", "dynamic", value=False), "input_activations.dynamic is False"),
-        (_set(*GROUP, "targets", value=["re:.*proj"]), "targets is"),
-        (_set("config_groups", "group_1", value={"targets": ["Linear"]}), "group_1 is"),
+        (_set(*GROUP, "targets", value=["re:.*q_proj"]), "no group of config_groups has a.o_proj"),
+        (_set("config_groups", value={}), "config_groups must hold groups"),
+        (_set("config_groups", "group_1", value={"targets": ["Linear"]}), "group_1.weights is None"),
         (_set("transform_config", value={"rotate": 1}), "transform_config is"),
         (_set("ignore", value="lm_head"), "ignore must be a list"),
+        (_set("ignore", value=["lm_head", "c"]), "ignore has 'c', which is the name of no linear layer"),
     ],
 )
 def test_another_packing_is_refused_by_setting(change: Callable[[dict[str, Any]], None], named: str) -> None:
-    config = copy.deepcopy(quantization_config([]))
+    config = copy.deepcopy(quantization_config(packing(), LINEARS))
     change(config)
     with pytest.raises(ArtifactError, match=named):
-        read_ignore({"quantization_config": config}, WHERE)
+        read(config)
 
 
 def test_no_packed_model() -> None:
-    with pytest.raises(ArtifactError, match="octavo pack RUN OUT"):
-        read_ignore({"architectures": ["LlamaForCausalLM"]}, WHERE)
+    with pytest.raises(ArtifactError, match="octavo pack MODEL OUT"):
+        read_packing({"architectures": ["LlamaForCausalLM"]}, LINEARS, WHERE)
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from octavo import convert, serve
+from octavo.artifact.scheme import CHANNEL
 from octavo.artifact.tensors import ArtifactError
 from octavo.cli.generate import generate
 from octavo.cli.pack import pack
@@ -43,7 +44,7 @@ def test_the_layer_is_the_forward_of_training(dtype: torch.dtype, bias: bool, sh
         for parameter in trained.parameters():
             parameter.copy_(parameter.bfloat16())  # the bias is stored so
     model = nn.Sequential(nn.Linear(24, 40, bias=bias))
-    swap_linears(model, ["0"])
+    swap_linears(model, {"0": (CHANNEL, 1)})
     cast = rowwise().y.w
     assert cast is not None
     q = quantize(trained[0].weight.detach(), cast)
@@ -62,7 +63,7 @@ def test_a_loaded_model_has_no_wide_copy_of_a_packed_weight(example: Example) ->
     model = serve.load(example.packed).model
     assert not model.training
     layers = {name: m for name, m in model.named_modules() if isinstance(m, serve.PackedLinear)}
-    assert tuple(layers) == example.report.packed
+    assert layers.keys() == example.report.packed.keys()
     for layer in layers.values():
         assert [layer.weight.dtype, layer.weight_scale.dtype] == [torch.float8_e4m3fn, torch.float32]
         assert not list(layer.parameters())
@@ -122,8 +123,15 @@ def test_missing_files(copy_of: Callable[[str], Path], name: str) -> None:
     folder = copy_of("llama")
     for path in folder.glob("tokenizer*") if "tokenizer" in name else [folder / name]:
         path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"a pickle, never opened")
     with pytest.raises(FileNotFoundError, match=name):
+        serve.load(folder)
+
+
+def test_pickles_are_refused(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle, never opened")
+    with pytest.raises(ArtifactError, match=r"pytorch_model.bin, a pickle, .*save the model with safetensors"):
         serve.load(folder)
 
 
@@ -159,7 +167,7 @@ def test_another_packing(copy_of: Callable[[str], Path]) -> None:
     config = json.loads(path.read_text())
     config["quantization_config"]["format"] = "pack-quantized"
     path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="format is 'pack-quantized', required 'float-quantized'"):
+    with pytest.raises(ArtifactError, match="format is 'pack-quantized', octavo runs float-quantized"):
         serve.load(path.parent)
 
 
@@ -273,7 +281,9 @@ def test_pack_and_generate_from_the_command_line(tmp_path: Path, packed: dict[st
 def test_errors_reach_the_caller(tmp_path: Path) -> None:
     missing = command(generate, tmp_path / "nothing", "--prompt", "a")
     assert isinstance(missing.exception, FileNotFoundError)
-    assert isinstance(command(pack, tmp_path, tmp_path / "out").exception, ArtifactError)
+    nothing = command(pack, tmp_path, tmp_path / "out")
+    assert isinstance(nothing.exception, FileNotFoundError)
+    assert "a run of octavo train, or a Hugging Face model folder" in str(nothing.exception)
 
 
 @pytest.mark.parametrize("function", [pack, generate])

@@ -156,7 +156,7 @@ def test_the_rest_is_bf16_and_a_tied_head_is_stored_once(packed: dict[str, Examp
         assert set(rest) == {torch.bfloat16}
         with safe_open(example.packed / "model.safetensors", "pt") as file:
             assert file.metadata()["format"] == "pt"
-            assert file.metadata()["octavo_checkpoint"] == "step-00000007"
+            assert file.metadata()["octavo_source"] == "step-00000007"
     untied = load_file(packed["llama untied"].packed / "model.safetensors")
     assert untied["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16  # --skip
 
@@ -193,8 +193,8 @@ def test_the_checkpoint_asked_for_is_packed(tmp_path: Path, packed: dict[str, Ex
     older.mkdir()
     tensors = load_file(run / "step-00000007" / "model.safetensors")
     save_file({name: 2 * t for name, t in tensors.items()}, older / "model.safetensors")
-    assert serve.pack(run, tmp_path / "new").checkpoint.name == "step-00000007"
-    assert serve.pack(run, tmp_path / "old", step=2).checkpoint == older
+    assert serve.pack(run, tmp_path / "new").source.name == "step-00000007"
+    assert serve.pack(run, tmp_path / "old", step=2).source == older
     name = "model.layers.0.mlp.up_proj.weight_scale"
     new, old = (load_file(tmp_path / out / "model.safetensors")[name] for out in ("new", "old"))
     assert torch.equal(old, 2 * new)

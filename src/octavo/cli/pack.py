@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -11,38 +12,67 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo import serve
+from octavo.artifact.packed import LAYOUTS
+from octavo.artifact.scheme import SCHEMES
 
 
 def pack(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of octavo train.")],
+    source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
+    scheme: Annotated[str, typer.Option(help=f"Of the packed layers: {', '.join(SCHEMES)}.")] = "channel",
+    layer: Annotated[
+        list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
+    skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
-    """Write a trained model as a Hugging Face folder whose linear weights are e4m3, with a scale for each row.
+    """Write a model as a Hugging Face folder whose linear weights are eight bits.
 
-    The folder holds all that running it takes; octavo generate and transformers (with compressed-tensors) open it.
-    Layers that training skipped (output heads, --skip) stay in BF16, and so does all that is no linear layer.
+    The folder holds all that running it takes; octavo generate, transformers (with compressed-tensors) and vLLM open
+    it. Output heads, routers and what training skipped stay in BF16, and so does all that is no linear layer.
 
     Example:
 
       octavo pack runs/first packed/first
+
+      octavo pack models/qwen packed/qwen --scheme block --layout fp8
 
       octavo generate packed/first --prompt "def main():"
     """
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("packing")
-        report = serve.pack(run, out, step, lambda done, of: bar.update(task, completed=done, total=of))
-    console.print(f"packed {report.checkpoint} into {report.folder}", highlight=False, markup=False)
+        report = serve.pack(
+            source,
+            out,
+            scheme=scheme,
+            layers=_layers(layer or []),
+            layout=layout,
+            skip=skip or [],
+            step=step,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
+        )
+    console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
     console.print(_table(report))
+
+
+def _layers(given: list[str]) -> dict[str, str]:
+    """GLOB=SCHEME, read."""
+    if wrong := [text for text in given if "=" not in text]:
+        raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
+    return dict(text.rsplit("=", 1) for text in given)
 
 
 def _table(report: serve.PackReport) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("linear layers packed", str(len(report.packed)))
+    for scheme, count in Counter(report.packed.values()).items():
+        table.add_row("linear layers packed", f"{count}, {scheme}")
     for name, reason in report.skipped.items():
         table.add_row("left in BF16", f"{name}: {reason}")
     table.add_row("their weights in BF16", f"{report.bf16_bytes / 1e6:.2f} MB")
+    for name in report.left_out:
+        table.add_row("left out", f"{name}: the model has no place for it")
     table.add_row("in e4m3, with scales", f"{report.packed_bytes / 1e6:.2f} MB ({report.ratio:.3f} of it)")
     table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
     return table

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed import PackedFolder, check_tensors, read_ignore, read_json
-from octavo.artifact.tensors import ArtifactError, load_tensors, model_tensors
+from octavo.artifact.packed import PackedFolder, Packing, check_tensors, read_json, read_packing
+from octavo.artifact.scheme import Scheme
+from octavo.artifact.shards import ShardReader
+from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_linear import swap_linears
 from octavo.serve.skeleton import Skeleton, read_skeleton
@@ -40,11 +42,14 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
         ImportError: the architecture needs transformers, which is not installed.
     """
     packed = PackedFolder(Path(folder))
-    ignore = read_ignore(read_json(packed.config), packed.config)
+    config = read_json(packed.config)
     skeleton = read_skeleton(packed.path)
-    swap_linears(skeleton.model, _packed_names(skeleton, ignore, packed.config))
-    tensors = load_tensors(packed.tensors)
-    check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.tensors)
+    linears = skeleton.linears()
+    packing = read_packing(config, [disk for names in linears.values() for disk in names], packed.config)
+    swap_linears(skeleton.model, _packed_layers(linears, packing, packed.config))
+    reader = ShardReader(packed.path)
+    tensors = {packing.scale_in_memory(name): reader.get(name) for name in reader.specs}
+    check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.path)
     model = _materialize(skeleton, tensors).to(device)
     return Loaded(model, load_tokenizer(packed.path), skeleton.context)
 
@@ -59,24 +64,19 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
     return frozenset(() if found is None else [found] if isinstance(found, int) else found)
 
 
-def _packed_names(skeleton: Skeleton, ignore: list[str], where: Path) -> list[str]:
-    """The linear layers of the model that are packed: those that `ignore` does not name."""
-    linears = skeleton.linears()
-    known = {disk for names in linears.values() for disk in names}
-    if unknown := [name for name in ignore if name not in known]:
-        raise ArtifactError(
-            f"{where}: ignore has {unknown[0]!r}, which is the name of no linear layer: pack the run again"
-        )
-    packed = []
+def _packed_layers(linears: dict[str, list[str]], packing: Packing, where: Path) -> dict[str, tuple[Scheme, int]]:
+    """The linear layers of the model that are packed, with their scheme and their parts on disk."""
+    packed = {}
     for name, names in linears.items():
-        unpacked = [disk for disk in names if disk in ignore]
-        if not unpacked:
-            packed.append(name)
-        elif unpacked != names:
+        schemes = {packing.schemes.get(disk) for disk in names}
+        if len(schemes) > 1:
             raise ArtifactError(
-                f"{where}: {', '.join(names)} are one layer here, and must all be packed or all be ignored; "
-                f"ignored are {', '.join(unpacked)}: pack the run again"
+                f"{where}: {', '.join(names)} are one layer here, and must all be packed alike or all be ignored: "
+                "pack the model again"
             )
+        scheme = schemes.pop()
+        if scheme is not None:
+            packed[name] = (scheme, len(names))
     return packed
 
 

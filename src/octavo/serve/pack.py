@@ -1,43 +1,56 @@
-"""From a run to a packed folder: the bytes that FP8 training multiplied, stored.
+"""From a model to a packed folder, one tensor at a time.
 
-The recipe's forward GEMM already quantizes each weight by row, so packing is that same cast of the master weights
-(with its relative floor), written down once. Nothing is calibrated: activations are scaled when the model runs. A run
-that was trained in BF16 is packed in the same way.
+The weights of its linear layers are cast as their scheme says (`octavo.artifact.scheme`), everything else is stored in
+BF16. Nothing is calibrated: activations are scaled when the model runs. For a run that was trained with the `rowwise`
+or the `blockwise` recipe the schemes `channel` and `block` are the very casts of its forward GEMM, so the bytes are
+those that training multiplied.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
-from octavo.artifact.packed import OTHER_DTYPE, SCALE_NAME, PackedFolder, quantization_config, read_json
-from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
-from octavo.models import BUILT_IN_MODELS, from_hf_config
+from octavo.artifact.packed import (
+    LAYOUTS,
+    OTHER_DTYPE,
+    SCALE_NAME,
+    PackedFolder,
+    Packing,
+    quantization_config,
+    read_json,
+)
+from octavo.artifact.scheme import Scheme, get_scheme
+from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
-from octavo.ops import quantize
-from octavo.serve.packed_linear import FORWARD
-from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
+from octavo.numerics import TENSOR, QTensor
+from octavo.ops import quantize, quantize_scaled
+from octavo.serve.source import Source, open_source
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
+# Layers that consumers run as one: a scale for each tensor must be one scale for all of them.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack` made. Sizes in bytes."""
+    """What `pack` made. Sizes in bytes. `packed` names the scheme of each packed layer."""
 
     folder: Path
-    checkpoint: Path
-    packed: tuple[str, ...]
+    source: Path
+    packed: Mapping[str, str]
     skipped: Mapping[str, str]
+    left_out: Sequence[str]
     bf16_bytes: int
     packed_bytes: int
     folder_bytes: int
@@ -48,107 +61,170 @@ class PackReport:
         return self.packed_bytes / self.bf16_bytes
 
 
-def pack(run: Path, out: Path, step: int | None = None, progress: Progress | None = None) -> PackReport:
-    """Write the model of a run's checkpoint as a packed folder, which appears whole or not at all.
+def pack(
+    source: Path,
+    out: Path,
+    *,
+    scheme: str = "channel",
+    layers: Mapping[str, str] | None = None,
+    layout: str = "compressed-tensors",
+    skip: Sequence[str] = (),
+    step: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> PackReport:
+    """Write a model as a packed folder, which appears whole or not at all. Memory: about one tensor.
 
     Args:
-        run: the folder of a run of `octavo train`.
+        source: the folder of a run of `octavo train`, or of a Hugging Face model.
         out: the folder to make.
-        step: the checkpoint; None takes the newest.
+        scheme: of the packed layers: channel, tensor, block or mx.
+        layers: other schemes for some, by globs of their names; the first that matches counts.
+        layout: compressed-tensors, or fp8 (for block alone).
+        skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
+        step: the checkpoint of a run; None takes the newest.
+        shard_bytes: the largest file of tensors.
         progress: called with the number of tensors done and of all, after each.
 
     Raises:
         FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: the run, or its checkpoint, is not whole, or holds inf or NaN.
+        FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
+        ValueError: an unknown scheme or layout, or a layer whose sizes the scheme cannot have.
         WriteError: the disk refused.
     """
     if out.exists():
         raise FileExistsError(f"{out} exists already: choose another folder, or remove it first")
-    folder = RunFolder(run)
-    checkpoint = _checkpoint(folder, step)
-    settings = read_json(folder.config)
-    skeleton = _skeleton(folder, settings)
-    tensors = _master_weights(checkpoint, skeleton)
-    names = skeleton.linears()
-    conversion = convert(skeleton.model, "rowwise", skip=settings.get("skip", ()))
-    packed = set(conversion.converted)
-    stored = _pack_tensors(tensors, packed, skeleton, progress)
-    ignore = [disk for name in conversion.skipped for disk in names[name]]
-    metadata = {"format": "pt", "octavo_version": __version__, "octavo_checkpoint": checkpoint.name}
+    opened = open_source(source, step)
+    conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
+    plan = _Plan(opened, _choose(conversion.converted, scheme, layers or {}, layout), layout)
+    digest = hashlib.sha256()
     with whole_folder(out) as partial:
-        target = PackedFolder(partial)
-        _write_description(folder.model, target, ignore)
-        save_tensors(stored, target.tensors, metadata)
-    linear = [disk for name in packed for disk in names[name]]
+        _describe(plan, PackedFolder(partial))
+        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": opened.origin.name}
+        write_shards(partial, plan.specs, plan.tensors(digest, progress), metadata, shard_bytes)
+        (partial / "octavo.json").write_text(json.dumps(plan.record(digest.hexdigest()), indent=2) + "\n")
+    names = [
+        plan.packing.scale_on_disk(f"{disk}.{leaf}") for disk in plan.packing.schemes for leaf in ("weight", SCALE_NAME)
+    ]
     return PackReport(
         folder=out,
-        checkpoint=checkpoint,
-        packed=tuple(conversion.converted),
+        source=opened.origin,
+        packed={name: how.name for name, how in plan.schemes.items()},
         skipped=conversion.skipped,
-        bf16_bytes=sum(2 * stored[f"{name}.weight"].numel() for name in linear),
-        packed_bytes=sum(stored[f"{name}.{leaf}"].nbytes for name in linear for leaf in ("weight", SCALE_NAME)),
+        left_out=opened.left_out,
+        bf16_bytes=sum(2 * opened.specs[f"{name}.weight"].numel for name in plan.schemes),
+        packed_bytes=sum(plan.specs[name].nbytes for name in names),
         folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )
 
 
-def _checkpoint(run: RunFolder, step: int | None) -> Path:
-    newest = run.newest()
-    if step is None:
-        return newest
-    if run.checkpoint(step) not in run.checkpoints():
-        kept = ", ".join(str(int(path.name.removeprefix("step-"))) for path in run.checkpoints())
-        raise ArtifactError(f"{run.path} has no checkpoint of step {step}: it keeps {kept}")
-    return run.checkpoint(step)
-
-
-def _skeleton(run: RunFolder, settings: Mapping[str, Any]) -> Skeleton:
-    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours."""
-    if settings.get("model") not in BUILT_IN_MODELS:
-        return transformers_skeleton(run.model)
-    found = from_hf_config(read_json(run.model / "config.json"))
-    if found is None:
-        raise ArtifactError(
-            f"{run.model / 'config.json'} is not of a {settings['model']}, which the run's config.json names"
+def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout: str) -> dict[str, Scheme]:
+    """The scheme of each layer."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    for glob in layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
+    chosen = {
+        name: get_scheme(next((own for glob, own in layers.items() if fnmatchcase(name, glob)), scheme))
+        for name in names
+    }
+    if layout == "fp8" and (others := {how.name for how in chosen.values()} - {"block"}):
+        raise ValueError(
+            f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: pack with both"
         )
-    return our_skeleton(found[1])
+    return chosen
 
 
-def _master_weights(checkpoint: Path, skeleton: Skeleton) -> dict[str, Tensor]:
-    path = checkpoint / "model.safetensors"
-    tensors = load_tensors(path)
-    check_match(tensors, model_tensors(skeleton.model), f"{path} is not of the model that the run describes")
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ArtifactError(
-                f"{path}: {name} holds inf or NaN, the run had diverged: pack an earlier step with --step"
-            )
-    return tensors
+class _Plan:
+    """What goes into the folder's files, known before a number is read."""
 
+    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str) -> None:
+        self.source, self.schemes = source, schemes
+        self.linears = source.skeleton.linears()
+        self.packing = Packing(layout, {disk: how for name, how in schemes.items() for disk in self.linears[name]})
+        self.specs: dict[str, Spec] = {}
+        for name, spec in source.specs.items():
+            meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            self._check_fit(name, spec)
+            self.specs |= {disk: Spec.of(t) for disk, t in self._stored(name, meta, None).items()}
 
-def _pack_tensors(
-    tensors: Mapping[str, Tensor], packed: set[str], skeleton: Skeleton, progress: Progress | None
-) -> dict[str, Tensor]:
-    """Every tensor of the packed file, by its name on disk."""
-    assert FORWARD.w is not None
-    stored: dict[str, Tensor] = {}
-    for done, (name, tensor) in enumerate(tensors.items(), start=1):
+    def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the files, as it is read and cast; `digest` takes in the source's bytes."""
+        scales = self._shared_scales()
+        for done, name in enumerate(self.source.specs, start=1):
+            tensor = self.source.get(name)
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            yield from self._stored(name, tensor, scales.get(name)).items()
+            if progress is not None:
+                progress(done, len(self.source.specs))
+
+    def record(self, digest: str) -> dict[str, object]:
+        """What octavo.json says: docs/format.md."""
+        return {
+            "octavo_version": __version__,
+            "source": self.source.origin.name,
+            "source_sha256": digest,
+            "layout": self.packing.layout,
+            "schemes": {
+                how.name: {"weight": how.weight.to_dict(), "input": how.inputs.to_dict()}
+                for how in self.schemes.values()
+            },
+            "layers": {name: how.name for name, how in self.packing.schemes.items()},
+            "calibration": None,
+        }
+
+    def _stored(self, name: str, tensor: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+        """The tensors of the files that hold the model's tensor `name`."""
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and module in packed:
-            q = quantize(tensor, FORWARD.w)
-            stored |= skeleton.on_disk({name: q.data, f"{module}.{SCALE_NAME}": q.scale})
-        else:
-            stored |= skeleton.on_disk({name: tensor.to(OTHER_DTYPE) if tensor.is_floating_point() else tensor})
-        if progress is not None:
-            progress(done, len(tensors))
-    return stored
+        on_disk = self.source.skeleton.on_disk
+        if leaf != "weight" or module not in self.schemes:
+            return on_disk({name: tensor.to(OTHER_DTYPE) if tensor.is_floating_point() else tensor})
+        how = self.schemes[module]
+        q = quantize(tensor, how.weight) if scale is None else quantize_scaled(tensor, scale, how.weight)[0]
+        return {self.packing.scale_on_disk(disk): t for disk, t in self._parts(name, module, q, how).items()}
+
+    def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
+        on_disk, scale = self.source.skeleton.on_disk, how.stored_scale(q)
+        if how.weight.granularity == TENSOR:  # each part on disk has it
+            return on_disk({name: q.data}) | {f"{disk}.{SCALE_NAME}": scale for disk in self.linears[module]}
+        return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
+
+    def _check_fit(self, name: str, spec: Spec) -> None:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in self.schemes:
+            n, k = spec.shape
+            parts = len(self.linears[module])
+            if reason := self.schemes[module].misfit(n // parts, k):
+                raise ValueError(f"{module}: {reason} (--layer '{module}=channel'), or leave it in BF16 (--skip)")
+
+    def _shared_scales(self) -> dict[str, Tensor]:
+        """One scale for the weights of layers that consumers fuse, by the weight's name."""
+        shared: dict[str, Tensor] = {}
+        wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
+        for module in wholes:
+            parent, _, leaf = module.rpartition(".")
+            group = next((names for names in FUSED if leaf in names), ())
+            mates = [f"{parent}.{mate}" for mate in group if f"{parent}.{mate}" in wholes]
+            if leaf == (group[0] if group else "") and len(mates) > 1:
+                cast = self.schemes[module].weight
+                scale = torch.stack([quantize(self.source.get(f"{m}.weight"), cast).scale for m in mates]).amax(0)
+                shared |= {f"{mate}.weight": scale for mate in mates}
+        return shared
 
 
-def _write_description(model: Path, target: PackedFolder, ignore: list[str]) -> None:
-    """config.json, and beside it what else lies in the run's model folder: the tokenizer."""
-    config = read_json(model / "config.json")
+def _describe(plan: _Plan, target: PackedFolder) -> None:
+    """config.json, and beside it what else describes the model: the tokenizer."""
+    folder = plan.source.description
+    config = read_json(folder / "config.json")
     config.pop("torch_dtype", None)  # the older name of "dtype"
-    config |= {"dtype": str(OTHER_DTYPE).removeprefix("torch."), "quantization_config": quantization_config(ignore)}
+    disks = [disk for names in plan.linears.values() for disk in names]
+    config |= {
+        "dtype": str(OTHER_DTYPE).removeprefix("torch."),
+        "quantization_config": quantization_config(plan.packing, disks),
+    }
     target.config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(model.iterdir()):
-        if path.is_file() and path.name != target.config.name:
-            shutil.copy(path, target.path / path.name)
+    for path in sorted(folder.iterdir()):
+        described = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
+        if path.is_file() and described and path.name != target.config.name:
+            shutil.copyfile(path, target.path / path.name)

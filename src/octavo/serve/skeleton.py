@@ -73,7 +73,8 @@ def our_skeleton(config: Config) -> Skeleton:
 
 
 def transformers_skeleton(folder: Path) -> Skeleton:
-    """The skeleton of the causal language model of transformers that `folder`/config.json describes."""
+    """The skeleton of the model of transformers that `folder`/config.json describes: of the class in `architectures`, a
+    causal language model if it names none."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -81,9 +82,13 @@ def transformers_skeleton(folder: Path) -> Skeleton:
             f'{folder / "config.json"} describes a model that runs through transformers: pip install "octavo[hf]"'
         ) from error
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):
         raise ArtifactError(f"{folder / 'config.json'} must state max_position_embeddings, got {context!r}")
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=OTHER_DTYPE)
+        if named and named[0] is not None:
+            model = named[0]._from_config(config, dtype=OTHER_DTYPE)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=OTHER_DTYPE)
     return Skeleton(model.eval(), None, context)

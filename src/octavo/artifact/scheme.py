@@ -1,0 +1,117 @@
+"""How the weight of a packed linear layer is stored, and how its input is cast when it runs.
+
+| scheme | weight, e4m3 | weight_scale | input, e4m3, when the layer runs |
+|---|---|---|---|
+| channel | a scale for each output channel | float32 [N, 1] | a scale for each token |
+| tensor | one scale | float32 [1] | a scale for each token |
+| block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
+| mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
+
+Every scale multiplies: w ≈ weight * weight_scale. How compressed-tensors spells each is in `group`
+(github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
+from octavo.recipe import blockwise, rowwise
+
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_TOKEN = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
+_MX = {**_EIGHT_BITS, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """One way to pack a layer.
+
+    Args:
+        name: what the command line calls it.
+        weight, inputs: the casts of the weight and of the input.
+        format: what compressed-tensors calls the file format.
+        weight_arguments, input_arguments: how it spells the casts.
+    """
+
+    name: str
+    weight: Cast
+    inputs: Cast
+    format: str
+    weight_arguments: Mapping[str, Any]
+    input_arguments: Mapping[str, Any]
+
+    def group(self, targets: Sequence[str]) -> dict[str, Any]:
+        """The entry of `config_groups` for the layers `targets`."""
+        return {
+            "targets": list(targets),
+            "weights": {**self.weight_arguments, "dynamic": False},
+            "input_activations": dict(self.input_arguments),
+            "output_activations": None,
+            "format": self.format,
+        }
+
+    def misfit(self, n: int, k: int) -> str:
+        """Why a weight [N, K] cannot be packed so, or nothing."""
+        rows, cols = self.weight.granularity.rows or 1, self.weight.granularity.cols or 1
+        if n % rows or k % cols:
+            return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}: pack it by channel"
+        return ""
+
+    def stored_scale(self, q: QTensor) -> Tensor:
+        """The scale of a packed weight as it lies in a file."""
+        if self.weight.granularity == TENSOR:
+            return q.scale.reshape(1)
+        return q.scale.view(torch.uint8) if self.weight.scale == "e8m0" else q.scale
+
+    def packed_weight(self, data: Tensor, scale: Tensor) -> QTensor:
+        """The weight [N, K] of what lies in a file; a tensor's scale, or those of parts that were fused, by row."""
+        if self.weight.granularity == TENSOR:
+            return QTensor(data, scale.repeat_interleave(len(data) // len(scale)).unsqueeze(1), self.weight.fmt, ROW)
+        scale = scale.view(torch.float8_e8m0fnu) if self.weight.scale == "e8m0" else scale
+        return QTensor(data, scale, self.weight.fmt, self.weight.granularity)
+
+    def empty_scale(self, n: int, k: int, parts: int) -> Tensor:
+        """Room for the scale of a weight [N, K] that is `parts` layers on disk."""
+        if self.weight.granularity == TENSOR:
+            return torch.empty(parts)
+        shape = self.weight.granularity.scale_shape((n, k))
+        return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
+
+
+def _casts() -> tuple[Cast, Cast, Cast, Cast]:
+    row, blocks = rowwise().y, blockwise().y
+    assert row.w is not None
+    assert row.x is not None
+    assert blocks.w is not None
+    assert blocks.x is not None
+    return row.w, row.x, blocks.w, blocks.x
+
+
+_ROW_W, _ROW_X, _BLOCK_W, _BLOCK_X = _casts()
+_GROUP_32 = Cast(granularity=group(32), scale="e8m0")
+
+CHANNEL = Scheme("channel", _ROW_W, _ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "channel"}, _TOKEN)
+TENSORWISE = Scheme(
+    "tensor", Cast(granularity=TENSOR), _ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "tensor"}, _TOKEN
+)
+BLOCK = Scheme(
+    "block", _BLOCK_W, _BLOCK_X, "float-quantized",
+    {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
+    {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
+)  # fmt: skip
+MX = Scheme("mx", _GROUP_32, _GROUP_32, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
+
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, BLOCK, MX)}
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name; a ValueError names the choices."""
+    if name not in SCHEMES:
+        raise ValueError(f"unknown scheme {name!r}: choose one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]

@@ -1,0 +1,123 @@
+"""What is packed: a run of `octavo train`, or a model folder of Hugging Face's, read one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.packed import read_json
+from octavo.artifact.run import RunFolder
+from octavo.artifact.shards import ShardReader, Spec
+from octavo.artifact.tensors import ArtifactError, check_match, model_tensors
+from octavo.models import BUILT_IN_MODELS, from_hf_config
+from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model whose numbers are still in its files.
+
+    Args:
+        origin: where these are.
+        description: the folder with its config.json and its tokenizer.
+        skeleton: the model without its numbers; tensors are named as in it.
+        skip: globs of the layers that its maker left in BF16.
+        reader: of the files.
+        left_out: tensors of the files that have no place in the model.
+    """
+
+    origin: Path
+    description: Path
+    skeleton: Skeleton
+    skip: Sequence[str]
+    reader: ShardReader
+    left_out: Sequence[str] = ()
+
+    def get(self, name: str) -> Tensor:
+        """A tensor of the model.
+
+        Raises:
+            ArtifactError: it holds inf or NaN.
+        """
+        tensor = self.reader.get(name)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
+        return tensor
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What each tensor of the model is in the files."""
+        return {name: self.reader.specs[name] for name in model_tensors(self.skeleton.model)}
+
+
+def open_source(path: Path, step: int | None = None) -> Source:
+    """The run in the folder `path`, or the model.
+
+    Args:
+        path: a run of `octavo train`, or a folder with a config.json and safetensors files.
+        step: the checkpoint of a run; None takes the newest.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the folder is not whole, not of one of these kinds, or holds pickles.
+        ImportError: the model is of transformers, which is not installed.
+        ValueError: a step was asked for, and the folder is no run.
+    """
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path / 'config.json'} is missing: pack takes a run of octavo train, or a Hugging Face model folder"
+        )
+    settings = read_json(path / "config.json")
+    if (path / "model" / "config.json").is_file():
+        return _run(path, settings, step)
+    if step is not None:
+        raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
+    if "quantization_config" in settings:
+        raise ArtifactError(f"{path} is quantized already: pack the model in BF16 that it was made from")
+    skeleton = transformers_skeleton(path)
+    reader = ShardReader(path)
+    required = model_tensors(skeleton.model)
+    found = {name: _meta(spec) for name, spec in reader.specs.items() if name in required}
+    check_match(found, required, f"{path} is not of the model that its config.json describes")
+    left_out = sorted(reader.specs.keys() - required.keys() - skeleton.model.state_dict().keys())
+    return Source(path, path, skeleton, (), reader, left_out)
+
+
+def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
+    folder = RunFolder(path)
+    checkpoint = _checkpoint(folder, step)
+    skeleton = _skeleton(folder, settings)
+    reader = ShardReader(checkpoint)
+    found = {name: _meta(spec) for name, spec in reader.specs.items()}
+    check_match(found, model_tensors(skeleton.model), f"{checkpoint} is not of the model that the run describes")
+    return Source(checkpoint, folder.model, skeleton, settings.get("skip", ()), reader)
+
+
+def _meta(spec: Spec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> Path:
+    newest = run.newest()
+    if step is None:
+        return newest
+    if run.checkpoint(step) not in run.checkpoints():
+        kept = ", ".join(str(int(path.name.removeprefix("step-"))) for path in run.checkpoints())
+        raise ArtifactError(f"{run.path} has no checkpoint of step {step}: it keeps {kept}")
+    return run.checkpoint(step)
+
+
+def _skeleton(run: RunFolder, settings: Mapping[str, Any]) -> Skeleton:
+    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours."""
+    if settings.get("model") not in BUILT_IN_MODELS:
+        return transformers_skeleton(run.model)
+    found = from_hf_config(read_json(run.model / "config.json"))
+    if found is None:
+        raise ArtifactError(
+            f"{run.model / 'config.json'} is not of a {settings['model']}, which the run's config.json names"
+        )
+    return our_skeleton(found[1])
