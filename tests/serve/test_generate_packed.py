@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from octavo import convert, serve
-from octavo.artifact.scheme import CHANNEL
+from octavo.artifact.scheme import SCHEMES
 from octavo.artifact.tensors import ArtifactError
 from octavo.cli.generate import generate
 from octavo.cli.pack import pack
 from octavo.models.stream import stream
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
-from octavo.recipe import rowwise
+from octavo.serve.pack import SCHEME_OF
 from octavo.serve.packed_linear import swap_linears
 
 PROMPT = "Grüße, "
@@ -36,26 +36,28 @@ PROMPT = "Grüße, "
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (1, 2, 3, 24), (0, 24), (2, 0, 24)])
-def test_the_layer_is_the_forward_of_training(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128), (1, 2, 3, 128), (0, 128), (2, 0, 128)])
+@pytest.mark.parametrize("recipe", SCHEME_OF)
+def test_the_layer_is_the_forward_of_training(
+    recipe: str, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
-    trained = nn.Sequential(nn.Linear(24, 40, bias=bias))
+    trained = nn.Sequential(nn.Linear(128, 256, bias=bias))
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.copy_(parameter.bfloat16())  # the bias is stored so
-    model = nn.Sequential(nn.Linear(24, 40, bias=bias))
-    swap_linears(model, {"0": (CHANNEL, 1)})
-    cast = rowwise().y.w
-    assert cast is not None
-    q = quantize(trained[0].weight.detach(), cast)
-    stored = {"0.weight": q.data, "0.weight_scale": q.scale} | ({"0.bias": trained[0].bias.bfloat16()} if bias else {})
-    model.load_state_dict(stored)
-    convert(trained)
+    model = nn.Sequential(nn.Linear(128, 256, bias=bias))
+    scheme = SCHEMES[SCHEME_OF[recipe]]
+    swap_linears(model, {"0": (scheme, 1)})
+    q = quantize(trained[0].weight.detach(), scheme.weight)
+    stored = {"0.weight": q.data, "0.weight_scale": scheme.stored_scale(q)}
+    model.load_state_dict(stored | ({"0.bias": trained[0].bias.bfloat16()} if bias else {}))
+    convert(trained, recipe)
     x = (torch.randn(shape) * 3).to(dtype)
     with torch.no_grad():
         y, want = model(x), trained(x)
     assert y.dtype == dtype
-    assert y.shape == want.shape == (*shape[:-1], 40)
+    assert y.shape == want.shape == (*shape[:-1], 256)
     assert torch.equal(y, want)
 
 

@@ -26,6 +26,7 @@ from octavo import serve
 from octavo.artifact.tensors import ArtifactError
 from octavo.models import Llama, LlamaConfig
 from octavo.models.gpt2 import split_for_hf
+from octavo.nn import convert
 from octavo.ops import quantize
 from octavo.recipe import rowwise
 
@@ -201,6 +202,31 @@ def test_the_checkpoint_asked_for_is_packed(tmp_path: Path, packed: dict[str, Ex
     with pytest.raises(ArtifactError, match="no checkpoint of step 5: it keeps 2, 7"):
         serve.pack(run, tmp_path / "none", step=5)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scheme"),
+    [("rowwise", "channel"), ("blockwise", "block"), ("tensorwise", "channel"), ("bf16", "channel")],
+)
+@torch.no_grad()
+def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, scheme: str) -> None:
+    """Bit for bit where the scheme is the recipe's: the model in FP32 but for what the folder holds in BF16."""
+    config = LlamaConfig(256, layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, context=48)
+    torch.manual_seed(0)
+    model = Llama(config).eval()
+    for parameter in model.parameters():
+        parameter.copy_((parameter * 3).bfloat16())
+    run = write_run(tmp_path / "run", model, config.to_hf(), recipe=recipe)
+    report = serve.pack(run, tmp_path / "out")
+    assert set(report.packed.values()) == {scheme}
+    packed = serve.load(tmp_path / "out").model
+    for parameter in packed.parameters():
+        parameter.data = parameter.data.float()
+    convert(model, recipe)
+    for module in model.modules():  # one by one, as the packed model runs them
+        module.register_forward_hook(lambda *_: None)
+    found, trained = logits(packed), logits(model)
+    assert torch.equal(found, trained) if recipe in ("rowwise", "blockwise") else distance(found, trained) > 1e-4
 
 
 def test_all_tokenizer_files_come_along(tmp_path: Path, packed: dict[str, Example]) -> None:

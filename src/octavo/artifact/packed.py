@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,14 @@ def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme 
             if target in (name, "Linear") or (pattern is not None and re.match(pattern, name)):
                 return scheme
     return None
+
+
+def copy_description(source: Path, target: Path) -> None:
+    """Copy what describes a model beside its config.json and its tensors: the tokenizer, generation settings."""
+    for path in sorted(source.iterdir()):
+        described = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
+        if path.is_file() and described and path.name not in ("config.json", "octavo.json"):
+            shutil.copyfile(path, target / path.name)
 
 
 def _differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:

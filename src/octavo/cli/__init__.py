@@ -7,14 +7,17 @@ import sys
 import typer
 from rich.console import Console
 
+from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
+from octavo.cli.inspect import inspect
 from octavo.cli.pack import pack
 from octavo.cli.train import CONTEXT, train
+from octavo.cli.unpack import convert_layout, unpack
 
 app = typer.Typer(
-    help="FP8 for PyTorch over the whole life of a model: train, pack, generate, and look inside.",
+    help="FP8 for PyTorch over the whole life of a model: train, calibrate, pack, generate, and look inside.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -22,8 +25,12 @@ app = typer.Typer(
 app.command()(formats)
 app.command()(doctor)
 app.command(context_settings=CONTEXT)(train)
+app.command()(calibrate)
 app.command()(pack)
 app.command()(generate)
+app.command()(inspect)
+app.command()(unpack)
+app.command("convert-layout")(convert_layout)
 
 
 def main() -> None:

@@ -19,7 +19,12 @@ from octavo.artifact.scheme import SCHEMES
 def pack(
     source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
-    scheme: Annotated[str, typer.Option(help=f"Of the packed layers: {', '.join(SCHEMES)}.")] = "channel",
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of the packed layers: {', '.join(SCHEMES)}. Without it that of the run's recipe, or channel."
+        ),
+    ] = None,
     layer: Annotated[
         list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
     ] = None,

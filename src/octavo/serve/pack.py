@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,6 +25,7 @@ from octavo.artifact.packed import (
     SCALE_NAME,
     PackedFolder,
     Packing,
+    copy_description,
     quantization_config,
     read_json,
 )
@@ -38,6 +38,8 @@ from octavo.serve.source import Source, open_source
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
+# Of the recipes whose forward pass a scheme repeats bit for bit.
+SCHEME_OF = {"rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx"}
 # Layers that consumers run as one: a scale for each tensor must be one scale for all of them.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -65,7 +67,7 @@ def pack(
     source: Path,
     out: Path,
     *,
-    scheme: str = "channel",
+    scheme: str | None = None,
     layers: Mapping[str, str] | None = None,
     layout: str = "compressed-tensors",
     skip: Sequence[str] = (),
@@ -78,7 +80,8 @@ def pack(
     Args:
         source: the folder of a run of `octavo train`, or of a Hugging Face model.
         out: the folder to make.
-        scheme: of the packed layers: channel, tensor, block or mx.
+        scheme: of the packed layers: channel, tensor, block or mx. None takes for a run that of its recipe, whose
+            forward pass it repeats bit for bit, and else channel.
         layers: other schemes for some, by globs of their names; the first that matches counts.
         layout: compressed-tensors, or fp8 (for block alone).
         skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
@@ -96,6 +99,7 @@ def pack(
         raise FileExistsError(f"{out} exists already: choose another folder, or remove it first")
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
+    scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
     plan = _Plan(opened, _choose(conversion.converted, scheme, layers or {}, layout), layout)
     digest = hashlib.sha256()
     with whole_folder(out) as partial:
@@ -224,7 +228,4 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
         "quantization_config": quantization_config(plan.packing, disks),
     }
     target.config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(folder.iterdir()):
-        described = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
-        if path.is_file() and described and path.name != target.config.name:
-            shutil.copyfile(path, target.path / path.name)
+    copy_description(folder, target.path)

@@ -26,6 +26,7 @@ class Source:
         origin: where these are.
         description: the folder with its config.json and its tokenizer.
         skeleton: the model without its numbers; tensors are named as in it.
+        recipe: of the run, or nothing.
         skip: globs of the layers that its maker left in BF16.
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
@@ -34,6 +35,7 @@ class Source:
     origin: Path
     description: Path
     skeleton: Skeleton
+    recipe: str
     skip: Sequence[str]
     reader: ShardReader
     left_out: Sequence[str] = ()
@@ -84,7 +86,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     found = {name: _meta(spec) for name, spec in reader.specs.items() if name in required}
     check_match(found, required, f"{path} is not of the model that its config.json describes")
     left_out = sorted(reader.specs.keys() - required.keys() - skeleton.model.state_dict().keys())
-    return Source(path, path, skeleton, (), reader, left_out)
+    return Source(path, path, skeleton, "", (), reader, left_out)
 
 
 def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
@@ -94,7 +96,8 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     reader = ShardReader(checkpoint)
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
     check_match(found, model_tensors(skeleton.model), f"{checkpoint} is not of the model that the run describes")
-    return Source(checkpoint, folder.model, skeleton, settings.get("skip", ()), reader)
+    recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
+    return Source(checkpoint, folder.model, skeleton, recipe, skip, reader)
 
 
 def _meta(spec: Spec) -> Tensor:

@@ -1,0 +1,62 @@
+"""octavo inspect: what is in a packed folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from octavo.artifact.packed_tensors import PackedTensors
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A packed folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the tensors of a packed folder: formats, schemes, the range of each scale, and their sizes.
+
+    Example:
+
+      octavo inspect packed/first
+    """
+    packed = PackedTensors(folder)
+    rows = [_layer(packed, name) for name in packed.packing.schemes] + [_other(packed, name) for name in packed.others]
+    total = sum(row["bytes"] for row in rows)
+    if as_json:
+        print(json.dumps({"layout": packed.packing.layout, "bytes": total, "tensors": rows}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("tensor", "dtype", "shape", "scheme", "scales", "least", "largest", "MB"):
+        table.add_column(column, justify="left" if column in ("tensor", "dtype", "shape", "scheme") else "right")
+    for row in rows:
+        least, largest = (f"{row[key]:.3g}" if key in row else "" for key in ("least", "largest"))
+        shape, megabytes = " x ".join(map(str, row["shape"])), f"{row['bytes'] / 1e6:.2f}"
+        scheme, scales = row.get("scheme", ""), str(row.get("scales", ""))
+        table.add_row(row["tensor"], row["dtype"], shape, scheme, scales, least, largest, megabytes)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{packed.packing.layout}: {len(packed.packing.schemes)} layers packed, {len(packed.ignored)} linear layers in "
+        f"BF16, {total / 1e6:.2f} MB", highlight=False,
+    )  # fmt: skip
+
+
+def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
+    """A packed weight and its scale."""
+    q, (data, scale) = packed.weight(name), packed.stored(name)
+    values = q.scale.float()
+    return {
+        "tensor": f"{name}.weight", "dtype": "e4m3", "shape": list(data.shape),
+        "scheme": packed.packing.schemes[name].name, "scales": scale.numel(),
+        "least": float(values.min()), "largest": float(values.max()), "bytes": data.nbytes + scale.nbytes,
+    }  # fmt: skip
+
+
+def _other(packed: PackedTensors, name: str) -> dict[str, Any]:
+    spec = packed.reader.specs[name]
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return {"tensor": name, "dtype": dtype, "shape": list(spec.shape), "bytes": spec.nbytes}

@@ -1,0 +1,151 @@
+"""From a packed folder to another one, or back to BF16.
+
+Where the new scheme holds the same scales the bytes are copied, and nothing is lost: block between its two layouts, and
+a scale a tensor as one a channel. Otherwise each weight is widened and cast again, and what that lost is measured:
+10 log10(|w|^2 / |w' - w|^2) of the old packed weight w and the new one, in dB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.folder import whole_folder
+from octavo.artifact.packed import LAYOUTS, OTHER_DTYPE, SCALE_NAME, Packing
+from octavo.artifact.packed_tensors import PackedTensors
+from octavo.artifact.scheme import CHANNEL, TENSORWISE, Scheme, get_scheme
+from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
+from octavo.ops import quantize
+from octavo.version import __version__
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were."""
+
+    folder: Path
+    sqnr: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every weight is what it was."""
+        return all(math.isinf(db) for db in self.sqnr.values())
+
+
+def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None) -> Repacked:
+    """Write a packed model in BF16: every weight is data * scale, rounded once.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
+        WriteError: the disk refused.
+    """
+    packed = PackedTensors(folder)
+    specs = {name: packed.reader.specs[name] for name in packed.others}
+    specs |= {
+        f"{n}.weight": Spec(OTHER_DTYPE, packed.reader.specs[f"{n}.weight"].shape) for n in packed.packing.schemes
+    }
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in packed.others:
+            yield name, packed.reader.get(name)
+        for done, name in enumerate(packed.packing.schemes, start=1):
+            yield f"{name}.weight", packed.weight(name).dequantize(OTHER_DTYPE)
+            if progress is not None:
+                progress(done, len(packed.packing.schemes))
+
+    with whole_folder(out) as partial:
+        packed.describe(partial, None)
+        write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__}, shard_bytes)
+    return Repacked(out)
+
+
+def convert_layout(
+    folder: Path,
+    out: Path,
+    *,
+    layout: str = "compressed-tensors",
+    scheme: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Repacked:
+    """Write a packed model in another layout, or by another scheme.
+
+    Args:
+        folder: a packed folder.
+        out: the folder to make.
+        layout: compressed-tensors, or fp8 (for block alone).
+        scheme: of all packed layers; None leaves each its own.
+        shard_bytes: the largest file of tensors.
+        progress: called with the number of layers done and of all, after each.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
+        ValueError: an unknown layout or scheme, one that does not go with the other, or sizes that it cannot have.
+        WriteError: the disk refused.
+    """
+    packed = PackedTensors(folder)
+    packing = _target(packed, layout, scheme)
+    sqnr: dict[str, float] = {}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in packed.others:
+            yield name, packed.reader.get(name)
+        for done, (name, new) in enumerate(packing.schemes.items(), start=1):
+            data, scale, sqnr[name] = _cast_again(packed, name, new)
+            yield f"{name}.weight", data
+            yield packing.scale_on_disk(f"{name}.{SCALE_NAME}"), scale
+            if progress is not None:
+                progress(done, len(packing.schemes))
+
+    with whole_folder(out) as partial:
+        packed.describe(partial, packing)
+        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
+        write_shards(partial, packed.specs_as(packing), tensors(), metadata, shard_bytes)
+        record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
+        (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
+    return Repacked(out, sqnr)
+
+
+def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
+    """For JSON, which has no infinity: None where nothing was lost."""
+    return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
+
+
+def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    schemes = {name: own if scheme is None else get_scheme(scheme) for name, own in packed.packing.schemes.items()}
+    for name, new in schemes.items():
+        if reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape):
+            raise ValueError(f"{name}: {reason}")
+    if layout == "fp8" and (others := {new.name for new in schemes.values()} - {"block"}):
+        raise ValueError(
+            f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: --scheme block"
+        )
+    return Packing(layout, schemes)
+
+
+def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:
+    """Data and scale by the new scheme, and the SQNR in dB."""
+    old = packed.packing.schemes[name]
+    data, scale = packed.stored(name)
+    if new is old:
+        return data, scale, math.inf
+    before = old.packed_weight(data, scale)
+    if (old, new) == (TENSORWISE, CHANNEL):
+        return data, before.scale.contiguous(), math.inf
+    wide = before.dequantize()
+    q = quantize(wide, new.weight)
+    noise = (q.dequantize().double() - wide.double()).square().sum()
+    signal = wide.double().square().sum()
+    return q.data, new.stored_scale(q), float(10 * torch.log10(signal / noise)) if noise else math.inf
