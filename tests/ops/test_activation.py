@@ -225,7 +225,7 @@ def arguments(kind: str, shape: tuple[int, int], keep: bool, device: str = "cpu"
     """Of the two operations."""
     u, dh, column_scale, row_scale = (t.to(device) for t in given(kind, shape, torch.bfloat16))
     forward = u, kind, "e4m3", "fp32"
-    h_scale = 10 * row_scale  # so that no h is beyond 448 of it
+    h_scale = 1000 * row_scale  # so that no h is beyond 448 of it
     return forward, (dh, u, kind, "e5m2", "pow2", column_scale, row_scale, "e4m3", h_scale, keep)
 
 
