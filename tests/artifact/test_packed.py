@@ -40,6 +40,7 @@ def read(config: dict[str, Any]) -> Packing:
     [
         ("channel", ("channel", "token"), "float-quantized"),
         ("tensor", ("tensor", "token"), "float-quantized"),
+        ("static", ("tensor", "tensor"), "float-quantized"),
         ("block", ("block", "group"), "float-quantized"),
         ("mx", ("group", "group"), "mxfp8-quantized"),
     ],
@@ -55,7 +56,7 @@ def test_compressed_tensors_reads_what_we_mean(scheme: str, strategies: tuple[st
     assert group.output_activations is None
     assert infer_module_format(torch.nn.Linear, group) == form
     for args, strategy, dynamic in zip(
-        (group.weights, group.input_activations), strategies, (False, True), strict=True
+        (group.weights, group.input_activations), strategies, (False, scheme != "static"), strict=True
     ):
         assert (args.num_bits, args.type, args.symmetric) == (8, QuantizationType.FLOAT, True)
         assert (args.strategy, args.dynamic) == (strategy, dynamic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from octavo.artifact.folder import WriteError
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve import blockwise
-from octavo.serve import calibrate as module
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.prompts import open_tokenizer, read_prompts
@@ -197,7 +197,7 @@ def test_a_run_killed_at_the_very_end_only_writes(llama, tmp_path, data, monkeyp
         patch.setattr(Calibration, "save", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             calibrate(llama, data, tmp_path / "out", **SETTINGS)
-    monkeypatch.setattr(module, "_run_part", None)
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "_run_part", None)
     assert calibrate(llama, data, tmp_path / "out", **SETTINGS).tokens > 0
 
 

@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "opt": (OPTForCausalLM, OPTConfig, OPT),
     "bert": (BertModel, BertConfig, {}),
 }
-WAYS = [(scheme, "compressed-tensors") for scheme in SCHEMES] + [("block", "fp8")]
+WAYS = [(scheme, "compressed-tensors") for scheme in SCHEMES if scheme != "static"] + [("block", "fp8")]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +161,62 @@ def test_a_scale_a_tensor_is_shared_by_what_consumers_fuse(sources: dict[str, Pa
     assert o_proj == pytest.approx(float(plain["model.layers.0.self_attn.o_proj.weight"].abs().max()) / 448)
 
 
+@pytest.fixture(scope="module")
+def calibrated(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The calibration of an architecture, on text of its own."""
+    root = tmp_path_factory.mktemp("calibrated")
+    (root / "text.txt").write_text(
+        "\n\n".join(f"{i} times {j} is {i * j}, said the clerk." for i in range(9) for j in range(9))
+    )
+
+    def made(name: str) -> Path:
+        if not (root / name).exists():
+            serve.calibrate(sources[name], [str(root / "text.txt")], root / name, samples=16, context=32)
+        return root / name
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("rule", ["amax", "percentile", "mse"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "opt", "bert"])
+def test_static_scales_come_from_calibration(
+    sources: dict[str, Path], calibrated: Callable[[str], Path], tmp_path: Path, name: str, rule: str
+) -> None:
+    out = tmp_path / f"{name} packed"
+    report = serve.pack(sources[name], out, scheme="static", calibration=calibrated(name), rule=rule)
+    found = serve.Calibration.load(calibrated(name))
+    stored = load_file(out / "model.safetensors")
+    for layer in report.packed:
+        scale = stored[f"{layer}.input_scale"]
+        assert scale.shape == (1,)
+        assert float(scale) == float(found.scale(layer, rule))
+    if name == "mistral":
+        q, k, v = (float(stored[f"model.layers.1.self_attn.{x}_proj.input_scale"]) for x in "qkv")
+        assert q == k == v
+    assert json.loads((out / "octavo.json").read_text())["calibration"]["rule"] == rule
+    truth = outputs(open_theirs(sources[name], torch.float32))
+    ours, theirs = outputs(serve.load(out).model), outputs(open_theirs(out))
+    assert distance(ours, truth) < 0.25
+    assert distance(ours, theirs) < 1.5 * distance(theirs, truth)
+    assert not serve.convert_layout(out, tmp_path / "by channel", scheme="channel").sqnr.keys() ^ report.packed.keys()
+    assert serve.convert_layout(out, tmp_path / "again").lossless
+    serve.unpack(out, tmp_path / "plain")
+
+
+def test_a_calibration_of_another_model(
+    sources: dict[str, Path], calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="is a calibration of another model"):
+        serve.pack(sources["qwen2"], tmp_path / "out", scheme="static", calibration=calibrated("qwen3"))
+    with pytest.raises(ValueError, match="unknown rule 'max'"):
+        serve.pack(sources["qwen3"], tmp_path / "out", scheme="static", calibration=calibrated("qwen3"), rule="max")
+    serve.pack(sources["qwen3"], tmp_path / "channel")
+    with pytest.raises(ValueError, match="has a calibrated input_scale, which is not here"):
+        serve.convert_layout(tmp_path / "channel", tmp_path / "out", scheme="static")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("scheme", ["channel", "block"])
 def test_shards_hold_what_one_file_holds(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
     serve.pack(sources["qwen3"], tmp_path / "one", scheme=scheme)
@@ -235,11 +291,12 @@ def test_what_the_model_has_no_place_for_is_left_out(sources: dict[str, Path], t
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"scheme": "rowwise"}, "unknown scheme 'rowwise': choose one of channel, tensor, block, mx"),
+        ({"scheme": "rowwise"}, "unknown scheme 'rowwise': choose one of channel, tensor, static, block, mx"),
         ({"layout": "gptq"}, "unknown layout 'gptq': choose one of compressed-tensors, fp8"),
         ({"layout": "fp8"}, "the layout fp8 holds the scheme block alone, not channel"),
         ({"layers": {"*.nothing": "block"}}, r"'\*.nothing' matches no packed layer"),
         ({"skip": ["*.nothing"]}, "matches no linear layer"),
+        ({"scheme": "static"}, "stores the scales of inputs: give --calibration"),
         ({"step": 3}, "is a model, not a run of octavo train"),
     ],
 )

@@ -35,7 +35,7 @@ from octavo.artifact.tensors import ArtifactError, check_match
 
 WEIGHT_DTYPE = torch.float8_e4m3fn
 OTHER_DTYPE = torch.bfloat16
-SCALE_NAME = "weight_scale"
+SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
 LAYOUTS = ("compressed-tensors", "fp8")
 
 _COMPRESSED_TENSORS = {
@@ -217,9 +217,10 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
             )
         if not _finite(tensor):
             raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
-        if name.endswith(f".{SCALE_NAME}") and tensor.is_floating_point() and not bool((tensor > 0).all()):
+        is_scale = name.endswith((f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}"))
+        if is_scale and tensor.is_floating_point() and not bool((tensor > 0).all()):
             raise ArtifactError(f"{where}: {name} must be positive, its least is {tensor.min():g}; {advice}")
-        if name.endswith(f".{SCALE_NAME}") and tensor.dtype == torch.uint8 and bool((tensor == 255).any()):
+        if is_scale and tensor.dtype == torch.uint8 and bool((tensor == 255).any()):
             raise ArtifactError(f"{where}: {name} holds 255, the NaN of E8M0; {advice}")
 
 

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.artifact.packed import (
+    INPUT_SCALE_NAME,
     SCALE_NAME,
     WEIGHT_DTYPE,
     PackedFolder,
@@ -49,6 +51,8 @@ class PackedTensors:
         self.packing = read_packing(self.config, [*scaled, *self.ignored], self.folder.config)
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
+            if scheme.static and self.reader.specs.get(f"{name}.{INPUT_SCALE_NAME}") != Spec(torch.float32, (1,)):
+                raise ArtifactError(f"{folder}: {name}.{INPUT_SCALE_NAME} must be one float32 number: pack it again")
 
     def _check(self, name: str, scheme: Scheme) -> None:
         weight, scale = (self.reader.specs.get(key) for key in self._names(name))
@@ -75,8 +79,8 @@ class PackedTensors:
 
     @property
     def others(self) -> list[str]:
-        """The tensors that are neither weights of packed layers nor their scales."""
-        packed = {key for name in self.packing.schemes for key in self._names(name)}
+        """The tensors that are neither weights of packed layers nor scales."""
+        packed = {key for name in self.packing.schemes for key in (*self._names(name), f"{name}.{INPUT_SCALE_NAME}")}
         return [name for name in self.reader.specs if name not in packed]
 
     def specs_as(self, packing: Packing) -> dict[str, Spec]:
@@ -86,6 +90,8 @@ class PackedTensors:
             weight = self.reader.specs[f"{name}.weight"]
             n, k = weight.shape
             scale = Spec.of(scheme.empty_scale(n, k, 1))
+            if scheme.static:
+                specs[f"{name}.{INPUT_SCALE_NAME}"] = Spec(torch.float32, (1,))
             specs |= {f"{name}.weight": weight, packing.scale_on_disk(f"{name}.{SCALE_NAME}"): scale}
         return specs
 

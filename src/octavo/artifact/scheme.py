@@ -4,6 +4,7 @@
 |---|---|---|---|
 | channel | a scale for each output channel | float32 [N, 1] | a scale for each token |
 | tensor | one scale | float32 [1] | a scale for each token |
+| static | one scale | float32 [1] | one scale, stored beside it: input_scale, float32 [1] |
 | block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
 | mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
+from octavo.ops import quantize, quantize_scaled
 from octavo.recipe import blockwise, rowwise
 
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -37,6 +39,7 @@ class Scheme:
         weight, inputs: the casts of the weight and of the input.
         format: what compressed-tensors calls the file format.
         weight_arguments, input_arguments: how it spells the casts.
+        static: the input's scale is stored, and not computed when the layer runs.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Scheme:
     format: str
     weight_arguments: Mapping[str, Any]
     input_arguments: Mapping[str, Any]
+    static: bool = False
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
         """The entry of `config_groups` for the layers `targets`."""
@@ -71,10 +75,21 @@ class Scheme:
 
     def packed_weight(self, data: Tensor, scale: Tensor) -> QTensor:
         """The weight [N, K] of what lies in a file; a tensor's scale, or those of parts that were fused, by row."""
+        if self.static and len(scale) == 1:
+            return QTensor(data, scale.unsqueeze(1), self.weight.fmt, TENSOR)
         if self.weight.granularity == TENSOR:
             return QTensor(data, scale.repeat_interleave(len(data) // len(scale)).unsqueeze(1), self.weight.fmt, ROW)
         scale = scale.view(torch.float8_e8m0fnu) if self.weight.scale == "e8m0" else scale
         return QTensor(data, scale, self.weight.fmt, self.weight.granularity)
+
+    def quantized_input(self, x: Tensor, scale: Tensor | None, weight: QTensor) -> QTensor:
+        """The input x [T, K] as the layer casts it: by its own amax, or by the `scale` [parts] that is stored."""
+        if scale is None:
+            return quantize(x, self.inputs)
+        q, _ = quantize_scaled(x, scale[:1].unsqueeze(1), self.inputs)
+        if weight.layout == TENSOR:
+            return q
+        return QTensor(q.data, q.scale.expand(len(x), 1).contiguous(), q.format, ROW)
 
     def empty_scale(self, n: int, k: int, parts: int) -> Tensor:
         """Room for the scale of a weight [N, K] that is `parts` layers on disk."""
@@ -105,9 +120,13 @@ BLOCK = Scheme(
     {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
     {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
 )  # fmt: skip
+STATIC = Scheme(
+    "static", Cast(granularity=TENSOR), Cast(granularity=TENSOR), "float-quantized",
+    {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,
+)  # fmt: skip
 MX = Scheme("mx", _GROUP_32, _GROUP_32, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
 
-SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, BLOCK, MX)}
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX)}
 
 
 def get_scheme(name: str) -> Scheme:

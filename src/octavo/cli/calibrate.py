@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from octavo.serve.calibrate import calibrate as run_calibration
+from octavo.serve import calibrate as run_calibration
 from octavo.serve.calibration import Calibration
 from octavo.serve.statistics import PERCENTILES
 

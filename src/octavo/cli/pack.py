@@ -30,6 +30,10 @@ def pack(
     ] = None,
     layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
     skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What octavo calibrate made of the model, for the scheme static.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
     """Write a model as a Hugging Face folder whose linear weights are eight bits.
@@ -55,6 +59,8 @@ def pack(
             layers=_layers(layer or []),
             layout=layout,
             skip=skip or [],
+            calibration=calibration,
+            rule=rule,
             step=step,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )

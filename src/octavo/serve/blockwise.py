@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError
-from octavo.serve.skeleton import Skeleton, transformers_skeleton
+from octavo.serve.skeleton import Skeleton, compute_buffers, transformers_skeleton
 
 SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, OPT (octavo's GPT-2) and BERT-like encoders are"
 _OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # of a LayerNorm in BERT's first checkpoints
@@ -124,7 +124,7 @@ class BlockModel:
     @contextmanager
     def loaded_frame(self) -> Iterator[None]:
         """Numbers for all that is neither in a block nor in the head alone, and for buffers that no file holds."""
-        self._compute_buffers()
+        compute_buffers(self.model, self.device)
         with self._loaded(self.outside(self._on_disk)):
             yield
 
@@ -168,18 +168,6 @@ class BlockModel:
                 f"{self._files.folder}: {found} must have shape {list(parameter.shape)}, the file has {list(shape)}"
             )
         return found
-
-    def _compute_buffers(self) -> None:
-        """Let transformers compute what no file holds (rotary tables), by the rule that its own loading follows."""
-        for module in self.model.modules():
-            names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-            for name in names:
-                poison = torch.nan if module._buffers[name].is_floating_point() else 0
-                module._buffers[name] = torch.full_like(module._buffers[name], poison, device=self.device)
-            if names:
-                self.model._init_weights(module)
-            if left := [name for name in names if module._buffers[name].isnan().any()]:
-                raise ArtifactError(f"transformers does not compute {left[0]} of {type(module).__name__}: {SUPPORTED}")
 
     # --- Parts -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_linear import swap_linears
-from octavo.serve.skeleton import Skeleton, read_skeleton
+from octavo.serve.skeleton import Skeleton, compute_buffers, read_skeleton
 
 
 class Loaded(NamedTuple):
@@ -84,7 +84,7 @@ def _materialize(skeleton: Skeleton, tensors: dict[str, Tensor]) -> nn.Module:
     """The skeleton with its tensors, themselves and not copies, on the CPU."""
     model: Any = skeleton.model
     if skeleton.config is None:
-        _compute_buffers(model)
+        compute_buffers(model, "cpu")
     model.load_state_dict(skeleton.in_model(tensors), strict=False, assign=True)  # strict: a tied head is not stored
     model.tie_weights()
     for parameter in model.parameters():
@@ -93,18 +93,3 @@ def _materialize(skeleton: Skeleton, tensors: dict[str, Tensor]) -> nn.Module:
         raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
     loaded: nn.Module = model
     return loaded
-
-
-def _compute_buffers(model: Any) -> None:
-    """Let transformers compute what no file holds (rotary frequencies), by the rule that its own loading follows."""
-    for module in model.modules():
-        names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
-        for name in names:
-            poison = torch.nan if module._buffers[name].is_floating_point() else 0
-            module._buffers[name] = torch.full_like(module._buffers[name], poison, device="cpu")
-        if names:
-            model._init_weights(module)
-        if left := [name for name in names if module._buffers[name].isnan().any()]:
-            raise ArtifactError(
-                f"transformers does not compute {left[0]} of {type(module).__name__}: this model cannot run here"
-            )

@@ -1,7 +1,8 @@
 """From a model to a packed folder, one tensor at a time.
 
 The weights of its linear layers are cast as their scheme says (`octavo.artifact.scheme`), everything else is stored in
-BF16. Nothing is calibrated: activations are scaled when the model runs. For a run that was trained with the `rowwise`
+BF16. Activations are scaled when the model runs, but for the scheme `static`, whose scales come from a calibration
+(`octavo.serve.calibrate`). For a run that was trained with the `rowwise`
 or the `blockwise` recipe the schemes `channel` and `block` are the very casts of its forward GEMM, so the bytes are
 those that training multiplied.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
 from octavo.artifact.packed import (
+    INPUT_SCALE_NAME,
     LAYOUTS,
     OTHER_DTYPE,
     SCALE_NAME,
@@ -34,6 +36,7 @@ from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
 from octavo.ops import quantize, quantize_scaled
+from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.source import Source, open_source
 from octavo.version import __version__
 
@@ -71,6 +74,8 @@ def pack(
     layers: Mapping[str, str] | None = None,
     layout: str = "compressed-tensors",
     skip: Sequence[str] = (),
+    calibration: Path | None = None,
+    rule: str = "amax",
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -80,11 +85,13 @@ def pack(
     Args:
         source: the folder of a run of `octavo train`, or of a Hugging Face model.
         out: the folder to make.
-        scheme: of the packed layers: channel, tensor, block or mx. None takes for a run that of its recipe, whose
-            forward pass it repeats bit for bit, and else channel.
+        scheme: of the packed layers: channel, tensor, static, block or mx. None takes for a run that of its recipe,
+            whose forward pass it repeats bit for bit, and else channel.
         layers: other schemes for some, by globs of their names; the first that matches counts.
         layout: compressed-tensors, or fp8 (for block alone).
         skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
+        calibration: the folder that `octavo calibrate` made of this model, for the scheme static.
+        rule: what its input scales are of: amax, percentile (99.99) or mse.
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
         progress: called with the number of tensors done and of all, after each.
@@ -92,7 +99,8 @@ def pack(
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
-        ValueError: an unknown scheme or layout, or a layer whose sizes the scheme cannot have.
+        ValueError: an unknown scheme, layout or rule, a layer whose sizes the scheme cannot have, or the scheme static
+            without a calibration of this model.
         WriteError: the disk refused.
     """
     if out.exists():
@@ -100,7 +108,10 @@ def pack(
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
-    plan = _Plan(opened, _choose(conversion.converted, scheme, layers or {}, layout), layout)
+    schemes = _choose(conversion.converted, scheme, layers or {}, layout)
+    static = [name for name, how in schemes.items() if how.static]
+    inputs = _Inputs.read(calibration, rule, opened, static) if static else None
+    plan = _Plan(opened, schemes, layout, inputs)
     digest = hashlib.sha256()
     with whole_folder(out) as partial:
         _describe(plan, PackedFolder(partial))
@@ -140,11 +151,36 @@ def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout
     return chosen
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """The static scales of the inputs of layers, float32 [1], and where they come from."""
+
+    scales: Mapping[str, Tensor]
+    record: Mapping[str, object]
+
+    @classmethod
+    def read(cls, folder: Path | None, rule: str, source: Source, layers: Sequence[str]) -> _Inputs:
+        """Of the calibration in `folder`."""
+        if folder is None:
+            raise ValueError(
+                "the scheme static stores the scales of inputs: give --calibration, made by octavo calibrate"
+            )
+        found = Calibration.load(folder)
+        if found.model_hash != hash_model(source.origin):
+            raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
+        if missing := [name for name in layers if name not in found.layers]:
+            raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
+        scales = {name: found.scale(name, rule).reshape(1) for name in layers}
+        settings = dict(found.settings)
+        record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": settings}
+        return cls(scales, record | {"model_hash": found.model_hash})
+
+
 class _Plan:
     """What goes into the folder's files, known before a number is read."""
 
-    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str) -> None:
-        self.source, self.schemes = source, schemes
+    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str, inputs: _Inputs | None) -> None:
+        self.source, self.schemes, self.inputs = source, schemes, inputs
         self.linears = source.skeleton.linears()
         self.packing = Packing(layout, {disk: how for name, how in schemes.items() for disk in self.linears[name]})
         self.specs: dict[str, Spec] = {}
@@ -175,7 +211,7 @@ class _Plan:
                 for how in self.schemes.values()
             },
             "layers": {name: how.name for name, how in self.packing.schemes.items()},
-            "calibration": None,
+            "calibration": None if self.inputs is None else self.inputs.record,
         }
 
     def _stored(self, name: str, tensor: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
@@ -190,9 +226,13 @@ class _Plan:
 
     def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
         on_disk, scale = self.source.skeleton.on_disk, how.stored_scale(q)
-        if how.weight.granularity == TENSOR:  # each part on disk has it
-            return on_disk({name: q.data}) | {f"{disk}.{SCALE_NAME}": scale for disk in self.linears[module]}
-        return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
+        if how.weight.granularity != TENSOR:
+            return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
+        scales = {SCALE_NAME: scale}
+        if self.inputs is not None and how.static:
+            scales[INPUT_SCALE_NAME] = self.inputs.scales[module].to(scale.device)
+        parts = {f"{disk}.{leaf}": s for disk in self.linears[module] for leaf, s in scales.items()}
+        return on_disk({name: q.data}) | parts  # each part on disk has them
 
     def _check_fit(self, name: str, spec: Spec) -> None:
         module, _, leaf = name.rpartition(".")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.scheme import Scheme
-from octavo.ops import quantize, scaled_mm
+from octavo.ops import scaled_mm
 
 
 class PackedLinear(nn.Module):
@@ -29,11 +29,13 @@ class PackedLinear(nn.Module):
     Buffers:
         weight: e4m3 [N, K].
         weight_scale: as `scheme` says.
+        input_scale: float32 [parts], all equal, where the scheme is static; or None.
         bias: bfloat16 [N], or None.
     """
 
     weight: Tensor
     weight_scale: Tensor
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, parts: int) -> None:
@@ -43,13 +45,14 @@ class PackedLinear(nn.Module):
         with torch.device(linear.weight.device):
             self.register_buffer("weight", torch.empty(n, k, dtype=WEIGHT_DTYPE))
             self.register_buffer("weight_scale", scheme.empty_scale(n, k, parts))
+            self.register_buffer("input_scale", torch.empty(parts) if scheme.static else None)
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=OTHER_DTYPE))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        x_q = quantize(x.reshape(-1, x.shape[-1]), self.scheme.inputs)
         w_q = self.scheme.packed_weight(self.weight, self.weight_scale)
+        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
         y = scaled_mm(x_q, w_q, bias=self.bias, out_dtype=x.dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
         return y.view(*x.shape[:-1], self.out_features)
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
-from octavo.artifact.packed import LAYOUTS, OTHER_DTYPE, SCALE_NAME, Packing
+from octavo.artifact.packed import INPUT_SCALE_NAME, LAYOUTS, OTHER_DTYPE, SCALE_NAME, Packing
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.scheme import CHANNEL, TENSORWISE, Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
+from octavo.numerics import TENSOR
 from octavo.ops import quantize
 from octavo.version import __version__
 
@@ -104,6 +105,8 @@ def convert_layout(
             data, scale, sqnr[name] = _cast_again(packed, name, new)
             yield f"{name}.weight", data
             yield packing.scale_on_disk(f"{name}.{SCALE_NAME}"), scale
+            if new.static:
+                yield f"{name}.{INPUT_SCALE_NAME}", packed.reader.get(f"{name}.{INPUT_SCALE_NAME}")
             if progress is not None:
                 progress(done, len(packing.schemes))
 
@@ -128,6 +131,10 @@ def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
     for name, new in schemes.items():
         if reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape):
             raise ValueError(f"{name}: {reason}")
+        if new.static and not packed.packing.schemes[name].static:
+            raise ValueError(
+                f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack it"
+            )
     if layout == "fp8" and (others := {new.name for new in schemes.values()} - {"block"}):
         raise ValueError(
             f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: --scheme block"
@@ -142,8 +149,9 @@ def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, 
     if new is old:
         return data, scale, math.inf
     before = old.packed_weight(data, scale)
-    if (old, new) == (TENSORWISE, CHANNEL):
-        return data, before.scale.contiguous(), math.inf
+    if old.weight.granularity == TENSOR and new in (CHANNEL, TENSORWISE):
+        same = before.scale.expand(len(data), 1).contiguous() if new is CHANNEL else scale
+        return data, same, math.inf
     wide = before.dequantize()
     q = quantize(wide, new.weight)
     noise = (q.dequantize().double() - wide.double()).square().sum()

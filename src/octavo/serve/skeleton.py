@@ -92,3 +92,24 @@ def transformers_skeleton(folder: Path) -> Skeleton:
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=OTHER_DTYPE)
     return Skeleton(model.eval(), None, context)
+
+
+def compute_buffers(model: Any, device: torch.device | str) -> None:
+    """Let transformers compute, on `device`, what no file holds (rotary frequencies), by the rule that its own loading
+    follows.
+
+    Raises:
+        ArtifactError: it does not compute one of them.
+    """
+    for module in model.modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        names = [name for name in names if name in module._non_persistent_buffers_set]
+        for name in names:
+            poison = torch.nan if module._buffers[name].is_floating_point() else 0
+            module._buffers[name] = torch.full_like(module._buffers[name], poison, device=device)
+        if names:
+            model._init_weights(module)
+        if left := [name for name in names if module._buffers[name].isnan().any()]:
+            raise ArtifactError(
+                f"transformers does not compute {left[0]} of {type(module).__name__}: this model cannot run here"
+            )
