@@ -2,9 +2,8 @@
 
 The weights of its linear layers are cast as their scheme says (`octavo.artifact.scheme`), everything else is stored in
 BF16. Activations are scaled when the model runs, but for the scheme `static`, whose scales come from a calibration
-(`octavo.serve.calibrate`). For a run that was trained with the `rowwise`
-or the `blockwise` recipe the schemes `channel` and `block` are the very casts of its forward GEMM, so the bytes are
-those that training multiplied.
+(`octavo.serve.calibrate`). For a run that was trained with the `rowwise` or the `blockwise` recipe the schemes
+`channel` and `block` are the very casts of its forward GEMM, so the bytes are those that training multiplied.
 """
 
 from __future__ import annotations
