@@ -17,11 +17,11 @@ from octavo.version import __version__
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Write `result` under the facts of this machine to results/NAME.json."""
+def facts() -> dict[str, Any]:
+    """Of this machine, now."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    facts = {
+    return {
         "measured": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
         "octavo": __version__,
@@ -32,8 +32,12 @@ def write(name: str, result: dict[str, Any]) -> Path:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
     }
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Write `result` to results/NAME.json, under the facts of this machine unless it has those of another."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": facts, **result}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": facts(), **result}, indent=2) + "\n")
     return path
 
 
