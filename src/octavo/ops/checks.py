@@ -1,4 +1,4 @@
-"""What the doors of the fused operations ask of casts and tensors, and how they refuse what is otherwise."""
+"""What the doors ask of casts and tensors, and how they refuse what is otherwise."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def check_row_cast(operation: str, cast: Cast) -> None:
             f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
             f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"
         )
+
+
+def check_matrix(taker: str, x: Tensor) -> None:
+    """Raise ValueError unless `x` is a matrix of one of FLOATS."""
+    if x.ndim != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"{taker} takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
 
 
 def check_tensor(name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: when they can run, and the arithmetic of scales, in the twins' order of rounding.
+"""What the Triton kernels share on the host's side: when they can run, and the sizes of their tiles.
 
 Triton comes with the CUDA builds of torch; nothing here imports it before a CUDA tensor asks for a kernel.
 """
@@ -46,10 +46,14 @@ def row_tile(k: int) -> tuple[int, int, int]:
     return block, rows, 8 if block <= 8192 else block // 1024
 
 
+def converts(x: Tensor, *formats: str) -> bool:
+    """Whether kernels on `x`'s device convert to these formats, and `x` has something to convert."""
+    return x.numel() > 0 and all(fmt in FORMATS for fmt in formats) and has_kernels(x.device)
+
+
 def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:
     """Whether the fused kernels run for `x`: on its device, over rows of `columns` elements, to these formats."""
-    convertible = all(fmt in FORMATS for fmt in formats)
-    return convertible and x.numel() > 0 and columns <= LONGEST_ROW and has_kernels(x.device)
+    return columns <= LONGEST_ROW and converts(x, *formats)
 
 
 def fits(how: Cast, columns: int) -> bool:

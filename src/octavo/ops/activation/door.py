@@ -132,7 +132,7 @@ def _activation_backward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
-    on_gpu = runs_fused(u, dh.shape[1], fmt, h_fmt)
+    on_gpu = _differentiates(dh, u, kind, fmt, scale, column_scale, row_scale, h_fmt)
     run = kernels_of("activation").activation_backward if on_gpu else reference_backward
     dh, u, column_scale, row_scale, h_scale = (t.contiguous() for t in (dh, u, column_scale, row_scale, h_scale))
     how, h_how = Cast(fmt, ROW, scale), Cast(h_fmt, ROW)

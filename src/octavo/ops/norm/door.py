@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
+from octavo.ops.checks import FLOATS, check_matrix, check_row_cast, check_tensor
 from octavo.ops.kernels import kernels_of, runs_fused
 from octavo.ops.lowering import operation
 from octavo.ops.norm.reference import norm_backward as reference_backward
@@ -79,8 +79,7 @@ def norm_backward(
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
-    if x.ndim != 2 or x.dtype not in FLOATS:
-        raise ValueError(f"a norm takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+    check_matrix("a norm", x)
     check_tensor("residual", residual, tuple(x.shape), *FLOATS)
     check_tensor("weight", weight, (x.shape[1],), *FLOATS)
     check_tensor("bias", bias, (x.shape[1],), *FLOATS)
@@ -114,7 +113,8 @@ def _norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, residual, weight, bias)
     eps = float(np.float32(eps))  # what Triton would make of it, for the twin too
-    run = kernels_of("norm").norm_quantize if runs_fused(x, x.shape[1], fmt) else reference_quantize
+    on_gpu = _quantizes(x, residual, weight, bias, eps, fmt)
+    run = kernels_of("norm").norm_quantize if on_gpu else reference_quantize
     x, residual, weight, bias = x.contiguous(), _contiguous(residual), weight.contiguous(), _contiguous(bias)
     return run(x, residual, weight, bias, eps, Cast(fmt, ROW, scale), center)
 
@@ -146,7 +146,7 @@ def _norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward(dn, x, weight, mean, rstd, residual)
-    run = kernels_of("norm").norm_backward if runs_fused(x, x.shape[1]) else reference_backward
+    run = kernels_of("norm").norm_backward if _differentiates(dn, x) else reference_backward
     dn, x, weight, mean, rstd = (t.contiguous() for t in (dn, x, weight, mean, rstd))
     return run(dn, x, weight, mean, rstd, _contiguous(residual), center)
 

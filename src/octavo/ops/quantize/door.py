@@ -14,7 +14,8 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
-from octavo.ops.kernels import FORMATS, fits, has_kernels, kernels_of
+from octavo.ops.checks import check_matrix
+from octavo.ops.kernels import converts, fits, kernels_of
 from octavo.ops.lowering import operation
 from octavo.ops.quantize.reference import quantize as reference_quantize
 from octavo.ops.quantize.reference import quantize_scaled as reference_quantize_scaled
@@ -90,8 +91,7 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
 
 
 def _check(x: Tensor) -> None:
-    if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"quantize takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+    check_matrix("quantize", x)
 
 
 def _check_factor(name: str, factor: Tensor | None, shape: tuple[int, int]) -> None:
@@ -99,17 +99,9 @@ def _check_factor(name: str, factor: Tensor | None, shape: tuple[int, int]) -> N
         raise ValueError(f"{name} must be float32 {list(shape)}, got {factor.dtype} {list(factor.shape)}")
 
 
-def _quantizes(
-    x: Tensor,
-    fmt: str,
-    granularity: str,
-    scale: str,
-    relative_floor: float,
-    column_scale: Tensor | None,
-    row_scale: Tensor | None,
-    seed: Tensor | None,
-) -> bool:
-    how = _cast(fmt, granularity, scale, relative_floor)
+def _quantizes(x: Tensor, *cast_and_factors: Any) -> bool:
+    *cast, column_scale, row_scale, seed = cast_and_factors
+    how = _cast(*cast)
     plain = column_scale is None and row_scale is None
     return _has_kernel(x, how, seed) and (plain or how.granularity == ROW)
 
@@ -156,7 +148,7 @@ def _quantize_stack(
     tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_floor: float
 ) -> tuple[Tensor, Tensor]:
     how = _cast(fmt, granularity, scale, relative_floor)
-    if _has_kernel(tensors[0], how, None):
+    if _quantizes_stack(tensors, fmt, granularity, scale, relative_floor):
         return kernels_of("quantize").quantize_stack([x.contiguous() for x in tensors], how)
     parts = [reference_quantize(x.contiguous(), how, None, None, None) for x in tensors]
     data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(how.fmt.dtype)
@@ -169,10 +161,9 @@ def _(tensors: list[Tensor], fmt: str, granularity: str, scale: str, relative_fl
     return _fake(tensors[0], shape, _cast(fmt, granularity, scale, relative_floor))
 
 
-def _quantizes_transposed(
-    x: Tensor, fmt: str, granularity: str, scale: str, relative_floor: float, seed: Tensor | None
-) -> bool:
-    return _has_kernel(x, _cast(fmt, granularity, scale, relative_floor), seed)
+def _quantizes_transposed(x: Tensor, *cast_and_seed: Any) -> bool:
+    *cast, seed = cast_and_seed
+    return _has_kernel(x, _cast(*cast), seed)
 
 
 @operation("quantize_transposed", _quantizes_transposed)
@@ -181,7 +172,7 @@ def _quantize_transposed(
 ) -> tuple[Tensor, Tensor]:
     _check(x)
     how = _cast(fmt, granularity, scale, relative_floor)
-    if not _has_kernel(x, how, seed):
+    if not _quantizes_transposed(x, fmt, granularity, scale, relative_floor, seed):
         return reference_quantize(x.t().contiguous(), how, None, None, seed)
     kernel = kernels_of("quantize")
     if how.granularity.rows == 1 and how.granularity.cols is not None:
@@ -217,9 +208,7 @@ def _(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, 
 
 def _has_kernel(x: Tensor, how: Cast, seed: Tensor | None) -> bool:
     """Whether the Triton kernels quantize this; stochastic rounding and huge rows are left to the twin."""
-    if seed is not None or x.numel() == 0 or not has_kernels(x.device) or how.format not in FORMATS:
-        return False
-    return fits(how, x.shape[1])
+    return seed is None and converts(x, how.format) and fits(how, x.shape[1])
 
 
 def _fake(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:

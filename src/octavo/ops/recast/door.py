@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import fp8_format
 from octavo.ops.checks import check_row_cast
-from octavo.ops.kernels import FORMATS, has_kernels, kernels_of
+from octavo.ops.kernels import converts, kernels_of
 from octavo.ops.lowering import operation
 from octavo.ops.recast.reference import recast_norm as reference_norm
 from octavo.ops.recast.reference import recast_transposed as reference_transposed
@@ -54,7 +54,7 @@ def recast_norm(
 
 
 def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str) -> bool:
-    return has_kernels(scale.device) and fmt in FORMATS and scale.numel() > 0
+    return converts(scale, fmt)
 
 
 @operation("recast_transposed", _recasts)
@@ -75,7 +75,7 @@ def _(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
 def _recasts_norm(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
 ) -> bool:
-    return _recasts([x], scale, fmt)
+    return converts(scale, fmt)
 
 
 @operation("recast_norm", _recasts_norm)
@@ -84,7 +84,7 @@ def _recast_norm(
 ) -> Tensor:
     if x.shape[0] != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
-    if not _recasts([x], scale, fmt):
+    if not _recasts_norm(x, mean, rstd, weight, bias, scale, fmt):
         return reference_norm(x, mean, rstd, weight, bias, scale, fp8_format(fmt))
     return kernels_of("recast").recast_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
 
