@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
+from octavo.numerics.cast import Cast
 from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.scaling import split_scale
-from octavo.ops import scaled_mm, transpose
+from octavo.ops import quantize, recast_transposed, scaled_mm, transpose
 from octavo.recipe import Gemm, Recipe
 
 
@@ -50,9 +52,23 @@ def folded_operand(data: Tensor) -> QTensor:
     return QTensor(data, torch.ones_like(data[:, :1], dtype=torch.float32), format_of(data.dtype), ROW)
 
 
-def folded_dx(g: QTensor, m: Tensor, w_t: QTensor, plan: Plan) -> Tensor:
+def weight_transposed(weights: Sequence[Tensor], kept: Tensor | None, s_w: Tensor, cast: Cast) -> QTensor:
+    """The bytes of the weights, stacked along N and transposed: of those that were kept, or cast again."""
+    if kept is None:
+        return folded_operand(recast_transposed(weights, s_w, cast))
+    return transposed(QTensor(kept, s_w, cast.fmt, cast.granularity))
+
+
+def folded_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, cast: Cast) -> QTensor:
+    """g = dy * s_w * m, quantized; a factor that is None is 1."""
+    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
+
+
+def folded_dx(g: QTensor, m: Tensor | None, w_t: QTensor, plan: Plan) -> Tensor:
     """dx from g = dy * s_w * m, quantized, and the bytes of w, transposed: m comes off again with the scale."""
-    return plan.mm(plan.recipe.dx, replace(g, scale=g.scale / m), w_t, plan.dtype)  # [T,N] @ [K,N]^T
+    if m is not None:
+        g = replace(g, scale=g.scale / m)
+    return plan.mm(plan.recipe.dx, g, w_t, plan.dtype)  # [T,N] @ [K,N]^T
 
 
 def folded_dw(g: QTensor, x_t: QTensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan) -> Tensor:

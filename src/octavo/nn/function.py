@@ -16,7 +16,6 @@ axis, and a GEMM without casts runs in the layer's high-precision dtype.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.folded import Plan, folded_dw, folded_operand, mantissa, transposed
+from octavo.nn.folded import Plan, folded_dw, folded_dx, folded_dy, mantissa, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import quantize, quantize_scaled, quantize_transposed, recast_transposed
+from octavo.ops import quantize, quantize_scaled, quantize_transposed
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan, kept: QTensor | None) -> Tensor:
@@ -129,7 +128,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -
         return None
     if s_w is None and m is None:
         return _quantize(dy, cast, plan.dy_history)
-    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
+    return folded_dy(dy, s_w, m, cast)
 
 
 def _dx(
@@ -138,15 +137,11 @@ def _dx(
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
-    if w_data is None and gemm.w == plan.recipe.y.w:
-        w_t = folded_operand(recast_transposed([w], s_w, gemm.w))
-    elif w_data is not None and gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
-        w_t = transposed(QTensor(w_data, s_w, gemm.w.fmt, gemm.w.granularity))
+    if gemm.w == plan.recipe.y.w and (w_data is None or _bytes_serve_both(gemm.w)):
+        w_t = weight_transposed([w], w_data, s_w, gemm.w)
     else:
         w_t = quantize_transposed(w, gemm.w)
-    if m is not None:
-        g = replace(g, scale=g.scale / m)
-    return plan.mm(gemm, g, w_t, plan.dtype)  # [T,N] @ [K,N]^T
+    return folded_dx(g, m, w_t, plan)
 
 
 def _dw(

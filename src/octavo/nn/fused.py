@@ -22,7 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.folded import Plan, folded_dw, folded_dx, folded_operand, mantissa, transposed
+from octavo.nn.folded import (
+    Plan,
+    folded_dw,
+    folded_dx,
+    folded_dy,
+    folded_operand,
+    mantissa,
+    transposed,
+    weight_transposed,
+)
+from octavo.nn.stacked import Layers, cast_weights, stacked_biases
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import (
@@ -31,9 +41,7 @@ from octavo.ops import (
     norm_backward,
     norm_quantize,
     quantize,
-    quantize_stack,
     recast_norm,
-    recast_transposed,
 )
 
 
@@ -88,14 +96,15 @@ class _NormLinear(torch.autograd.Function):
     ) -> Any:
         gemm = plan.recipe.y
         assert gemm.x is not None
+        assert gemm.w is not None
         shape = x.shape
         x, residual = _rows(x), _rows(residual)
         weights, biases = _split(parameters)
         total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, how.eps, gemm.x, center=how.center)
-        w_q = _weights(weights, w_data, w_scale, plan)
-        y = plan.mm(gemm, n_q, w_q, plan.dtype, _stack_biases(weights, biases))  # [T,K] @ [N,K]^T
+        w_q = cast_weights(weights, w_data, w_scale, gemm.w)
+        y = plan.mm(gemm, n_q, w_q, plan.dtype, stacked_biases(weights, biases))  # [T,K] @ [N,K]^T
         ctx.plan, ctx.how, ctx.layers, ctx.shape = plan, how, Layers.of(weights, biases), shape
-        ctx.has_residual, ctx.norm_dtypes = residual is not None, _dtypes(gamma, beta)
+        ctx.has_residual = residual is not None
         ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, w_data, *weights)
         y = y.view(*shape[:-1], -1)
         return (y, total.view(shape)) if residual is not None else y
@@ -103,17 +112,20 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
+        recipe = plan.recipe
         total, mean, rstd, gamma, beta, s_n, s_w, w_data, *weights = ctx.saved_tensors
-        assert plan.recipe.y.x is not None
+        assert recipe.dx.dy is not None
+        assert recipe.y.x is not None
+        assert recipe.y.w is not None
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m = mantissa(s_n)
-        g = _quantize_dy(dy, s_w, m, plan)
-        dn = folded_dx(g, m, _w_transposed(weights, w_data, s_w, plan), plan)  # [T,N] @ [K,N]^T
-        n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, plan.recipe.y.x))
+        g = folded_dy(dy, s_w, m, recipe.dx.dy)
+        dn = folded_dx(g, m, weight_transposed(weights, w_data, s_w, recipe.y.w), plan)  # [T,N] @ [K,N]^T
+        n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, recipe.y.x))
         dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
-        norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
+        norm_gradients = _norm_gradients(dgamma, dbeta, gamma, beta)
         return None, None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.layers.split(dw, dy)
 
 
@@ -170,6 +182,7 @@ class _MLP(torch.autograd.Function):
     ) -> Any:
         gemm = plan.recipe.y
         assert gemm.x is not None
+        assert gemm.w is not None
         shape = x.shape
         x, residual = _rows(x), _rows(residual)
         weights, biases = _split(parameters)
@@ -179,13 +192,14 @@ class _MLP(torch.autograd.Function):
             total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, how.eps, gemm.x, center=how.center)
         else:
             n_q = quantize(x, gemm.x)
-        w_in, w_out = _weights(weights, in_data, in_scale, plan), _weights([w], out_data, out_scale, plan)
-        u = plan.mm(gemm, n_q, w_in, plan.dtype, _stack_biases(weights, biases))  # [T,K] @ [2F,K]^T
+        w_in = cast_weights(weights, in_data, in_scale, gemm.w)
+        w_out = cast_weights([w], out_data, out_scale, gemm.w)
+        u = plan.mm(gemm, n_q, w_in, plan.dtype, stacked_biases(weights, biases))  # [T,K] @ [2F,K]^T
         h_q = activation_quantize(u, activation, gemm.x)
         y = plan.mm(gemm, h_q, w_out, plan.dtype, b)  # [T,F] @ [K,F]^T
         ctx.plan, ctx.how, ctx.activation, ctx.shape = plan, how, activation, shape
         ctx.inner, ctx.outer = Layers.of(weights, biases), Layers.of([w], [b])
-        ctx.has_residual, ctx.x_dtype, ctx.norm_dtypes = residual is not None, x.dtype, _dtypes(gamma, beta)
+        ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
         kept = (total, mean, rstd, gamma, beta, None) if how is not None else (*[None] * 5, n_q.data)
         scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
         ctx.save_for_backward(*kept, u, *scales, in_data, out_data, w, *weights)
@@ -201,85 +215,34 @@ class _MLP(torch.autograd.Function):
         )
         assert recipe.dx.dy is not None
         assert recipe.y.x is not None
+        assert recipe.y.w is not None
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m_h, m_n = mantissa(s_h), mantissa(s_n)
-        g = _quantize_dy(dy, s_out, m_h, plan)
-        dh = folded_dx(g, m_h, _w_transposed([w], out_data, s_out, plan), plan)  # [T,K] @ [F,K]^T
+        g = folded_dy(dy, s_out, m_h, recipe.dx.dy)
+        dh = folded_dx(g, m_h, weight_transposed([w], out_data, s_out, recipe.y.w), plan)  # [T,K] @ [F,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dx.dy,
             column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.y.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
         dw_out = folded_dw(g, transposed(h_q), s_h, s_out, ctx.outer.dtype, plan)  # [K,T] @ [F,T]^T
-        dn = folded_dx(du, m_n, _w_transposed(weights, in_data, s_in, plan), plan)  # [T,2F] @ [K,2F]^T
+        dn = folded_dx(du, m_n, weight_transposed(weights, in_data, s_in, recipe.y.w), plan)  # [T,2F] @ [K,2F]^T
         if n_data is None:
             n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, recipe.y.x))
         else:
-            n_t = transposed(_row(n_data, s_n, recipe.y.x))
+            n_t = transposed(QTensor(n_data, s_n, recipe.y.x.fmt, ROW))
         dw_in = folded_dw(du, n_t, s_n, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T
         gradients = (*ctx.outer.split(dw_out, dy), *ctx.inner.split(dw_in, wide))
         if ctx.how is None:
             return *[None] * 7, dn.to(ctx.x_dtype).view(ctx.shape), None, None, None, *gradients
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
-        norm_gradients = _norm_gradients(dgamma, dbeta, ctx.norm_dtypes)
+        norm_gradients = _norm_gradients(dgamma, dbeta, gamma, beta)
         return *[None] * 7, dx, dx if ctx.has_residual else None, *norm_gradients, *gradients
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Linear layers stacked along their outputs: sizes and dtypes of the weights, dtypes of the biases."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype | None, ...]
-
-    @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Layers:
-        """The layers with these parameters."""
-        dtypes = tuple(None if bias is None else bias.dtype for bias in biases)
-        return cls(tuple(w.shape[0] for w in weights), weights[0].dtype, dtypes)
-
-    @property
-    def biased(self) -> bool:
-        """Whether any layer has a bias."""
-        return any(dtype is not None for dtype in self.bias_dtypes)
-
-    def split(self, dw: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the weights, then those of the biases, from stacked dw [N, K] and dy [T, N]."""
-        biases: list[Tensor | None] = [None] * len(self.sizes)
-        if self.biased:
-            parts = torch.split(dy.sum(0, dtype=torch.float32), list(self.sizes))
-            biases = [None if d is None else p.to(d) for p, d in zip(parts, self.bias_dtypes, strict=True)]
-        return *torch.split(dw, list(self.sizes)), *biases
 
 
 def _split(parameters: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
     half = len(parameters) // 2
     return list(parameters[:half]), list(parameters[half:])
-
-
-def _weights(weights: list[Tensor], data: Tensor | None, scale: Tensor | None, plan: Plan) -> QTensor:
-    """The stacked weights in eight bits: those that were kept, or cast here."""
-    assert plan.recipe.y.w is not None
-    if data is not None and scale is not None:
-        return _row(data, scale, plan.recipe.y.w)
-    return quantize_stack(weights, plan.recipe.y.w)
-
-
-def _w_transposed(weights: list[Tensor], kept: Tensor | None, s_w: Tensor, plan: Plan) -> QTensor:
-    """The bytes of the stacked weights, transposed: of those that were kept, or cast again."""
-    cast = plan.recipe.y.w
-    assert cast is not None
-    if kept is not None:
-        return transposed(_row(kept, s_w, cast))
-    return folded_operand(recast_transposed(weights, s_w, cast))
-
-
-def _stack_biases(weights: list[Tensor], biases: list[Tensor | None]) -> Tensor | None:
-    given = next((bias for bias in biases if bias is not None), None)
-    if given is None:
-        return None
-    return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
 def _wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -296,20 +259,5 @@ def _rows(x: Any) -> Any:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
-def _row(data: Tensor, scale: Tensor, cast: Any) -> QTensor:
-    return QTensor(data, scale, cast.fmt, ROW)
-
-
-def _quantize_dy(dy: Tensor, s_w: Tensor, m: Tensor, plan: Plan) -> QTensor:
-    assert plan.recipe.dx.dy is not None
-    return quantize(dy, plan.recipe.dx.dy, column_scale=s_w.t(), row_scale=m)  # g = dy * s_w * m
-
-
-def _dtypes(gamma: Tensor | None, beta: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-    return None if gamma is None else gamma.dtype, None if beta is None else beta.dtype
-
-
-def _norm_gradients(
-    dgamma: Tensor, dbeta: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None]
-) -> tuple[Tensor, Tensor | None]:
-    return dgamma.to(dtypes[0]), None if dtypes[1] is None else dbeta.to(dtypes[1])
+def _norm_gradients(dgamma: Tensor, dbeta: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return dgamma.to(gamma.dtype), None if beta is None else dbeta.to(beta.dtype)
