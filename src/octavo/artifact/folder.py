@@ -17,6 +17,12 @@ class WriteError(RuntimeError):
     """A folder could not be written; what stood there before still does."""
 
 
+def check_absent(target: Path) -> None:
+    """Raise FileExistsError if `target` exists: for work that should find out before it begins."""
+    if target.exists():
+        raise FileExistsError(f"{target} exists already: choose another folder, or remove it first")
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, which becomes `target` when the block ends without an error.
@@ -25,8 +31,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         FileExistsError: `target` exists.
         WriteError: the disk is full, or refused the write for another reason.
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists already: choose another folder, or remove it first")
+    check_absent(target)
     partial = target.parent / f".{target.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)

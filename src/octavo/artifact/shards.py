@@ -15,11 +15,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.artifact.packed import read_json
-from octavo.artifact.tensors import ArtifactError
+from octavo.artifact.tensors import ArtifactError, open_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -80,16 +79,6 @@ class ShardReader:
         """One tensor, on the CPU. The file is opened for it: a mapping keeps in memory whatever was read through it."""
         tensor: Tensor = open_file(self._files[name]).get_tensor(name)
         return tensor
-
-
-def open_file(path: Path) -> Any:
-    """The safetensors file at `path`, opened."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ArtifactError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
 def _indexed(folder: Path) -> list[Path]:

@@ -47,11 +47,11 @@ def inspect(
 
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
     """A packed weight and its scale."""
-    q, (data, scale) = packed.weight(name), packed.stored(name)
-    values = q.scale.float()
+    scheme, (data, scale) = packed.packing.schemes[name], packed.stored(name)
+    values = scheme.packed_weight(data, scale).scale.float()
     return {
         "tensor": f"{name}.weight", "dtype": "e4m3", "shape": list(data.shape),
-        "scheme": packed.packing.schemes[name].name, "scales": scale.numel(),
+        "scheme": scheme.name, "scales": scale.numel(),
         "least": float(values.min()), "largest": float(values.max()), "bytes": data.nbytes + scale.nbytes,
     }  # fmt: skip
 

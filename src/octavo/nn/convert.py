@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
@@ -137,26 +138,30 @@ def convert(
     rows = tuple(
         Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
     )
-    backends = gemm_backends(recipe, device)
-    report = Conversion(recipe, rows, backends)
+    report = Conversion(recipe, rows, gemm_backends(recipe, device))
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
-    missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
-    if missing and not emulate and not only_if_faster:
-        raise ValueError(
-            f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
-            'can, recipe="auto" takes what comes nearest, and emulate=True computes it slowly in float32'
-        )
+    if not emulate and not only_if_faster:
+        _check_runs(report)
     if recipe.folds:
         fuse_patterns(model)
     if only_if_faster:
-        report = _only_faster(report, model, linears, tokens)
+        report = _only_faster(report, model, linears, device, tokens)
     for name in report.converted:
         linear = linears[name]
         linear.__class__ = Linear
         assert isinstance(linear, Linear)
         linear.prepare(recipe, emulate=emulate)
     return replace(report, fused=_fused(model))
+
+
+def _check_runs(report: Conversion) -> None:
+    missing = [f"{gemm}: {backend.reason}" for gemm, backend in report.backends.items() if backend.name == "none"]
+    if missing:
+        raise ValueError(
+            f"this device cannot run the recipe {report.recipe.name} ({'; '.join(missing)}): `octavo doctor` lists "
+            'what it can, recipe="auto" takes what comes nearest, and emulate=True computes it slowly in float32'
+        )
 
 
 def _fused(model: nn.Module) -> dict[str, str]:
@@ -170,9 +175,10 @@ def _fused(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _only_faster(report: Conversion, model: nn.Module, linears: dict[str, nn.Linear], tokens: int) -> Conversion:
+def _only_faster(
+    report: Conversion, model: nn.Module, linears: dict[str, nn.Linear], device: torch.device, tokens: int
+) -> Conversion:
     """The report with the gains, and the layers that FP8 would not speed up among the skipped; these are BF16 then."""
-    device = next(iter(linears.values())).weight.device
     widths = _gemm_widths(report, model, linears)
     shapes = {(tokens, row.shape[1], widths[row.name]) for row in report.rows if not row.reason}
     gains = find_gains(report.recipe, report.backends, device, shapes)

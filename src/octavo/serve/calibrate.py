@@ -26,10 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.artifact.folder import WriteError
+from octavo.artifact.folder import WriteError, check_absent
 from octavo.artifact.packed import OTHER_DTYPE, read_json
-from octavo.artifact.shards import open_file
-from octavo.artifact.tensors import ArtifactError, load_tensors, save_tensors
+from octavo.artifact.tensors import ArtifactError, load_tensors, open_file, save_tensors
 from octavo.nn import convert
 from octavo.serve.blockwise import BlockModel, open_model
 from octavo.serve.calibration import Calibration, describe, from_tensors, hash_model, to_tensors
@@ -72,8 +71,7 @@ def calibrate(
         ValueError: a setting, a layer that saw no token, or inf or NaN, with the name of the site.
         WriteError: the disk refused; what is done stays, and the same call goes on from there.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} exists already: choose another folder, or remove it first")
+    check_absent(out)
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():

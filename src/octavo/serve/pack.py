@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.artifact.folder import whole_folder
+from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import (
     INPUT_SCALE_NAME,
     LAYOUTS,
@@ -102,8 +102,7 @@ def pack(
             without a calibration of this model.
         WriteError: the disk refused.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} exists already: choose another folder, or remove it first")
+    check_absent(out)
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
@@ -117,19 +116,7 @@ def pack(
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": opened.origin.name}
         write_shards(partial, plan.specs, plan.tensors(digest, progress), metadata, shard_bytes)
         (partial / "octavo.json").write_text(json.dumps(plan.record(digest.hexdigest()), indent=2) + "\n")
-    names = [
-        plan.packing.scale_on_disk(f"{disk}.{leaf}") for disk in plan.packing.schemes for leaf in ("weight", SCALE_NAME)
-    ]
-    return PackReport(
-        folder=out,
-        source=opened.origin,
-        packed={name: how.name for name, how in plan.schemes.items()},
-        skipped=conversion.skipped,
-        left_out=opened.left_out,
-        bf16_bytes=sum(2 * opened.specs[f"{name}.weight"].numel for name in plan.schemes),
-        packed_bytes=sum(plan.specs[name].nbytes for name in names),
-        folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
-    )
+    return plan.report(out, conversion.skipped)
 
 
 def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout: str) -> dict[str, Scheme]:
@@ -197,6 +184,20 @@ class _Plan:
             yield from self._stored(name, tensor, scales.get(name)).items()
             if progress is not None:
                 progress(done, len(self.source.specs))
+
+    def report(self, out: Path, skipped: Mapping[str, str]) -> PackReport:
+        """What was made in the folder `out`."""
+        leaves = [f"{disk}.{leaf}" for disk in self.packing.schemes for leaf in ("weight", SCALE_NAME)]
+        return PackReport(
+            folder=out,
+            source=self.source.origin,
+            packed={name: how.name for name, how in self.schemes.items()},
+            skipped=skipped,
+            left_out=self.source.left_out,
+            bf16_bytes=sum(2 * self.source.specs[f"{name}.weight"].numel for name in self.schemes),
+            packed_bytes=sum(self.specs[self.packing.scale_on_disk(leaf)].nbytes for leaf in leaves),
+            folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+        )
 
     def record(self, digest: str) -> dict[str, object]:
         """What octavo.json says: docs/format.md."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Source:
             raise ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
         return tensor
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, Spec]:
         """What each tensor of the model is in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.skeleton.model)}
