@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fused_oracle import sqnr
 from torch import Tensor, nn
 
 import octavo
@@ -27,13 +28,6 @@ NATIVE = ["bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockw
 EMULATED = ["mxfp8", "groupwise"]
 ROTATED = replace(rowwise(), name="rotated", rotate=True)
 LEAST = 45.0  # dB
-
-
-def sqnr(exact: Tensor, got: Tensor) -> float:
-    exact, got = exact.detach().cpu().double(), got.detach().cpu().double()
-    assert exact.shape == got.shape
-    noise = (exact - got).square().sum()
-    return float(10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300)))
 
 
 def twins(recipe: str | Recipe, k: int, n: int) -> tuple[nn.Sequential, nn.Sequential]:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from fused_oracle import sqnr
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -58,12 +59,6 @@ def make(name: str, **more) -> nn.Module:
 def tokens(length: int = 21) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randint(0, 99, (2, length))
-
-
-def sqnr(exact: torch.Tensor, found: torch.Tensor) -> float:
-    exact, found = exact.detach(), found.detach()
-    noise = (exact.double() - found.double()).square().sum()
-    return float(10 * torch.log10(exact.double().square().sum() / noise)) if noise else float("inf")
 
 
 def operations(call) -> Counter:

@@ -14,11 +14,12 @@ import hashlib
 import importlib
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from octavo.artifact.text import decode, files_below
 
 ROW_FIELDS = ("text", "prompt", "messages")
 _PROBE = "a"
@@ -139,32 +140,19 @@ def _find_files(data: Sequence[str]) -> dict[Path, bool]:
         if path.is_file():
             files[path.resolve()] = True
         elif path.is_dir():
-            for found in _walk(path.resolve()):
+            for found in files_below(path.resolve()):
                 files.setdefault(found, False)
         else:
             raise PromptError(f"data must name files or folders; there is no {source}")
     return dict(sorted(files.items()))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]
-        paths = (Path(root, name) for name in names if name[0] != ".")
-        yield from (path for path in paths if path.is_file())
-
-
 def _documents(path: Path, named: bool, tokenizer: Any) -> Iterator[_Document]:
     """What a file holds, with empty documents for what has no text."""
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        text, bad = "", error.start
-    else:
-        bad = text.find("\0")
-    if bad >= 0:
+    text = decode(path.read_bytes())
+    if isinstance(text, int):
         if named or path.suffix == ".jsonl":
-            raise PromptError(f"{path} must be text (UTF-8 without NUL); byte {bad} is not")
+            raise PromptError(f"{path} must be text (UTF-8 without NUL); byte {text} is not")
         return
     if path.suffix != ".jsonl":
         yield _Document(text.strip() and text, whole=False)

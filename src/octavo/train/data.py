@@ -15,7 +15,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.artifact.text import decode, files_below
 from octavo.models.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+NOT_TEXT = ("__pycache__", "site-packages")  # folders
 
 
 class DataError(ValueError):
@@ -86,7 +90,7 @@ def _read_files(sources: Sequence[str]) -> Texts:
             named[path.resolve()] = by_name or named.get(path.resolve(), False)
     texts, files = [], []
     for path in sorted(named):
-        text = _decode(path.read_bytes())
+        text = decode(path.read_bytes())
         if isinstance(text, int) and named[path]:
             raise DataError(f"{path} must be text (UTF-8 without NUL); byte {text} is not")
         if isinstance(text, str) and text:
@@ -98,13 +102,15 @@ def _read_files(sources: Sequence[str]) -> Texts:
 def _expand(source: str) -> tuple[list[Path], bool]:
     """The files of one source, and whether it names a file itself."""
     if source == "stdlib":
-        files = [path for path in _walk(Path(sysconfig.get_path("stdlib"))) if path.suffix == ".py"]
+        files = [
+            path for path in files_below(Path(sysconfig.get_path("stdlib")), leave_out=NOT_TEXT) if path.suffix == ".py"
+        ]
         return files, False
     path = Path(source).expanduser()
     if path.is_file():
         return [path], True
     if path.is_dir():
-        files = list(_walk(path))
+        files = list(files_below(path, leave_out=NOT_TEXT))
         if not files:
             raise DataError(f"the folder {source} must hold files; it has none (hidden ones do not count)")
         return files, False
@@ -114,23 +120,6 @@ def _expand(source: str) -> tuple[list[Path], bool]:
     if not files:
         raise DataError(f"the glob {source} must match files; it matches none from {Path.cwd()}")
     return files, False
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in ("__pycache__", "site-packages") and name[0] != "."]
-        paths = (Path(root, name) for name in names if name[0] != ".")
-        yield from (path for path in paths if path.is_file())
-
-
-def _decode(content: bytes) -> str | int:
-    """The text, or the offset of the first byte that makes it none."""
-    nul = content.find(0)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start if nul < 0 else min(nul, error.start)
-    return text if nul < 0 else nul
 
 
 def _read_dataset(source: str) -> list[str | None]:
