@@ -67,6 +67,19 @@ def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
     assert all(same(reader.get(name), t) for name, t in given.items())
 
 
+@pytest.mark.parametrize("limit", [200, 10**6])
+def test_a_file_is_opened_once_however_many_tensors_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
+    opened: list[Path] = []
+    path_open = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", **k: opened.append(self) or path_open(self, mode, **k))
+    write_shards(tmp_path, specs(given), given.items(), {"format": "pt"}, shard_bytes=limit)
+    written = [path.name for path in opened if path.suffix == ".safetensors"]
+    assert sorted(written) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize(
     ("come", "message"),
     [

@@ -123,11 +123,8 @@ def write_shards(
     shards = _divide(specs, shard_bytes)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    files = {
-        name: _ShardFile(folder / file, shard, metadata)
-        for file, shard in zip(names, shards, strict=True)
-        for name in shard
-    }
+    opened = [_ShardFile(folder / file, shard, metadata) for file, shard in zip(names, shards, strict=True)]
+    files = {name: file for file, shard in zip(opened, shards, strict=True) for name in shard}
     waiting = dict(specs)
     try:
         for name, tensor in tensors:
@@ -137,7 +134,7 @@ def write_shards(
         if waiting:
             raise ValueError(f"{len(waiting)} tensors did not come, {next(iter(waiting))} among them")
     finally:
-        for file in set(files.values()):
+        for file in opened:
             file.close()
     if count > 1:
         size = sum(spec.nbytes for spec in specs.values())
