@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
 from octavo.nn.gains import LEAST_GAIN, Gains, find_gains
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, as_recipe
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.norm_linear import NormLinear, converted, norm_of
 from octavo.nn.patterns import fuse_patterns
@@ -148,10 +148,7 @@ def convert(
     if only_if_faster:
         report = _only_faster(report, model, linears, device, tokens)
     for name in report.converted:
-        linear = linears[name]
-        linear.__class__ = Linear
-        assert isinstance(linear, Linear)
-        linear.prepare(recipe, emulate=emulate)
+        as_recipe(linears[name], recipe, emulate=emulate)
     return replace(report, fused=_fused(model))
 
 

@@ -2,8 +2,8 @@
 
 The table of a GPU is measured by `octavo doctor --measure` and kept in $OCTAVO_CACHE, or octavo/ in the user's cache
 folder, under the names of the GPU and the versions of torch and Octavo: another of any of these is another table.
-Where there is none, H100 and H200 use the one shipped; other GPUs, and recipes that are no preset, have the model's own
-layers timed when `convert` asks, which are kept as well.
+Where there is none, H100 and H200 use the one shipped; other GPUs, and recipes that it does not hold, have the model's
+own layers timed when `convert` asks, which are kept as well.
 
 Times differ from run to run by about a per cent, so a gain counts from LEAST_GAIN on. Sizes beyond the grid are judged
 as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`): uncompiled code, which launches more slowly

@@ -66,6 +66,14 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
+def as_recipe(linear: nn.Linear, recipe: Recipe, *, emulate: bool = False) -> Linear:
+    """`linear`, changed in place into the layer that runs as `recipe` says."""
+    linear.__class__ = Linear
+    assert isinstance(linear, Linear)
+    linear.prepare(recipe, emulate=emulate)
+    return linear
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of y and of unquantized GEMMs: autocast's, or that of the input."""
     device = x.device.type

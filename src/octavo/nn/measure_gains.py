@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from octavo.nn.delayed import update_scales
 from octavo.nn.gains_table import Shape
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, as_recipe
 from octavo.recipe import Recipe
 
 METHOD = (
@@ -60,14 +60,6 @@ def time_linears(
             done()
         torch.cuda.empty_cache()
     return times
-
-
-def as_recipe(linear: nn.Linear, recipe: Recipe) -> Linear:
-    """`linear`, changed into the converted layer."""
-    linear.__class__ = Linear
-    assert isinstance(linear, Linear)
-    linear.prepare(recipe, emulate=False)
-    return linear
 
 
 def compiled(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
