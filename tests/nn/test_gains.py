@@ -260,7 +260,7 @@ def test_each_layer_is_judged_by_its_sizes(pretend: Callable) -> None:
     pretend(UNKNOWN)
     write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: 1.43 if n == 4096 else 0.93))
     model = mixed()
-    report = octavo.convert(model, only_if_faster=True)
+    report = octavo.convert(model, only_if_faster=True, tokens=32768)
     assert report.converted == ["wide"]
     assert report.skipped == {"narrow": "0.93x: left in BF16", "lm_head": "an output head or router (lm_head)"}
     assert {r.name: r.gain for r in report.rows} == {
@@ -289,7 +289,17 @@ def test_tokens_are_the_rows_of_a_forward_pass(pretend: Callable) -> None:
 def test_a_gain_within_the_noise_does_not_count(gain: float, pays: bool, pretend: Callable) -> None:
     pretend(UNKNOWN)
     write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: gain))
-    assert bool(octavo.convert(mixed(), only_if_faster=True).converted) is pays
+    assert bool(octavo.convert(mixed(), only_if_faster=True, tokens=32768).converted) is pays
+
+
+def test_a_model_of_little_work_is_left_to_bf16(pretend: Callable) -> None:
+    pretend(UNKNOWN)
+    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: 1.4))
+    report = octavo.convert(mixed(), only_if_faster=True)  # 0.5e12 operations, 1e12 hide the launches of two layers
+    assert report.converted == []
+    assert "GPU would wait for the host" in report.skipped["wide"]
+    assert report.rows[0].gain == pytest.approx(1.4)
+    assert octavo.convert(mixed(), only_if_faster=True, tokens=32768).converted == ["wide", "narrow"]
 
 
 def test_on_a_cpu_nothing_is_converted_and_the_report_says_why() -> None:

@@ -1,5 +1,7 @@
 """Compiled code launches our kernels and calls no operation of ours; where sizes are dynamic it calls them."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,12 @@ class Block(nn.Module):
         return x + y
 
 
+def calls(codes: list[str]) -> set[str]:
+    """The operations of ours that it calls; its comments name those that were replaced."""
+    lines = (line.partition("#")[0] for code in codes for line in code.splitlines())
+    return {name for line in lines for name in re.findall(r"torch\.ops\.octavo\.(\w+)", line)}
+
+
 def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = call(x)
@@ -48,11 +56,12 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     compiled = torch.compile(model, fullgraph=True)
     found, codes = run_and_get_code(gradients, model, compiled, x)
     assert len(codes) == 2
-    assert not any("torch.ops.octavo" in code for code in codes)
+    assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm.door._inlines` says why
     assert all("_kernel" in code for code in codes)
     for exact, here in zip(required, found, strict=True):
         noise = (exact.double() - here.double()).square().sum()
-        assert noise <= exact.double().square().sum() * 10**-3  # rounding in BF16 between the kernels
+        # A value that is not rounded to BF16 between the kernels may quantize to the next code: noise as of FP8 itself.
+        assert noise <= exact.double().square().sum() * 10**-2
 
 
 def test_dynamic_sizes_call_the_operations() -> None:
@@ -62,7 +71,7 @@ def test_dynamic_sizes_call_the_operations() -> None:
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
     found, codes = run_and_get_code(gradients, model, compiled, x)
-    assert any("torch.ops.octavo" in code for code in codes)
+    assert calls(codes) >= {"quantize", "scaled_mm"}
     for exact, here in zip(gradients(model, model, x), found, strict=True):
         noise = (exact.double() - here.double()).square().sum()
         assert noise <= exact.double().square().sum() * 10**-3

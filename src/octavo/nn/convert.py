@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
-from octavo.nn.gains import LEAST_GAIN, Gains, find_gains
+from octavo.nn.gains import LEAST_GAIN, Gains, find_gains, hides_launching
 from octavo.nn.linear import Linear, as_recipe
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.norm_linear import NormLinear, converted, norm_of
@@ -117,7 +117,8 @@ def convert(
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
-            that `model` is on now (`octavo.nn.gains`; the report has the figures; layers that run as one GEMM are one).
+            that `model` is on now (`octavo.nn.gains`; the report has the figures; layers that run as one GEMM are one),
+            and all of them where together they are too little work to hide the longer launching of FP8.
             Where FP8 is emulated, or has no GEMM, that is every layer, and no error. On a GPU of which nothing is known
             the layers are timed first.
         tokens: rows that a forward pass gives a layer, batch x sequence; read with `only_if_faster`.
@@ -181,6 +182,9 @@ def _only_faster(
     gains = find_gains(report.recipe, report.backends, device, shapes)
     rows = tuple(row if row.reason else _weighed(row, gains, tokens, widths[row.name]) for row in report.rows)
     weighed = replace(report, rows=rows, gains=gains.source)
+    if not hides_launching([(tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason]):
+        idle = "so little work that the GPU would wait for the host: left in BF16"
+        weighed = replace(weighed, rows=tuple(row if row.reason else replace(row, reason=idle) for row in rows))
     for name in set(report.converted) - set(weighed.converted):
         if isinstance(linears[name], Linear):  # converted before: what the report calls BF16 has to be
             _restore(linears[name])

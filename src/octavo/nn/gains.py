@@ -6,8 +6,8 @@ Where there is none, H100 and H200 use the one shipped; other GPUs, and recipes 
 own layers timed when `convert` asks, which are kept as well.
 
 Times differ from run to run by about a per cent, so a gain counts from LEAST_GAIN on. Sizes beyond the grid are judged
-as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`): uncompiled code, which launches more slowly
-than a small layer runs, gains less.
+as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`). The host takes longer to launch it in FP8,
+which counts only where the GPU waits for the host: in a model of little work, of which `hides_launching` tells.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from octavo.recipe import PRESETS, Recipe
 from octavo.version import __version__
 
 LEAST_GAIN = 1.02
+LAUNCH_FLOPS = 0.35e12  # BF16 operations of an H100 in the half millisecond in which a host launches an FP8 layer
 GRID_TOKENS = (512, 2048, 8192, 32768)
 GRID_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SHIPPED = {"H100": "gains_h100.json", "H200": "gains_h100.json"}  # by a part of the GPU's name
@@ -71,6 +72,12 @@ def find_gains(recipe: Recipe, backends: Mapping[str, Backend], device: torch.de
         by_shape |= {row.shape: row.gain for row in rows}
         sources.append(f"measured now, {keep_shapes(machine, rows)}")
     return Gains(by_shape, f"from {LEAST_GAIN:.2f}x on, {'; '.join(sources)}")
+
+
+def hides_launching(shapes: Sequence[Shape]) -> bool:
+    """Whether layers of these (M, K, N), compiled, keep the GPU busy for as long as the host takes to launch them in
+    FP8: half a millisecond each, and as much for the model (bench/gpu_layer.py, on the host of an H100)."""
+    return 6 * sum(m * k * n for m, k, n in shapes) >= LAUNCH_FLOPS * (len(shapes) + 1)
 
 
 def never_faster(recipe: Recipe, backends: Mapping[str, Backend], device: torch.device) -> str:

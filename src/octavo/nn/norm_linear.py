@@ -25,6 +25,7 @@ from octavo.numerics.cast import Cast
 
 # Root-mean-square norms of transformers: weight * x / rms(x), eps in `variance_epsilon`.
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+LONGEST_NORM = 16384  # elements of a row: beyond, the fused norm's registers spill and PyTorch's norm is faster
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -133,11 +134,11 @@ def kept_bytes(cache: WeightCache, linears: Sequence[Linear], plan: Plan) -> tup
 
 
 def norm_of(norm: nn.Module) -> tuple[NormPlan, Tensor, Tensor | None] | None:
-    """What the fused functions need of a norm over the last dimension; None for one unknown to them, or watched."""
+    """What the fused functions need of a norm over the last dimension; None for others, watched or long ones."""
     if watched(norm):
         return None
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-        if norm.weight is None or len(norm.normalized_shape) != 1:
+        if norm.weight is None or len(norm.normalized_shape) != 1 or norm.weight.numel() > LONGEST_NORM:
             return None
         if isinstance(norm, nn.LayerNorm):
             return NormPlan(norm.eps, center=True), norm.weight, norm.bias
