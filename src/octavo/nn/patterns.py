@@ -64,7 +64,9 @@ class DecoderLayer(nn.Module):
         parts = None if args or watched(self.self_attn) or watched(self.mlp) else self.qkv.fused(hidden_states)
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
-        branches = Branches(hidden_states, self.qkv.linears, parts[0])
+        q, k, v = parts[0]
+        # Attention keeps v as it is for its backward pass: a view would keep all of the stacked q, k, v.
+        branches = Branches(hidden_states, self.qkv.linears, (q, k, v.contiguous()))
         attention, _ = self.self_attn(hidden_states=branches, **kwargs)
         y, z = self.mlp(hidden_states, self.post_attention_layernorm, attention)
         return z + y

@@ -1,4 +1,7 @@
-"""The scaled GEMM on a GPU's tensor cores: `torch.nn.functional.scaled_mm` (cuBLASLt; hipBLASLt on ROCm).
+"""The scaled GEMM on a GPU's tensor cores (cuBLASLt; hipBLASLt on ROCm).
+
+Block scales go through `torch.nn.functional.scaled_mm`. Tensor and row scales go through the older `torch._scaled_mm`,
+the same kernels: Inductor writes its result into memory that it plans, where it calls the newer one like a stranger.
 
 Its operands want both sizes of b, and the reduction, in multiples of 16: smaller ones are padded with zero bytes here
 and the result cut back.
@@ -17,8 +20,6 @@ from octavo.ops.gemm.backend import MX, SQUARE, STRIP
 ALIGNMENT = 16
 
 _RECIPES = {
-    TENSOR: ScalingType.TensorWise,
-    ROW: ScalingType.RowWise,
     STRIP: ScalingType.BlockWise1x128,
     SQUARE: ScalingType.BlockWise128x128,
     MX: ScalingType.BlockWise1x32,
@@ -40,23 +41,33 @@ def scaled_mm(
     m, n = a.shape[0], b.shape[0]
     a, scale_a = _pad(a, scale_a, layout_a)
     b, scale_b = _pad(b, scale_b, layout_b)
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if layout_a == MX else SwizzleType.NO_SWIZZLE
-    y = F.scaled_mm(
-        a,
-        b.t(),
-        _scale(scale_a, layout_a),
-        _RECIPES[layout_a],
-        _scale(scale_b, layout_b, right=True),
-        _RECIPES[layout_b],
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        output_dtype=out_dtype if layout_a.outer else torch.bfloat16,
-        use_fast_accum=fast_accumulation and layout_a.outer,
-    )
+    scale_a, scale_b = _scale(scale_a, layout_a), _scale(scale_b, layout_b, right=True)
+    if layout_a.outer:
+        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    else:
+        y = _block_scaled_mm(a, scale_a, layout_a, b, scale_b, layout_b)
     y = y[:m, :n].contiguous()
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)
+
+
+def _block_scaled_mm(
+    a: Tensor, scale_a: Tensor, layout_a: Granularity, b: Tensor, scale_b: Tensor, layout_b: Granularity
+) -> Tensor:
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if layout_a == MX else SwizzleType.NO_SWIZZLE
+    return F.scaled_mm(
+        a,
+        b.t(),
+        scale_a,
+        _RECIPES[layout_a],
+        scale_b,
+        _RECIPES[layout_b],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
 
 
 def _pad(data: Tensor, scale: Tensor, layout: Granularity) -> tuple[Tensor, Tensor]:
