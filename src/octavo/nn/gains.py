@@ -6,8 +6,8 @@ Where there is none, H100 and H200 use the one shipped; other GPUs, and recipes 
 own layers timed when `convert` asks, which are kept as well.
 
 A gain counts from LEAST_GAIN on: layers predicted at 1.03x and 1.05x made a GPT 0.5 % slower. Sizes beyond the grid are
-judged as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`). The host takes longer to launch it in
-FP8, which counts only where the GPU waits for the host: in a model of little work, of which `hides_launching` tells.
+judged as its edge. What is compared is the GPU's work (`octavo.nn.measure_gains`). The host takes longer to launch it
+in FP8, which counts only where the GPU waits for the host: in a model of little work (`hides_launching`).
 """
 
 from __future__ import annotations
