@@ -149,4 +149,7 @@ def parity_aims(parity: Result) -> list[Aim]:
         else:
             words = f"{gap['mean']:+.3%}, spread {spread:.3%}"
             rows.append(Aim(claim, required, words, abs(gap["mean"]) <= max(PARITY_GAP, spread)))
+    times = {row["mode"]: row for row in (parity.get("step_times") or {"steps": []})["steps"]}
+    guarded = times.get("rowwise_if_faster", {}).get("ratio")
+    rows.append(bound("the same GPT, only if faster: time of a step over BF16, compile", guarded, "≤", 1.0))
     return rows
