@@ -340,7 +340,7 @@ def test_no_tokens_and_a_vector(folders: dict[str, Path]) -> None:
 def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
     """Logits of a prompt and of three tokens after it, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=16)
-    ids, found = tokens(8), []
+    ids, found = tokens(8).to(model.device), []
     with torch.no_grad():
         for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
             found.append(run(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)

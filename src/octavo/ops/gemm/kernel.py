@@ -78,7 +78,7 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
         return Tiling(rows=4, terms=_terms(k, 1024), stages=4, warps=4)
     rows, terms = 64, _terms(k, 256 if m <= 32 else 128)
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles, blocks = triton.cdiv(n, rows), triton.cdiv(k, terms)
+    tiles, blocks = -(-n // rows), -(-k // terms)
 
     def time(splits: int) -> int:  # of the programs that one multiprocessor runs, in blocks of the reduction
         return -(-tiles * splits // programs) * -(-blocks // splits)
