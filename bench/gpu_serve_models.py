@@ -43,12 +43,10 @@ class LayerCache:
 def caches(model: Any, batch: int, context: int, device: str) -> list[LayerCache]:
     """Of `context` - 1 random tokens, the next of which is the last that fits."""
     config = model.config
-    shape = (batch, config.num_key_value_heads, context, config.head_dim)
+    shape = (2, batch, config.num_key_value_heads, context, config.head_dim)
     position = torch.tensor([context - 1], device=device)
-    return [
-        LayerCache(*torch.randn((2, *shape), device=device, dtype=torch.bfloat16).unbind(), position)
-        for _ in range(config.num_hidden_layers)
-    ]
+    drawn = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(config.num_hidden_layers))
+    return [LayerCache(both[0], both[1], position) for both in drawn]
 
 
 def build_bf16(layers: int, device: str, **changes: Any) -> Any:

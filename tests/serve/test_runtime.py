@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BertConfig,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -161,6 +163,20 @@ def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_p
     (out / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [7, 8]}))
     model = octavo.load(out)
     assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (3, [7, 8])
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor"])
+def test_an_encoder_runs_too(tmp_path: Path, scheme: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    serve.pack(tmp_path / "model", tmp_path / "out", scheme=scheme)
+    packed = octavo.load(tmp_path / "out")
+    assert type(packed) is BertModel
+    with torch.no_grad():
+        found, required = (m(tokens()).last_hidden_state for m in (packed, model))
+    assert 1e-3 < distance(found, required) < 0.1
 
 
 def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:

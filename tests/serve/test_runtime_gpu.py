@@ -120,7 +120,7 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
 def test_generate_makes_its_own_graphs(trained: Pair) -> None:
     torch.compiler.reset()
     model = octavo.load(trained[1], "cuda")
-    serve.warm_up(model)
+    serve.warm_up(model, 256)
     mask = torch.ones(1, 5, dtype=torch.int64, device="cuda")
     settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     text = model.generate(ids(1, 5), cache_implementation="static", **settings)

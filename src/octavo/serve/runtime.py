@@ -50,13 +50,17 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Any:
 
 
 @torch.inference_mode()
-def warm_up(model: nn.Module) -> None:
-    """Run a language model on a prompt and on a token, so that nothing is compiled when the first text is waited for.
+def warm_up(model: nn.Module, context: int) -> None:
+    """Run a language model once in each way that prompts and tokens will, so that no text waits for a compiler.
 
-    Does nothing where there are no kernels to compile: on a CPU.
+    Does nothing on a CPU, where nothing is compiled.
+
+    Args:
+        model: of ours or of transformers, as it was loaded.
+        context: tokens that it can see.
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
         for tokens in (1, 2, FEW_ROWS + 1):  # each implementation that the GEMM's door may choose
-            model(torch.zeros(1, tokens, dtype=torch.int64, device=device))
+            model(torch.zeros(1, min(tokens, context), dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)
