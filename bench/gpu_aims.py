@@ -16,6 +16,9 @@ Result = dict[str, Any]
 BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
 EAGER, PLAIN = "ours fused: rowwise, eager", "ours plain: rowwise, compile"
 
+SERVE_OURS, SERVE_TORCHAO, SERVE_GRAPH = "ours, compile", "torchao, compile", "ours, compile, CUDA graph"
+DECODES = {"decode 1": 1.75, "decode 64": 1.5}  # the result's part, for so many texts -> the speed of BF16 aimed at
+
 STEP = "stack, fused rowwise, compile"
 SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 
@@ -38,7 +41,8 @@ def aims(found: dict[str, Result]) -> list[Aim]:
     kernels = found.get("gpu_kernels", {"kernels": []})["kernels"]
     cells = found.get("gpu_layer", {"cells": []})["cells"]
     parity = found.get("gpt_parity", {"gaps": {}, "bf16_spread": 0.0})
-    return [*times(stack), *memory(stack), kernel_aim(kernels), *layer_aims(cells), *parity_aims(parity)]
+    training = [*times(stack), *memory(stack), kernel_aim(kernels), *layer_aims(cells), *parity_aims(parity)]
+    return [*training, *serve_aims(found.get("gpu_serve", {}))]
 
 
 def table(found: dict[str, Result]) -> str:
@@ -153,3 +157,32 @@ def parity_aims(parity: Result) -> list[Aim]:
     guarded = times.get("rowwise_if_faster", {}).get("ratio")
     rows.append(bound("the same GPT, only if faster: time of a step over BF16, compile", guarded, "≤", 1.0))
     return rows
+
+
+# --- Serving ---------------------------------------------------------------------------------------------------
+
+
+def serve_aims(serve: Result) -> list[Aim]:
+    """Of a benchmark that may have been cut short."""
+    prefill = serve_ms(serve, "prefill")
+    ours = min((prefill[mode] for mode in (SERVE_OURS, SERVE_GRAPH) if mode in prefill), default=None)
+    found = [
+        bound("serving, prefill: speed of BF16, compile", ratio(prefill.get(BASE), ours), "≥", 1.60),
+        bound("serving, prefill: speed of torchao's row-wise FP8", ratio(prefill.get(SERVE_TORCHAO), ours), "≥", 1.10),
+    ]
+    for part, limit in DECODES.items():
+        ms = serve_ms(serve, part)
+        claim = f"serving, {part.replace(' ', ' of ')}: speed of BF16, compile"
+        found.append(bound(claim, ratio(ms.get(BASE), ms.get(SERVE_OURS)), "≥", limit))
+    for part, limit in (("linears", 0.52), ("model", 0.58)):
+        held = {mode: parts[part] for mode, parts in serve.get("memory", {}).items()}
+        claim = f"serving, weights in GPU memory: {part}, of BF16's"
+        found.append(bound(claim, ratio(held.get("ours"), held.get("bf16")), "≤", limit, ""))
+    shares = [row["share"] for row in serve.get("kernels", []) if row["m"] == 1]
+    claim = "serving, the GEMM of one row: least share of a copy's bandwidth"
+    return [*found, bound(claim, min(shares, default=None), "≥", COPY_SHARE, "")]
+
+
+def serve_ms(serve: Result, part: str) -> dict[str, float]:
+    """Median milliseconds by mode of a part of the result; nothing where it was not reached."""
+    return {mode: ms["median"] for mode, ms in serve.get(part, {}).get("ms", {}).items()}

@@ -2,8 +2,8 @@
 
     numerics < recipe < ops < nn < (models, dist, telemetry, artifact) < (train, serve, plan) < cli
 
-`quantize.py`, a function over ops, stands beside nn; `version.py` below everything; the package's own `__init__`, which
-gathers the public names, above every room but cli.
+`quantize.py`, a function over ops, stands beside nn; `load.py`, which opens serve when it is called, above that;
+`version.py` below everything; the package's own `__init__`, which gathers the public names, above every room but cli.
 """
 
 import ast
@@ -24,6 +24,7 @@ ROOMS = [
     {"nn", "quantize"},
     {"models", "dist", "telemetry", "artifact"},
     {"train", "serve", "plan"},
+    {"load"},
     {""},
     {"cli"},
     {"__main__"},

@@ -1,5 +1,6 @@
 """Octavo: FP8 for PyTorch over the whole life of a model."""
 
+from octavo.load import load
 from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
 from octavo.quantize import quantize
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "cast_once",
     "convert",
+    "load",
     "load_scale_state",
     "quantize",
     "scale_state",

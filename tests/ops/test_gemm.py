@@ -120,7 +120,7 @@ def test_operands_are_left_alone():
 def test_opcheck(pair, with_bias):
     a, b = operands(pair, 3, 64, 5)
     bias = torch.ones(5) if with_bias else None
-    args = (a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, torch.bfloat16, False, False)
+    args = (a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, torch.bfloat16, False, "emulated")
     torch.library.opcheck(torch.ops.octavo.scaled_mm.default, args, test_utils=OPCHECKS)
 
 

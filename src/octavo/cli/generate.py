@@ -34,6 +34,7 @@ def generate(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, context = serve.load(folder, device)
+    serve.warm_up(model, context)
     pieces = stream(
         model,
         tokenizer,

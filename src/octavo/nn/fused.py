@@ -72,7 +72,7 @@ def norm_linear(
         plan: with a recipe that folds.
     """
     how, gamma, beta = norm
-    x, residual = _wider_first(x, residual)
+    x, residual = wider_first(x, residual)
     result = _NormLinear.apply(  # type: ignore[no-untyped-call]
         plan, how, *(kept or (None, None)), x, residual, gamma, beta, *weights, *biases
     )
@@ -152,7 +152,7 @@ def mlp(
     how, gamma, beta = norm if norm is not None else (None, None, None)
     weights, biases, kept_in = inner
     w, b, kept_out = outer
-    x, residual = _wider_first(x, residual)
+    x, residual = wider_first(x, residual)
     kept = (*(kept_in or (None, None)), *(kept_out or (None, None)))
     result = _MLP.apply(  # type: ignore[no-untyped-call]
         plan, how, activation, *kept, x, residual, gamma, beta, w, b, *weights, *biases
@@ -245,7 +245,7 @@ def _split(parameters: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | Non
     return list(parameters[:half]), list(parameters[half:])
 
 
-def _wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """x and residual, so that their sum has the dtype of the first: the one that PyTorch would give it."""
     if residual is None or residual.dtype == x.dtype:
         return x, residual

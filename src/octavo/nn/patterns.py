@@ -11,6 +11,7 @@ cannot be made (another recipe, a wrapped or watched layer, no tokens) the class
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,10 +32,10 @@ def fuse_patterns(model: nn.Module) -> None:
     for module in list(model.modules()):
         if not isinstance(module, DecoderLayer) and type(module).__name__ in DECODER_LAYERS and _is_pattern(module):
             module.qkv = NormLinear(module, "input_layernorm", *PROJECTIONS)
-            module.__class__ = _with(DecoderLayer, type(module))
+            module.__class__ = mixed(DecoderLayer, type(module))
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
-            mlp.__class__ = _with(SwiGLU, type(mlp))
+            mlp.__class__ = mixed(SwiGLU, type(mlp))
 
 
 def _is_pattern(layer: Any) -> bool:
@@ -47,7 +48,13 @@ def _is_pattern(layer: Any) -> bool:
     )
 
 
-def _with(ours: type, theirs: type) -> type:
+def mixed(ours: Any, theirs: Any) -> Any:
+    """The subclass of both that has the name of the second; the same one for all layers, which share compiled code."""
+    return _mixed(ours, theirs)
+
+
+@cache
+def _mixed(ours: Any, theirs: Any) -> Any:
     return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})
 
 

@@ -6,6 +6,7 @@ from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.repack import Repacked, convert_layout, unpack
+from octavo.serve.runtime import warm_up
 
 __all__ = [
     "Calibration",
@@ -19,4 +20,5 @@ __all__ = [
     "load",
     "pack",
     "unpack",
+    "warm_up",
 ]

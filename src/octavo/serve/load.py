@@ -13,6 +13,7 @@ from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.serve.packed_fused import fuse
 from octavo.serve.packed_linear import swap_linears
 from octavo.serve.skeleton import Skeleton, compute_buffers, read_skeleton
 
@@ -41,9 +42,15 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
         ArtifactError: a file is not what it should be; the message names the tensor or the setting.
         ImportError: the architecture needs transformers, which is not installed.
     """
-    packed = PackedFolder(Path(folder))
+    path = Path(folder)
+    skeleton = read_skeleton(path)
+    return Loaded(fill(skeleton, path, device), load_tokenizer(path), skeleton.context)
+
+
+def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Module:
+    """The model of a packed folder on `device`, its norms and MLPs fused, from its skeleton; raises as `load`."""
+    packed = PackedFolder(folder)
     config = read_json(packed.config)
-    skeleton = read_skeleton(packed.path)
     linears = skeleton.linears()
     packing = read_packing(config, [disk for names in linears.values() for disk in names], packed.config)
     swap_linears(skeleton.model, _packed_layers(linears, packing, packed.config))
@@ -51,7 +58,8 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
     tensors = {packing.scale_in_memory(name): reader.get(name) for name in reader.specs}
     check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.path)
     model = _materialize(skeleton, tensors).to(device)
-    return Loaded(model, load_tokenizer(packed.path), skeleton.context)
+    fuse(model)
+    return model
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:

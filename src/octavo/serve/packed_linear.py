@@ -8,18 +8,36 @@ where the machine has an FP8 GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, WEIGHT_DTYPE
-from octavo.artifact.scheme import Scheme
+from octavo.artifact.scheme import CHANNEL, Scheme
+from octavo.nn.branches import Branches
+from octavo.nn.linear import compute_dtype
+from octavo.numerics import QTensor
 from octavo.ops import scaled_mm
 
 
-class PackedLinear(nn.Module):
-    """x [..., K] to y [..., N] in x's dtype. For inference; any rank, zero rows included.
+class PackedModule(nn.Module):
+    """A module whose buffers hold bytes and their scales: it moves between devices, and keeps its dtypes when a model
+    is cast as a whole (`model.half()`), which would widen the bytes or round the scales."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, t in before.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != t.dtype:
+                self._buffers[name] = t.to(after.device)
+        return result
+
+
+class PackedLinear(PackedModule):
+    """x [..., K] to y [..., N] in x's dtype, or in that of autocast. For inference; any rank, zero rows included.
 
     Args:
         linear: the layer whose place it takes, for its sizes and its device.
@@ -48,13 +66,24 @@ class PackedLinear(nn.Module):
             self.register_buffer("input_scale", torch.empty(parts) if scheme.static else None)
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=OTHER_DTYPE))
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def by_channel(self) -> bool:
+        """Whether x is cast by row and all scales lie outside the sum, as the fused operations want it."""
+        return self.scheme.name == CHANNEL.name
+
+    def forward(self, x: Tensor | Branches) -> Tensor:
+        if isinstance(x, Branches):
+            return x.output_of(self)
+        dtype = compute_dtype(x)
         if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
+            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
         w_q = self.scheme.packed_weight(self.weight, self.weight_scale)
         x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
-        y = scaled_mm(x_q, w_q, bias=self.bias, out_dtype=x.dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
-        return y.view(*x.shape[:-1], self.out_features)
+        return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+
+    def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype) -> Tensor:
+        """y [T, N] of an input [T, K] that is quantized, and the weight."""
+        return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -2,7 +2,7 @@
 
 cuBLASLt's paths by compute capability (PyTorch's `scaled_mm`): tensor scales from Ada (8.9), row scales from Hopper
 (9.0), 1x128 and 128x128 blocks on Hopper only, MX from Blackwell (10.0). Where no path exists a GPU raises; emulation
-runs there only when asked for.
+runs there only when asked for. Products of few rows, of which the time is that of reading b, have a kernel of ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
+from octavo.ops.kernels import FORMATS, has_kernels
 
+FEW_ROWS = (
+    16  # of a, at most, for the kernel that reads b at the speed of memory; above them cuBLASLt is at least as fast
+)
 SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
@@ -30,21 +34,29 @@ _PATHS: dict[tuple[Granularity, Granularity], tuple[tuple[int, int], tuple[int, 
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs a scaled GEMM: "cublaslt", "hipblaslt", "emulated" or "none", and why."""
+    """What runs a scaled GEMM: "cublaslt", "hipblaslt", "triton", "emulated" or "none", and why."""
 
     name: str
     reason: str
 
 
 def find_backend(
-    device: torch.device, layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str]
+    device: torch.device,
+    layout_a: Granularity,
+    layout_b: Granularity,
+    formats: tuple[str, str],
+    rows: int | None = None,
 ) -> Backend:
-    """What `device` has for operands of these layouts and formats."""
+    """What `device` has for operands of these layouts and formats; `rows`: of a, None for more than a few."""
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
-    return _cuda_backend(
+    found = _cuda_backend(
         torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None
     )
+    few = rows is not None and rows <= FEW_ROWS and layout_a.outer and set(formats) <= set(FORMATS)
+    if few and found.name == "cublaslt" and has_kernels(device):
+        return Backend("triton", f"{found.reason}, at most {FEW_ROWS} rows")
+    return found
 
 
 def _cuda_backend(

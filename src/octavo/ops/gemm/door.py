@@ -12,6 +12,7 @@ from octavo.numerics.qtensor import QTensor
 from octavo.ops.gemm.backend import find_backend
 from octavo.ops.gemm.cublaslt import scaled_mm as native_mm
 from octavo.ops.gemm.reference import scaled_mm as reference_mm
+from octavo.ops.kernels import kernels_of
 from octavo.ops.lowering import operation, tell_inductor
 
 
@@ -43,23 +44,22 @@ def scaled_mm(
     """
     if a.data.ndim != 2 or b.data.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    backend = find_backend(a.data.device, a.layout, b.layout, (a.format.name, b.format.name))
+    backend = find_backend(a.data.device, a.layout, b.layout, (a.format.name, b.format.name), a.shape[0])
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "
             "or pass emulate=True to compute it slowly in float32"
         )
-    native = backend.name in ("cublaslt", "hipblaslt")
+    runs = "emulated" if backend.name == "none" else backend.name
     y: Tensor = torch.ops.octavo.scaled_mm(
-        a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, out_dtype, fast_accumulation, native
+        a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, out_dtype, fast_accumulation, runs
     )
     return y
 
 
 def _inlines(a: Tensor, scale_a: Tensor, layout_a: str, *rest: Any) -> bool:
-    """Native, and not block-scaled: torch 2.11's own fake of those GEMMs refuses the scales that the GEMMs want."""
-    native: bool = rest[-1]
-    return native and layout_a in ("tensor", "row")
+    """Not emulated, nor block-scaled: torch 2.11's own fake of those GEMMs refuses the scales that the GEMMs want."""
+    return rest[-1] != "emulated" and layout_a in ("tensor", "row")
 
 
 @operation("scaled_mm", _inlines)
@@ -73,10 +73,12 @@ def _scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    native: bool,
+    backend: str,
 ) -> Tensor:
     layouts = parse_granularity(layout_a), parse_granularity(layout_b)
-    if native:
+    if backend == "triton":
+        return kernels_of("gemm").scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation)
+    if backend != "emulated":
         return native_mm(a, scale_a, layouts[0], b, scale_b, layouts[1], bias, out_dtype, fast_accumulation)
     y = reference_mm(a, scale_a, layouts[0], b, scale_b, layouts[1])
     if bias is not None:
@@ -95,7 +97,7 @@ def _(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    native: bool,
+    backend: str,
 ) -> Tensor:
     tell_inductor()  # a graph of ours is being traced: every one has a GEMM
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -1,0 +1,199 @@
+"""Serving Llama-3-8B's shape on one GPU: BF16 compiled, torchao's dynamic row-wise FP8, and packed folders' runtime.
+
+Random weights, made and packed on the GPU. First the check: logits of FP8 against BF16, fused against layer by layer.
+Then the bytes of the weights, prefill of 8,192 tokens to the logits of the last, decode of one token at a context of
+1,024 for 1 and for 64 texts, all variants taking turns in one process, layers compiled; and the GEMM of few rows alone.
+What is known is printed and written as it comes.
+
+    python bench/gpu_serve.py [--layers 32]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import record
+import torch
+from gpu_aims import BASE, SERVE_GRAPH, SERVE_OURS, SERVE_TORCHAO
+from gpu_kernels import copy_ms
+from gpu_serve_models import (
+    build_bf16,
+    build_fp8,
+    build_torchao,
+    caches,
+    compile_layers,
+    forward,
+    held,
+)
+from gpu_timing import interleaved, replayed, sqnr, summary
+from torch import Tensor
+
+from octavo.numerics import ROW, Cast
+from octavo.ops import find_backend, quantize
+from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
+from octavo.ops.kernels import kernels_of
+from octavo.serve.packed_fused import fuse
+
+TOKENS, CONTEXT, BATCHES = 8192, 1024, (1, 64)
+SHAPES = (
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+)  # n, k of Llama-3-8B's layers, q/k/v and gate/up as one
+ROWS = (1, 8, 16, 32, 64, 128)
+BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
+Step = Callable[[], Tensor]
+
+
+def main() -> None:
+    layers = int(sys.argv[sys.argv.index("--layers") + 1]) if "--layers" in sys.argv else 32
+    torch._dynamo.config.recompile_limit = 64
+    result: dict[str, Any] = {"layers": layers}
+
+    def note(section: str, found: Any) -> None:
+        result[section] = found
+        print(section, found, flush=True)
+        record.write("gpu_serve", result)
+
+    wide = build_bf16(layers, "cuda")
+    packed = build_fp8(wide, "cuda")
+    note("check", check(wide, packed))
+    note("memory", memory(wide, packed))
+    note("kernels", kernels())
+    for batch in BATCHES:
+        note(f"decode {batch}", decode(wide, packed, batch))
+    note("prefill", prefill(wide, packed))
+
+
+def check(wide: Any, packed: Any) -> dict[str, float]:
+    """dB of the packed model's logits against BF16's and, once it is fused, against its own layer by layer."""
+    ids = torch.randint(0, wide.config.vocab_size, (4, 64), device="cuda")
+    exact, apart = forward(wide, ids), forward(packed, ids)
+    with torch.no_grad():
+        assert sqnr(wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0], exact) > 40, (
+            "this forward is not transformers'"
+        )
+    fuse(packed)
+    fused = forward(packed, ids)
+    found = {"fused against bf16": sqnr(exact, fused), "fused against layer by layer": sqnr(apart, fused)}
+    found["layer by layer against bf16"] = sqnr(exact, apart)
+    assert min(found.values()) > 10, found
+    return found
+
+
+def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
+    """Bytes of the linear layers, the head aside, and of the whole model."""
+    models = {"bf16": wide, "ours": packed}
+    return {name: {"linears": held(m, linears=True), "model": held(m, linears=False)} for name, m in models.items()}
+
+
+def prefill(wide: Any, packed: Any) -> dict[str, Any]:
+    """A forward pass over `TOKENS` tokens."""
+    ids = torch.randint(0, wide.config.vocab_size, (1, TOKENS), device="cuda")
+    torch._dynamo.reset()
+    models = {BASE: wide, SERVE_OURS: packed}
+    if record.installed("torchao"):
+        models[SERVE_TORCHAO] = build_torchao(wide, "cuda")
+    for model in models.values():
+        compile_layers(model)
+    steps: dict[str, Step] = {name: partial(forward, model, ids) for name, model in models.items()}
+    exact = steps[BASE]()
+    quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
+    assert min(quality.values()) > 10, quality
+    steps[SERVE_GRAPH] = captured(steps[SERVE_OURS])
+    times = interleaved(steps, rounds=6, repeat=2, warmup=2)
+    return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
+
+
+def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
+    """A token of each of `batch` texts, the cache being full with it, as CUDA graphs."""
+    ids = torch.randint(0, wide.config.vocab_size, (batch, 1), device="cuda")
+    kept = caches(wide, batch, CONTEXT, "cuda")
+    torch._dynamo.reset()
+    steps: dict[str, Step] = {}
+    for name, model in ((BASE, wide), (SERVE_OURS, packed)):
+        compile_layers(model)
+        steps[name] = captured(partial(forward, model, ids, CONTEXT - 1, kept))
+    quality = sqnr(steps[BASE]().clone(), steps[SERVE_OURS]())
+    assert quality > 10, quality
+    times = interleaved(dict(steps), rounds=8, repeat=8, warmup=2)
+    backend = find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), batch).name
+    ms = {name: summary(t) for name, t in times.items()}
+    return {"batch": batch, "context": CONTEXT, "gemm": backend, "sqnr": {SERVE_OURS: quality}, "ms": ms}
+
+
+def captured(step: Step) -> Step:
+    """The step as one CUDA graph; what it returns is overwritten by the next call."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return found
+
+    return replay
+
+
+# --- The GEMM alone --------------------------------------------------------------------------------------------
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Microseconds of our kernel, of cuBLASLt and of BF16, by shape and rows, and of a copy of the FP8 bytes."""
+    rows = []
+    for n, k in SHAPES:
+        for m in ROWS:
+            row = gemm(m, n, k)
+            rows.append(row)
+            print(
+                {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True
+            )
+        torch.cuda.empty_cache()
+    return rows
+
+
+def gemm(m: int, n: int, k: int) -> dict[str, Any]:
+    """One shape: over as many weights in turn as the cache cannot keep."""
+    ours = kernels_of("gemm").scaled_mm
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    count = max(2, BEYOND_CACHE // (n * k))
+    wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
+
+    def few() -> None:
+        for b in bs:
+            ours(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
+
+    def native() -> None:
+        for b in bs:
+            cublaslt_mm(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+
+    def bf16() -> None:
+        for w in wide:
+            x @ w.t()
+
+    y = ours(a.data, a.scale, bs[0].data, bs[0].scale, None, torch.bfloat16, True)
+    exact = (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
+    assert sqnr(exact, y) > 40, f"{m} x {n} x {k}: {sqnr(exact, y)} dB"
+    moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))
+    times = {
+        name: 1e3 * replayed(step, calls=2) / count
+        for name, step in (("us", few), ("cublaslt_us", native), ("bf16_us", bf16))
+    }
+    copy = 1e3 * copy_ms(moved) / count
+    backend = find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), m).name
+    return {"m": m, "n": n, "k": k, **times, "copy_us": copy, "share": copy / times["us"], "runs": backend}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Open a packed model for inference."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+
+def load(folder: str | os.PathLike[str], device: Any = "cpu") -> Any:
+    """The transformers model of a packed folder, in evaluation mode, its linear layers running on the packed bytes.
+
+    Args:
+        folder: what `octavo pack` wrote.
+        device: where the model shall be: a torch.device, or its name.
+
+    Returns:
+        The model: its own modeling code, `generate` and `config`; no BF16 copy of a packed weight.
+
+    Raises:
+        FileNotFoundError: a file of the folder is missing.
+        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ImportError: transformers is not installed.
+    """
+    # Imported when it is called for: `import octavo` alone loads nothing of serving.
+    return import_module("octavo.serve.runtime").load(folder, device)

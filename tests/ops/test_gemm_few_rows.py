@@ -1,0 +1,40 @@
+"""Which products of few rows go to the kernel of ours, and how it cuts them up: what needs no GPU."""
+
+import pytest
+import torch
+
+from octavo.numerics import ROW, TENSOR
+from octavo.ops import find_backend
+from octavo.ops.gemm import FEW_ROWS, backend
+from octavo.ops.gemm.backend import SQUARE, STRIP
+
+CUDA = torch.device("cuda")
+E4M3 = ("e4m3", "e4m3")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "has_kernels", lambda device: True)
+
+
+@pytest.mark.parametrize("layout", [ROW, TENSOR], ids=["row", "tensor"])
+def test_few_rows_run_on_our_kernel_and_more_on_cublaslt(hopper, layout):
+    assert find_backend(CUDA, layout, layout, E4M3).name == "cublaslt"  # what a layer runs on, asked without a batch
+    for rows, name in ((0, "triton"), (1, "triton"), (FEW_ROWS, "triton"), (FEW_ROWS + 1, "cublaslt")):
+        found = find_backend(CUDA, layout, layout, E4M3, rows)
+        assert found.name == name
+        assert ("rows" in found.reason) == (name == "triton")
+
+
+def test_other_layouts_and_formats_do_not(hopper):
+    assert find_backend(CUDA, STRIP, SQUARE, E4M3, 1).name == "cublaslt"
+    assert find_backend(CUDA, ROW, TENSOR, E4M3, 1).name == "none"
+    assert find_backend(CUDA, ROW, ROW, ("e5m2", "e5m2"), 1).name == "none"
+    assert find_backend(CUDA, ROW, ROW, ("e4m3fnuz", "e4m3fnuz"), 1).name == "none"
+
+
+def test_without_triton_or_a_gpu_there_is_no_kernel(hopper, monkeypatch):
+    assert find_backend(torch.device("cpu"), ROW, ROW, E4M3, 1).name == "emulated"
+    monkeypatch.setattr(backend, "has_kernels", lambda device: False)
+    assert find_backend(CUDA, ROW, ROW, E4M3, 1).name == "cublaslt"
