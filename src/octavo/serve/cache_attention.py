@@ -1,7 +1,8 @@
 """The attention "octavo" of transformers' models, and its masks: over a cache of ours, over another, or over none.
 
 A mask of transformers has an entry for each query and key. Ours is the place of the first token that counts in each
-sequence, which is all that padding on the left takes, and costs a step nothing.
+sequence, which is all that padding on the left takes, and costs a step nothing. Importing this module imports
+transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from octavo.nn.kv_cache import LayerKVCache, prompt_attention
 from octavo.ops import cached_attention
 
 ATTENTION = "octavo"
+_modeling: Any = importlib.import_module("transformers.modeling_utils")
+_masks: Any = importlib.import_module("transformers.masking_utils")
+_causal = _masks.causal_mask_function
 
 
 class Appended(NamedTuple):
@@ -35,10 +39,8 @@ class Appended(NamedTuple):
 
 def register_attention() -> None:
     """Enter "octavo" into transformers' registries of attentions and of their masks."""
-    utils: Any = importlib.import_module("transformers.modeling_utils")
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    utils.AttentionInterface.register(ATTENTION, _attention)
-    masks.AttentionMaskInterface.register(ATTENTION, left_padding)
+    _modeling.AttentionInterface.register(ATTENTION, _attention)
+    _masks.AttentionMaskInterface.register(ATTENTION, left_padding)
 
 
 def _attention(
@@ -87,8 +89,7 @@ def left_padding(
     Where a look at the mask would make the host wait in every step (one token, on a GPU), a mask that is not of this
     form gives -1, and attention NaN; elsewhere it is an error.
     """
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    causal = mask_function is masks.causal_mask_function or (local_size is not None and kv_length <= local_size)
+    causal = mask_function is _causal or (local_size is not None and kv_length <= local_size)
     if use_vmap or not causal:
         raise ValueError(
             "the attention 'octavo' is causal over all tokens, without sliding windows, chunks or packed sequences: "

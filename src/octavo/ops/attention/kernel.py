@@ -22,25 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.attention.splits import splits_of
 from octavo.ops.device_math import SMALLEST_SCALE, add, ceil_power_of_two, inverse
 from octavo.ops.kernels import power_of_two_above
 from octavo.ops.lowering import launcher
 
 TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes an element -> keys of a tile, warps, stages
 PROGRAMS_PER_SM = 2  # what fits beside each other: three stages of 32 KiB each
-MOST_SPLITS = 128
 LOG2_E = math.log2(math.e)
-
-
-def splits_of(pairs: int, room: int, tile: int, programs: int) -> int:
-    """Into how many parts to cut `room` tokens for `pairs` heads of sequences, `programs` running at a time: the fewest
-    whose last wave leaves at most a tenth of the device idle, else those that leave least."""
-    most = max(1, min(MOST_SPLITS, room // tile))
-
-    def busy(splits: int) -> float:
-        return pairs * splits / (-(-pairs * splits // programs) * programs)
-
-    return next((splits for splits in range(1, most + 1) if busy(splits) >= 0.9), max(range(1, most + 1), key=busy))
 
 
 def cached_attention(
