@@ -116,7 +116,8 @@ class QuantizedKVCache(_cache_utils.Cache):  # type: ignore[misc]
         max_tokens: room for so many tokens of each sequence, prompt and padding included.
         dtype: "bf16", "fp8" (e4m3) or "int8".
         scales: (of keys, of values) for each layer in order, or by the name of its attention; float32 with one element
-            or one a head, as `calibrated_scales` and packed folders have them. None finds them in a warm-up.
+            or one a head, as `calibrated_scales` and packed folders have them. None finds them in a warm-up, in which
+            padding counts.
         per, margin: of scales that are found, as `octavo.nn.kv_cache.LayerKVCache` takes them.
         warm_up: "prompt" freezes the scales after the first prompt; "manual" lets them grow until `freeze()`, and casts
             what is stored again each time they do.

@@ -65,35 +65,21 @@ def cached_attention(
     return result
 
 
-_INT8 = tl.constexpr("""{
-    .reg .b32 u, c;
-    xor.b32 u, $2, 0x80808080;
-    mov.b32 c, 0x64806480;
-    prmt.b32 $0, u, 0x64646464, 0x4140;
-    prmt.b32 $1, u, 0x64646464, 0x4342;
-    sub.rn.f16x2 $0, $0, c;
-    sub.rn.f16x2 $1, $1, c;
-}""")
-_INT8_WORD = tl.constexpr("""{
-    .reg .b32 u, c, x, y;
-    xor.b32 u, $4, 0x80808080;
-    mov.b32 c, 0x64806480;
-    prmt.b32 x, u, 0x64646464, 0x4140;
-    prmt.b32 y, u, 0x64646464, 0x4342;
-    sub.rn.f16x2 x, x, c;
-    sub.rn.f16x2 y, y, c;
-    mov.b32 {$0, $1}, x;
-    mov.b32 {$2, $3}, y;
-}""")
-_E4M3_WORD = tl.constexpr("""{
-    .reg .b16 l, h;
-    .reg .b32 x, y;
-    mov.b32 {l, h}, $4;
-    cvt.rn.f16x2.e4m3x2 x, l;
-    cvt.rn.f16x2.e4m3x2 y, h;
-    mov.b32 {$0, $1}, x;
-    mov.b32 {$2, $3}, y;
-}""")
+# 0x6400 + u is the float16 1024 + u for u in 0..255: four signed bytes, moved up by 128, in five instructions.
+_INT8 = tl.constexpr(
+    "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; "
+    "prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342; "
+    "sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }"
+)
+_INT8_WORD = tl.constexpr(
+    "{ .reg .b32 u, c, x, y; xor.b32 u, $4, 0x80808080; mov.b32 c, 0x64806480; "
+    "prmt.b32 x, u, 0x64646464, 0x4140; prmt.b32 y, u, 0x64646464, 0x4342; "
+    "sub.rn.f16x2 x, x, c; sub.rn.f16x2 y, y, c; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
+_E4M3_WORD = tl.constexpr(
+    "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $4; "
+    "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
 
 
 @triton.jit
