@@ -1,6 +1,7 @@
 """How it is computed. One folder an operation: its door, its reference twin (which is the CPU's path), its kernels."""
 
 from octavo.ops.activation import activation_backward, activation_quantize
+from octavo.ops.attention import append_kv, cached_attention
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.norm import norm_backward, norm_quantize
 from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
@@ -11,6 +12,8 @@ __all__ = [
     "Backend",
     "activation_backward",
     "activation_quantize",
+    "append_kv",
+    "cached_attention",
     "find_backend",
     "norm_backward",
     "norm_quantize",

@@ -34,13 +34,15 @@ OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
 
 
-def operation(name: str, runs_kernels: Callable[..., bool]) -> Callable[[Function], CustomOpDef]:
+def operation(
+    name: str, runs_kernels: Callable[..., bool], mutates: tuple[str, ...] = ()
+) -> Callable[[Function], CustomOpDef]:
     """Register a function as the operation `octavo::name`, of which `runs_kernels` says for which arguments it is no
-    more than views, allocations and launches."""
+    more than views, allocations and launches; one that writes to the arguments `mutates` never is."""
 
     def register(function: Function) -> CustomOpDef:
         OPERATIONS[name] = (function, runs_kernels)
-        return torch.library.custom_op(f"octavo::{name}", function, mutates_args=())
+        return torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
 
     return register
 

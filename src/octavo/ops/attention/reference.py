@@ -1,0 +1,128 @@
+"""Attention over a cache of keys and values in plain PyTorch: what the kernels must equal, and what a CPU runs.
+
+The T newest of the `length` tokens in the cache ask; the query at place t of them stands at position
+p = length - T + t, and sees the keys first[b] <= j <= p:
+
+    out[b,h,t] = sum_j softmax_j(scale * k_scale[g] * q[b,h,t] . k_q[b,g,j]) * v_q[b,g,j] * v_scale[g],  g = h * G / H
+
+for H query heads that share G heads of keys and values. A scale that is constant along both sums stands outside of
+them, so bytes are widened and never multiplied. A query that sees no key gets zeros.
+
+A stored number is x * (1 / scale), rounded to nearest even and saturated; INT8 is symmetric, -127 to 127.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.numerics.codec import cast, widen
+from octavo.numerics.formats import E4M3
+
+LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}  # of what is stored with a scale
+ROUNDS_TO_LARGEST = {torch.float8_e4m3fn: 464.0, torch.int8: 127.5}  # what is above loses more than a rounding
+
+
+def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [B, G, T, D] with the scales [G] in the dtype of a cache, and how many of its numbers saturate or are NaN.
+
+    NaN stays NaN in E4M3 and is 0 in INT8, which has none.
+    """
+    if scale is None:
+        return x.to(dtype), torch.zeros((), dtype=torch.int64, device=x.device)
+    y = x.float() * (1 / scale).view(-1, 1, 1)
+    lost = (~(y.abs() <= ROUNDS_TO_LARGEST[dtype])).sum()
+    if dtype == torch.int8:
+        return y.nan_to_num(0, torch.inf, -torch.inf).clamp(-LARGEST[dtype], LARGEST[dtype]).round().to(dtype), lost
+    return cast(y, E4M3), lost
+
+
+def from_stored(data: Tensor) -> Tensor:
+    """What a cache stores as float32, before its scale."""
+    return widen(data) if data.dtype == torch.float8_e4m3fn else data.float()
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    clipped: Tensor,
+) -> None:
+    """Store k and v [B, G, T, D] as the last T of `length` tokens; count into `clipped` [2] what saturates."""
+    new = k.shape[2]
+    at = length - new + torch.arange(new, device=k.device)
+    for i, (x, data, scale) in enumerate(((k, keys, k_scale), (v, values, v_scale))):
+        stored, lost = to_stored(x, scale, data.dtype)
+        _bytes(data).index_copy_(2, at, _bytes(stored))
+        clipped[i] += lost
+
+
+def _bytes(data: Tensor) -> Tensor:
+    """Eight-bit floats as integers, which more of PyTorch's operations take."""
+    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+
+
+def cached_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """As the door's, in float32 between the bytes and the result."""
+    (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
+    if used > keys.shape[2]:
+        return torch.full_like(q, torch.nan)
+    wide_k, wide_v = from_stored(keys[:, :, :used]), from_stored(values[:, :, :used])
+    seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
+    rows = q.float().view(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
+    with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
+        s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
+        s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
+        p = torch.where(seen.any(3, keepdim=True), s.softmax(3), 0.0)
+        y = p.view(batch, kv_heads, -1, used) @ wide_v
+    if v_scale is not None:
+        y = y * v_scale.view(-1, 1, 1)
+    y = y.view_as(q).to(q.dtype)
+    return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+
+
+def widened_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The same by PyTorch's attention over keys and values widened to q's dtype, for more queries than the kernel
+    takes: two copies of the layer's cache in memory for the moment."""
+    k, v = (
+        (from_stored(data) * (1.0 if s is None else s.view(-1, 1, 1))).to(q.dtype)
+        for data, s in ((keys, k_scale), (values, v_scale))
+    )
+    seen = _visible(q.shape[2], keys.shape[2], length, first)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    y = torch.where(seen.any(3, keepdim=True), y, 0.0)
+    bad = length > keys.shape[2]
+    if first is not None:
+        bad = bad | (first < 0).view(-1, 1, 1, 1)
+    return y.masked_fill(bad, torch.nan)
+
+
+def _visible(new: int, keys: int, length: Tensor, first: Tensor | None) -> Tensor:
+    """Which of `keys` keys each of the `new` last queries sees, boolean [B, 1, T, S] or [1, 1, T, S]."""
+    j = torch.arange(keys, device=length.device)
+    position = length - new + torch.arange(new, device=length.device)
+    seen = (j <= position.unsqueeze(1)).view(1, 1, new, keys)
+    return seen if first is None else seen & (j >= first.view(-1, 1, 1, 1))

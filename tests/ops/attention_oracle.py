@@ -1,0 +1,76 @@
+"""Attention over a cache in float64, a query at a time, from bytes that ml_dtypes reads."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def wide(data: Tensor) -> np.ndarray:
+    """What is stored, as float64."""
+    data = data.cpu()
+    if data.dtype == torch.float8_e4m3fn:
+        return data.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return data.double().numpy()
+
+
+def stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> np.ndarray:
+    """What x [B, G, T, D] is stored as, float64: float32 arithmetic and one rounding."""
+    if scale is None:
+        return x.to(dtype).double().numpy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        y = x.float().numpy() * (np.float32(1) / scale.numpy()).reshape(-1, 1, 1)
+        if dtype == torch.int8:
+            return np.nan_to_num(np.clip(np.rint(y), -127, 127), nan=0.0).astype(np.float64)
+        return np.clip(y, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def attention64(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    used: int,
+    first: list[int] | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The result [B, H, T, D], and the same of |v|, to which its error is compared."""
+    x, k, v = q.double().cpu().numpy(), wide(keys), wide(values)
+    batch, heads, new, _ = x.shape
+    shared = heads // k.shape[1]
+    found, size = np.zeros_like(x), np.zeros_like(x)
+    for b in range(batch):
+        for h in range(heads):
+            g = h // shared
+            ks, vs = (1.0 if s is None else float(s[g]) for s in (k_scale, v_scale))
+            for t in range(new):
+                low, high = 0 if first is None else first[b], used - new + t + 1
+                if low < high:
+                    s = k[b, g, low:high] @ x[b, h, t] * (ks * scale)
+                    p = np.exp(s - s.max())
+                    p /= p.sum()
+                    found[b, h, t] = p @ v[b, g, low:high] * vs
+                    size[b, h, t] = p @ np.abs(v[b, g, low:high]) * vs
+    return torch.from_numpy(found), torch.from_numpy(size)
+
+
+def given(
+    kind: str, batch: int, heads: int, kv_heads: int, new: int, dim: int, room: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q, keys, values and scales: magnitudes that differ by head, every stored byte filled."""
+    q = (torch.randn(batch, heads, new, dim) * 2).to(dtype)
+    if kind == "bf16":
+        return q, *(torch.randn(batch, kv_heads, room, dim).to(dtype) for _ in range(2)), None, None
+    low = 0.004 if kind == "int8" else 0.001
+    scales = (low * 4 ** torch.rand(kv_heads) for _ in range(2))
+    data = (torch.randint(-127, 128, (batch, kv_heads, room, dim), dtype=torch.int8) for _ in range(2))
+    if kind == "fp8":  # -127 as a byte is -0.0137, 126 is 448: no NaN among them, subnormals too
+        data = (d.clamp(-127, 126).where(d != -1, 0).view(torch.float8_e4m3fn) for d in data)
+    k, v = data
+    k_scale, v_scale = scales
+    return q, k, v, k_scale, v_scale

@@ -1,0 +1,182 @@
+"""The twin, which is what a CPU runs, against float64 on the same bytes; what is stored, against ml_dtypes."""
+
+import pytest
+import torch
+from attention_oracle import DTYPES, attention64, given, stored, wide
+
+from octavo.ops import append_kv, cached_attention
+from octavo.ops.attention import reference
+from octavo.ops.attention.splits import splits_of
+
+SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
+    (2, 8, 2, 1, 32, 50, 37),
+    (1, 4, 4, 3, 24, 40, 40),
+    (3, 4, 1, 2, 16, 20, 2),
+    (2, 2, 2, 1, 8, 5, 1),
+]
+
+
+def length_of(used: int) -> torch.Tensor:
+    return torch.tensor(used)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_twin_against_float64(kind, shape, padded):
+    *sizes, used = shape
+    q, *cache = given(kind, *sizes, dtype=torch.float32 if kind == "bf16" else torch.bfloat16)
+    q = q.float()
+    first = [min(4, used - 1), 0, used - 1][: sizes[0]] if padded else None
+    places = None if first is None else torch.tensor(first, dtype=torch.int32)
+    scale = 0.7 * sizes[4] ** -0.5
+    required, size = attention64(q, *cache, used, first, scale)
+    found = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
+    assert found.dtype == torch.float32
+    assert ((found - required).abs() <= 3e-5 * size).all()
+    wider = reference.widened_attention(q, *cache, length_of(used), places, scale)
+    assert ((wider - required).abs() <= 3e-5 * size).all()
+
+
+def test_what_lies_beyond_the_length_does_not_count():
+    q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
+    required = cached_attention(q, *cache, length_of(7))
+    for data in cache[:2]:
+        data.view(torch.uint8)[:, :, 7:] = 0x7F  # NaN
+    assert torch.equal(cached_attention(q, *cache, length_of(7)), required)
+
+
+def test_a_query_that_sees_nothing_gets_zeros():
+    q, *cache = given("int8", 2, 2, 1, 2, 16, 20)
+    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32))
+    assert not found[0, :, 0].any()
+    assert found[0, :, 1].any()
+    assert found[1].any()
+
+
+@pytest.mark.parametrize("run", [reference.cached_attention, reference.widened_attention])
+def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
+    q, *cache = given("fp8", 2, 2, 1, 1, 16, 20)
+    assert run(q, *cache, length_of(21), None, 0.25).isnan().all()
+    found = run(q, *cache, length_of(20), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
+    assert found[0].isnan().all()
+    assert not found[1].isnan().any()
+
+
+def test_the_scale_of_products_is_that_of_the_size_by_default():
+    q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
+    assert torch.equal(cached_attention(q, *cache, length_of(9)), cached_attention(q, *cache, length_of(9), scale=0.25))
+
+
+# ---- storing
+
+
+def every_bf16() -> torch.Tensor:
+    """[1, 2, 64, 512]: every BF16 there is, NaN and infinities included."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1, 2, 64, 512)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_every_number_is_stored_with_one_rounding(kind):
+    x, dtype = every_bf16(), DTYPES[kind]
+    scales = [None, None] if kind == "bf16" else [torch.tensor([0.03, 1.5]), torch.tensor([2.0**-120, 1e30])]
+    keys, values = (torch.zeros(1, 2, 70, 512).to(dtype) for _ in range(2))
+    clipped = torch.zeros(2, dtype=torch.int64)
+    append_kv(x, x, keys, values, *scales, length_of(67), clipped)
+    for data, scale in ((keys, scales[0]), (values, scales[1])):
+        required = torch.from_numpy(stored(x, scale, dtype))
+        found = torch.from_numpy(wide(data))
+        assert torch.equal(found[:, :, 3:67].nan_to_num(nan=7e4), required.nan_to_num(nan=7e4))
+        assert not found[:, :, :3].any()
+        assert not found[:, :, 67:].any()
+    limit = {"fp8": 464, "int8": 127.5}.get(kind)
+    if limit is None:
+        assert clipped.tolist() == [0, 0]
+    else:
+        lost = [int((~((x.float() * (1 / s).view(-1, 1, 1)).abs() <= limit)).sum()) for s in scales]
+        assert clipped.tolist() == lost
+        assert all(0 < n < 65536 for n in lost)
+
+
+def test_the_amax_under_its_own_scale_is_not_clipped():
+    x = torch.randn(1, 1, 1000, 8) * torch.logspace(-6, 3, 1000).view(-1, 1)
+    for kind, largest in (("fp8", 448.0), ("int8", 127.0)):
+        for row in x.unbind(2):
+            k, clipped = row.unsqueeze(2), torch.zeros(2, dtype=torch.int64)
+            scale = k.abs().amax().view(1) / largest
+            data = torch.zeros(1, 1, 1, 8).to(DTYPES[kind])
+            append_kv(k, k, data, data.clone(), scale, scale, length_of(1), clipped)
+            assert clipped.tolist() == [0, 0]
+            assert float(data.float().abs().max()) == largest
+
+
+def test_strided_keys_are_stored_as_they_are():
+    k = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    keys, values = torch.zeros(2, 3, 6, 8), torch.zeros(2, 3, 6, 8)
+    append_kv(k, -k, keys, values, None, None, length_of(6), torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(keys[:, :, 1:], k)
+    assert torch.equal(values[:, :, 1:], -k)
+
+
+# ---- the door
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 1, 16)}, r"q must be \[2, a multiple of 2, T, 16\]"),
+        ({"q": torch.zeros(2, 4, 1, 8)}, "q must be"),
+        ({"keys": torch.zeros(2, 2, 9, 16).to(torch.float8_e5m2)}, "keys must be contiguous"),
+        ({"values": torch.zeros(2, 2, 9, 16)}, "values must be torch.float8_e4m3fn"),
+        ({"k_scale": None}, "k_scale goes with eight-bit"),
+        ({"v_scale": torch.ones(3)}, r"v_scale must be torch.float32 \[2\]"),
+        ({"length": torch.tensor([3])}, r"length must be torch.int64 \[\]"),
+        ({"first": torch.zeros(2)}, r"first must be torch.int32 \[2\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    q, keys, values, k_scale, v_scale = given("fp8", 2, 4, 2, 1, 16, 9)
+    fields = {"q": q, "keys": keys, "values": values, "k_scale": k_scale, "v_scale": v_scale, "length": length_of(3)}
+    with pytest.raises(ValueError, match=message):
+        cached_attention(**{**fields, **change})
+
+
+def test_storing_refuses_other_shapes():
+    keys, values, clipped = torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"v must be torch.float32 or .* \[1, 2, 3, 16\]"):
+        append_kv(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 2, 16), keys, values, None, None, length_of(3), clipped)
+    k = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="clipped must be"):
+        append_kv(k, k, keys, values, None, None, length_of(3), clipped[:1])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_opcheck(kind):
+    q, *cache = given(kind, 2, 4, 2, 2, 16, 9)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # no allclose for FP8
+    args = (q, *cache, length_of(3), torch.zeros(2, dtype=torch.int32), 0.25)
+    torch.library.opcheck(torch.ops.octavo.cached_attention.default, args, test_utils=checks)
+    k = torch.randn(2, 2, 2, 16).bfloat16()
+    args = (k, k, *cache, length_of(3), torch.zeros(2, dtype=torch.int64))
+    torch.library.opcheck(torch.ops.octavo.append_kv.default, args, test_utils=checks[:2])
+
+
+# ---- how the kernel is cut up
+
+
+def test_splits_fill_the_device_with_the_fewest_parts():
+    h100 = 264
+    assert splits_of(64, 32768, 128, h100) == 4  # 256 of 264
+    assert splits_of(8, 32768, 128, h100) == 30  # 240 of 264
+    assert splits_of(512, 32768, 128, h100) == 1  # 512 of 528
+    assert splits_of(8, 256, 128, h100) == 2  # no more than there are tiles
+    assert splits_of(1, 64, 128, h100) == 1
+    assert splits_of(192, 32768, 128, h100) == 4  # 768 of 792; 1 would leave a quarter idle
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 8, 17, 96, 250, 263, 300])
+def test_splits_leave_little_of_the_device_idle(pairs):
+    splits = splits_of(pairs, 1 << 20, 128, 264)
+    waves = -(-pairs * splits // 264)
+    assert 1 <= splits <= 128
+    assert pairs * splits >= 0.9 * waves * 264 or pairs * 128 < 0.9 * 264

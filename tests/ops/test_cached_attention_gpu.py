@@ -1,0 +1,226 @@
+"""The kernels against float64 on the same bytes; what they store against the twin's bytes; graphs and compiled code."""
+
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import DTYPES, attention64, given
+from gpu_memory import poison
+from test_cached_attention import every_bf16
+from test_lowering_gpu import calls
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from octavo.nn.kv_cache import LayerKVCache
+from octavo.ops import append_kv, cached_attention
+from octavo.ops.attention import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
+
+REPEATS, MANY = 3, 20
+# The result is rounded to BF16 (2^-9 of it), the probabilities to float16 (2^-12) or, for BF16, to BF16 (2^-9).
+BOUND = {"fp8": 2**-8, "int8": 2**-8, "bf16": 2**-7}
+SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
+    (2, 8, 2, 1, 128, 1024, 1000),
+    (1, 32, 8, 1, 128, 4096, 4096),
+    (3, 4, 4, 3, 64, 300, 77),
+    (1, 4, 1, 8, 128, 700, 699),  # 32 queries of one head of keys
+    (2, 8, 8, 1, 96, 513, 1),
+    (1, 4, 2, 2, 80, 200, 2),
+    (1, 2, 2, 1, 256, 400, 399),
+    (40, 8, 8, 1, 64, 500, 450),  # one part each
+]
+
+
+def on_gpu(values: Any) -> tuple[Any, ...]:
+    return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)
+
+
+def length_of(used: int) -> Tensor:
+    return torch.tensor(used, device="cuda")
+
+
+def check(kind: str, sizes: tuple[int, ...], used: int, first: list[int] | None, dtype: torch.dtype, repeats: int):
+    q, *cache = given(kind, *sizes, dtype=dtype)
+    required, size = attention64(q, *cache, used, first, 0.1)
+    q, *cache = on_gpu((q, *cache))
+    places = None if first is None else torch.tensor(first, dtype=torch.int32, device="cuda")
+    for _ in range(repeats):
+        poison()
+        found = cached_attention(q, *cache, length_of(used), first=places, scale=0.1)
+        assert (found.dtype, found.device.type) == (dtype, "cuda")
+        assert ((found.cpu().double() - required).abs() <= BOUND[kind] * size).all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_against_float64(kind, shape, padded):
+    *sizes, used = shape
+    first = [(7 * b) % used for b in range(sizes[0])] if padded else None
+    check(kind, tuple(sizes), used, first, torch.bfloat16, REPEATS)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_float16_queries(kind):
+    check(kind, (2, 8, 2, 1, 128, 600), 555, None, torch.float16, REPEATS)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_more_queries_than_the_kernel_takes(kind):
+    check(kind, (1, 8, 2, 40, 64, 300), 290, [5], torch.bfloat16, 1)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_queries_of_any_size(kind):
+    """Rows of queries over 60 octaves, whose products float16 would not hold."""
+    q, *cache = on_gpu(given(kind, 1, 8, 2, 1, 128, 500))
+    q = q * torch.exp2(torch.linspace(-60, 0, 8, device="cuda")).view(1, 8, 1, 1).bfloat16()
+    q[:, 4:] *= 1e5
+    required, size = attention64(q, *(None if t is None else t.cpu() for t in cache), 480, None, 1e-5)
+    found = cached_attention(q, *cache, length_of(480), scale=1e-5)
+    assert ((found.cpu().double() - required).abs() <= BOUND[kind] * size).all()
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_32768_tokens_again_and_again(kind):
+    """Batch 8, 32 and 8 heads of 128: against PyTorch in float32 on the widened bytes."""
+    torch.manual_seed(0)
+    q, *cache = on_gpu(given(kind, 8, 32, 8, 1, 128, 32768))
+    required = [
+        reference.widened_attention(
+            q[b : b + 1].float(), *(t[b : b + 1] for t in cache[:2]), *cache[2:], length_of(32700), None, 0.05
+        )
+        for b in range(8)
+    ]
+    required = torch.cat(required)
+    for _ in range(MANY):
+        poison()
+        found = cached_attention(q, *cache, length_of(32700), scale=0.05).float()
+        assert ((found - required).abs().amax((2, 3)) <= 2**-6 * required.abs().amax((2, 3))).all()
+
+
+def test_every_pair_of_bytes_is_widened_as_it_is_stored():
+    """One-hot queries read the keys, sharp softmaxes the values: each of the 256 codes at each place of a word."""
+    for kind, scale in (("fp8", 0.5), ("int8", 1.0)):
+        codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256)
+        if kind == "fp8":
+            codes = torch.where(codes & 0x7F == 0x7F, 0, codes)  # NaN
+        values = torch.cat([codes.roll(i, 3) for i in range(4)], 2).view(DTYPES[kind]).cuda()
+        one = torch.full((1,), scale, device="cuda")
+        keys = torch.zeros_like(values)
+        for i in range(4):
+            q = torch.zeros(1, 1, 1, 256, device="cuda", dtype=torch.float16)
+            found = cached_attention(
+                q, keys, values, one, one, length_of(i + 1), first=torch.tensor([i], dtype=torch.int32, device="cuda")
+            )
+            assert torch.equal(found[0, 0, 0], (values[0, 0, i].float() * scale).half())
+
+
+def test_nothing_seen_more_than_room_and_a_torn_mask():
+    q, *cache = on_gpu(given("fp8", 2, 4, 2, 2, 64, 200))
+    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32, device="cuda"))
+    assert not found[0, :, 0].any()
+    assert found[0, :, 1].any()
+    assert cached_attention(q, *cache, length_of(201)).isnan().all()
+    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([-1, 0], dtype=torch.int32, device="cuda"))
+    assert found[0].isnan().all()
+    assert not found[1].isnan().any()
+
+
+def test_nan_is_not_hidden():
+    q, *cache = on_gpu(given("fp8", 1, 4, 2, 1, 64, 200))
+    cache[0].view(torch.uint8)[0, 1, 17, 3] = 0x7F
+    found = cached_attention(q, *cache, length_of(150))
+    assert found[0, 2:].isnan().all()
+    assert not found[0, :2].isnan().any()
+
+
+# ---- storing
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_bytes_are_the_twins(kind):
+    x = every_bf16()
+    scales = (None, None) if kind == "bf16" else (torch.tensor([0.03, 1.5]), torch.tensor([2.0**-120, 1e30]))
+    found = []
+    for device in ("cpu", "cuda"):
+        keys, values = (torch.zeros(1, 2, 70, 512, device=device).to(DTYPES[kind]) for _ in range(2))
+        clipped = torch.zeros(2, dtype=torch.int64, device=device)
+        here = [None if s is None else s.to(device) for s in scales]
+        y = x.to(device).transpose(1, 2).contiguous().transpose(1, 2)
+        append_kv(y, y, keys, values, *here, torch.tensor(67, device=device), clipped)
+        found.append((keys.cpu(), values.cpu(), clipped.cpu()))
+    for one, other in zip(*found, strict=True):
+        nan = one.float().isnan()
+        assert torch.equal(nan, other.float().isnan())
+        assert torch.equal(one.float()[~nan], other.float()[~nan])
+
+
+def test_what_does_not_fit_is_dropped():
+    k = torch.ones(1, 2, 3, 16, device="cuda", dtype=torch.bfloat16)
+    buffer = torch.zeros(3, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
+    append_kv(k, k, buffer[1:2], buffer[1:2].clone(), None, None, length_of(10), torch.zeros(2, device="cuda").long())
+    assert not buffer[0].any()
+    assert not buffer[2].any()
+    assert int(buffer[1].sum()) == 2 * 16
+
+
+# ---- a step
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_graph_of_a_step_serves_every_step(kind):
+    k, v, q = (torch.randn(2, h, 30, 64, device="cuda").bfloat16() for h in (2, 2, 8))
+    caches = [LayerKVCache((2, 2, 24, 64), kind, device="cuda") for _ in range(2)]
+    for cache in caches:
+        cache.append(k[:, :, :10], v[:, :, :10])
+        cache.freeze()
+    at = [x[:, :, 10:11].clone() for x in (k, v, q)]
+    eager, replayed = caches
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        replayed.append(*at[:2])
+        replayed.attend(at[2])
+    torch.cuda.current_stream().wait_stream(side)
+    replayed.crop(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.append(*at[:2])
+        y = replayed.attend(at[2])
+    for t in range(10, 24):
+        for x, source in zip(at, (k, v, q), strict=True):
+            x.copy_(source[:, :, t : t + 1])
+        graph.replay()
+        eager.append(*at[:2])
+        assert torch.equal(y, eager.attend(at[2]))
+    assert torch.equal(eager.keys.view(torch.uint8), replayed.keys.view(torch.uint8))
+    graph.replay()
+    assert y.isnan().all()
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_compiled_code_launches_the_kernels(kind):
+    torch.compiler.reset()
+    k, v, q = (torch.randn(2, h, 12, 64, device="cuda").bfloat16() for h in (2, 2, 8))
+    eager, compiled = (LayerKVCache((2, 2, 24, 64), kind, device="cuda") for _ in range(2))
+    for cache in (eager, compiled):
+        cache.append(k[:, :, :10], v[:, :, :10])
+        cache.freeze()
+
+    def step(cache: LayerKVCache, t: int) -> Tensor:
+        here = slice(t, t + 1)
+        cache.append(k[:, :, here] * 2, v[:, :, here] * 2)
+        return cache.attend(q[:, :, here] * 2) * 2
+
+    fast = torch.compile(step, fullgraph=True, dynamic=False)
+    found, codes = run_and_get_code(fast, compiled, 10)
+    assert calls(codes) == {"append_kv"}
+    assert torch.equal(found, step(eager, 10))
+    assert torch.equal(eager.keys.view(torch.uint8), compiled.keys.view(torch.uint8))
+    assert int(compiled.length) == 11
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fast(compiled, 10)
+    assert torch.cuda.max_memory_allocated() - before < compiled.nbytes + (1 << 20)  # the cache is not copied
