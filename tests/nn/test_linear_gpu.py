@@ -152,6 +152,6 @@ def test_compiled_by_inductor_equals_eager_and_is_compiled_once(recipe: str) -> 
     start = {name: tensor.clone() for name, tensor in octavo.scale_state(model).items()}
     for required, found in zip(train(model, start), train(compiled, start), strict=True):
         for name, tensor in required.items():
-            # Compiled, the bias and GELU are not rounded to BF16 in between, which moves some bytes to the next code;
-            # quantized in another way they are 25 dB apart.
-            assert sqnr(tensor, found[name]) > 30, name
+            # Compiled, the bias and GELU are not rounded to BF16 in between, which moves bytes to the next code, and a
+            # tensor's scale with them: as far apart as two quantizations, where a wrong operand is some dB off.
+            assert sqnr(tensor, found[name]) > 22, name

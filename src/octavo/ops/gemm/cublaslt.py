@@ -3,8 +3,8 @@
 Block scales go through `torch.nn.functional.scaled_mm`. Tensor and row scales go through the older `torch._scaled_mm`,
 the same kernels: Inductor writes its result into memory that it plans, where it calls the newer one like a stranger.
 
-Its operands want both sizes of b, and the reduction, in multiples of 16: smaller ones are padded with zero bytes here
-and the result cut back.
+Its operands want both sizes of b, and the reduction, in multiples of 16, where there are block scales the rows of a as
+well: smaller ones are padded with zero bytes here and the result cut back.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def scaled_mm(
 ) -> Tensor:
     """As the door's. Block-scaled GEMMs give BF16, and have no fast accumulation: they promote each block as it is."""
     m, n = a.shape[0], b.shape[0]
-    a, scale_a = _pad(a, scale_a, layout_a)
-    b, scale_b = _pad(b, scale_b, layout_b)
+    a, scale_a = _pad(a, scale_a, layout_a, rows=not layout_a.outer)
+    b, scale_b = _pad(b, scale_b, layout_b, rows=True)
     scale_a, scale_b = _scale(scale_a, layout_a), _scale(scale_b, layout_b, right=True)
     if layout_a.outer:
         y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
@@ -70,11 +70,12 @@ def _block_scaled_mm(
     )
 
 
-def _pad(data: Tensor, scale: Tensor, layout: Granularity) -> tuple[Tensor, Tensor]:
-    """Both sizes rounded up to 16 with zero bytes, and a scale of one for each row added."""
-    rows, cols = (-n % ALIGNMENT for n in data.shape)
-    if rows or cols:
-        data = F.pad(data.view(torch.uint8), (0, cols, 0, rows)).view(data.dtype)
+def _pad(data: Tensor, scale: Tensor, layout: Granularity, *, rows: bool) -> tuple[Tensor, Tensor]:
+    """Columns, and `rows`, rounded up to 16 with zero bytes, and a scale of one for each row added."""
+    below, right = (-n % ALIGNMENT for n in data.shape)
+    below = below if rows else 0
+    if below or right:
+        data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
     missing = layout.scale_shape(tuple(data.shape))[0] - scale.shape[0]
     if missing:
         scale = torch.cat([scale, scale.new_ones(missing, scale.shape[1])])
