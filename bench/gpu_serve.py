@@ -63,10 +63,10 @@ def main() -> None:
     packed = build_fp8(wide, "cuda")
     note("check", check(wide, packed))
     note("memory", memory(wide, packed))
-    note("kernels", kernels())
     for batch in BATCHES:
         note(f"decode {batch}", decode(wide, packed, batch))
     note("prefill", prefill(wide, packed))
+    note("kernels", kernels())
 
 
 def check(wide: Any, packed: Any) -> dict[str, float]:

@@ -133,12 +133,5 @@ def held(model: nn.Module, *, linears: bool) -> int:
     for name, module in model.named_modules():
         if not linears or (isinstance(module, nn.Linear | PackedLinear | PackedStack) and name != HEAD):
             owned = (*module._parameters.values(), *module._buffers.values())
-            tensors.update({id(t): _bytes(t) for t in owned if t is not None})
+            tensors.update({id(t): t.nbytes for t in owned if t is not None})
     return sum(tensors.values())
-
-
-def _bytes(t: Tensor) -> int:
-    """Of a tensor, or of the tensors that one of torchao's consists of."""
-    if hasattr(t, "__tensor_flatten__"):
-        return sum(_bytes(getattr(t, name)) for name in t.__tensor_flatten__()[0])
-    return t.nbytes

@@ -32,8 +32,11 @@ from transformers import (
 
 import octavo
 from octavo import serve
+from octavo.artifact.scheme import CHANNEL
 from octavo.artifact.tensors import ArtifactError
+from octavo.ops import quantize
 from octavo.serve.packed_fused import PackedMLP, PackedNormLinear, fuse
+from octavo.serve.packed_linear import swap_linears
 from octavo.serve.packed_stack import PackedShare, PackedStack
 
 SIZES = {
@@ -267,6 +270,25 @@ def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(folders: 
     assert layer.weight.untyped_storage().data_ptr() == stack.weight.untyped_storage().data_ptr()
     assert torch.equal(layer.weight.view(torch.uint8), stack.weight[96:].view(torch.uint8))
     assert "stack" not in " ".join(state)
+
+
+def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
+    state = {}
+    for name, linear in model.items():
+        q = quantize(linear.weight.detach(), CHANNEL.weight)
+        state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
+        state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
+    swap_linears(model, dict.fromkeys(model, (CHANNEL, 1)))
+    model.load_state_dict(state, assign=True)
+    x = torch.randn(9, 48)
+    apart = [layer(x) for layer in model.values()]
+    stack = PackedStack(list(model.values()))
+    y = stack(quantize(x, CHANNEL.inputs), torch.float32)
+    assert torch.equal(y, torch.cat(apart, 1))
+    assert all(torch.equal(layer(x), alone) for layer, alone in zip(model.values(), apart, strict=True))
+    assert model.state_dict().keys() == state.keys()
 
 
 def test_a_saved_model_opens_again(folders: dict[str, Path], tmp_path: Path) -> None:

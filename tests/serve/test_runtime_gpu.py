@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runtime import distance, layer_by_layer, logits, static_steps
+from test_runtime import distance, layer_by_layer, logits, static_steps, tokens
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -33,10 +33,9 @@ Pair = tuple[LlamaForCausalLM, Path]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A model in BF16, and its packed folder."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2) if p.ndim == 1 else p.mul_(2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    for p in model.parameters():  # and not the rotary frequencies
+        p.data = (p + torch.randn_like(p) * 0.2 if p.ndim == 1 else p * 2).detach().bfloat16()
     root = tmp_path_factory.mktemp("model")
     model.save_pretrained(root / "model")
     serve.pack(root / "model", root / "packed")
@@ -55,18 +54,30 @@ def test_the_forward_pass_is_that_of_training_to_the_bit(trained: Pair, batch: i
     assert torch.equal(logits(packed, ids(batch, length)), logits(model, ids(batch, length)))
 
 
+def unquantized(trained: Pair, text: Tensor) -> Tensor:
+    return logits(copy.deepcopy(trained[0]).float().cuda(), text.cuda())
+
+
+def check_as_near(found: Tensor, known: Tensor, exact: Tensor) -> None:
+    """Both are off the unquantized model by as much; in BF16 they differ, for a last bit turns an activation's code."""
+    assert 0.01 < distance(known, exact) < 0.3
+    assert distance(found, exact) < 1.25 * distance(known, exact)
+    assert distance(found, known) < distance(known, exact)
+
+
 def test_fused_is_what_the_layers_are_one_by_one(trained: Pair) -> None:
     packed = octavo.load(trained[1], "cuda")
-    for batch, length in ((1, 1), (3, 50)):
-        fused, apart = (logits(m, ids(batch, length)) for m in (packed, layer_by_layer(packed)))
-        assert 0 < distance(fused, apart) < 0.06
-    assert distance(logits(packed, ids(3, 50)), logits(copy.deepcopy(trained[0]).cuda(), ids(3, 50))) < 0.15
+    for batch, length in ((FEW_ROWS, 1), (3, 50)):
+        text = ids(batch, length)
+        fused, apart = (logits(m, text) for m in (packed, layer_by_layer(packed)))
+        assert not torch.equal(fused, apart)
+        check_as_near(fused, apart, unquantized(trained, text))
 
 
 def test_the_gpu_gives_what_the_cpu_gives(trained: Pair) -> None:
-    tokens = ids(2, 30)
-    gpu = logits(octavo.load(trained[1], "cuda"), tokens).cpu()
-    assert distance(gpu, logits(octavo.load(trained[1]), tokens.cpu())) < 0.06
+    text = ids(2, 30)
+    gpu, cpu = logits(octavo.load(trained[1], "cuda"), text), logits(octavo.load(trained[1]), text.cpu())
+    check_as_near(gpu.cpu(), cpu, unquantized(trained, text).cpu())
 
 
 def test_moving_to_the_gpu_keeps_one_buffer_for_each_stack(trained: Pair) -> None:
@@ -82,7 +93,7 @@ def test_compiled_with_a_static_cache_it_gives_the_same(trained: Pair) -> None:
     model = octavo.load(trained[1], "cuda")
     required = static_steps(model, model)
     found = static_steps(model, torch.compile(model, fullgraph=True))
-    assert distance(found, required) < 0.06
+    check_as_near(found, required, unquantized(trained, tokens(8)))
 
 
 def test_a_step_in_a_cuda_graph(trained: Pair) -> None:

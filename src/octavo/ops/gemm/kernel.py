@@ -60,7 +60,7 @@ def scaled_mm(
     blocks = triton.cdiv(triton.cdiv(k, tiling.terms), tiling.splits)  # of a part
     splits = triton.cdiv(k, blocks * tiling.terms)
     parts = y.new_empty((splits, m, n), dtype=torch.float32) if splits > 1 else None
-    promote = None if fast_accumulation else min(128, tiling.terms)
+    promote = 0 if fast_accumulation else min(128, tiling.terms)  # terms; 0: never
     launcher(_tile_kernel, (tiles, splits))(
         a, b, scale_a, scale_b, bias, y, parts, m, n,
         K=k, PART=blocks * tiling.terms, COLUMNS=max(16, power_of_two_above(m)), PROMOTE=promote, **steps, **tile,
@@ -136,7 +136,7 @@ def _tile_kernel(
         else:
             v = tl.load(rows[:, None] + (k + term)[None, :], (k + term < K)[None, :], other=0.0)
             u = tl.load(columns[None, :] + (k + term)[:, None], (k + term < K)[:, None], other=0.0)
-        sums = tl.dot(v, u, sums, max_num_imprecise_acc=PROMOTE)  # [N,K] @ [K,M]
+        sums = tl.dot(v, u, sums, max_num_imprecise_acc=PROMOTE if PROMOTE else None)  # [N,K] @ [K,M]
     if parts is not None:
         at = (tl.program_id(1) * m + token).to(tl.int64)[None, :] * n + row[:, None]
         tl.store(parts + at, sums, here[None, :])

@@ -1,0 +1,77 @@
+"""The GEMM of few rows under other tilings than it chooses: which is fastest, by shape and rows.
+
+Prints, for each, the choice of `octavo.ops.gemm.kernel.choose` and the best three beside cuBLASLt, in microseconds and
+as a share of a copy of the same bytes: what to change in `choose`, and where to set FEW_ROWS. Writes no result.
+
+    python bench/gpu_gemm_tune.py [--rows 1,16,64]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from gpu_kernels import copy_ms
+from gpu_serve import BEYOND_CACHE, SHAPES
+from gpu_timing import replayed
+
+from octavo.numerics import ROW, Cast, QTensor
+from octavo.ops import quantize
+from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
+from octavo.ops.kernels import kernels_of
+
+
+def main() -> None:
+    rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "1,16,64"
+    for m in map(int, rows.split(",")):
+        for n, k in SHAPES:
+            shape(m, n, k)
+            torch.cuda.empty_cache()
+
+
+def shape(m: int, n: int, k: int) -> None:
+    """Time one shape over as many weights in turn as the cache cannot keep."""
+    kernel = kernels_of("gemm")
+    a = quantize(torch.randn(m, k, device="cuda"), Cast())
+    count = max(2, BEYOND_CACHE // (n * k))
+    bs = [quantize(torch.randn(n, k, device="cuda"), Cast()) for _ in range(count)]
+
+    def ours(tiling: Any, b: QTensor) -> None:
+        kernel.scaled_mm(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True, tiling)
+
+    def native(b: QTensor) -> None:
+        cublaslt_mm(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+
+    def us(call: Callable[[QTensor], None]) -> float:
+        def step() -> None:
+            for b in bs:
+                call(b)
+
+        return 1e3 * replayed(step, calls=2, rounds=5) / count
+
+    chosen, found = kernel.choose(m, n, k, a.data.device), {}
+    for tiling in (chosen, *(kernel.Tiling(*how) for how in tilings(m))):
+        try:
+            found[tiling] = us(partial(ours, tiling))
+        except Exception as error:  # more shared memory than there is
+            print(f"  {tuple(tiling)}: {type(error).__name__}", flush=True)
+    copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
+    print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {us(native):.1f} us", flush=True)
+    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:3]):
+        print(f"  {tuple(tiling)} {found[tiling]:8.1f} us  {copy / found[tiling]:.2f} of a copy", flush=True)
+
+
+def tilings(m: int) -> Iterator[tuple[int, ...]]:
+    """Rows, terms, stages, warps and splits that are worth a try."""
+    if m == 1:
+        yield from product((2, 4, 8, 16), (512, 1024, 2048), (1, 3, 4), (4,))
+    else:
+        yield from product((64, 128), (128, 256), (3, 4, 6), (4,), (1, 2, 4, 8))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The models that bench/gpu_serve.py measures are what it says: small, on the CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+from gpu_serve_models import build_bf16, build_fp8, caches, compile_layers, forward, held
+from gpu_timing import sqnr
+
+from octavo.serve.packed_fused import fuse
+
+SMALL = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def wide():
+    return build_bf16(3, "cpu", **SMALL)
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(0, 512, (2, length))
+
+
+def test_the_forward_pass_is_that_of_transformers(wide):
+    text = ids(32)
+    assert torch.equal(forward(wide, text), wide(text, use_cache=False, logits_to_keep=1).logits[:, 0])
+
+
+def test_a_token_at_the_end_of_a_full_cache_gives_what_the_whole_text_gives(wide):
+    text, kept = ids(16), caches(wide, 2, 16, "cpu")
+    required = forward(wide, text)
+    for number, layer in enumerate(wide.model.layers):
+        layer.self_attn.layer_idx = number  # for the cache of transformers
+    filled = wide(text[:, :15], use_cache=True).past_key_values
+    for ours, theirs in zip(kept, filled.layers, strict=True):
+        ours.keys[:, :, :15], ours.values[:, :, :15] = theirs.keys, theirs.values
+    assert sqnr(required, forward(wide, text[:, 15:], 15, kept)) > 30
+    kept[1].keys[:, :, 3].add_(1)
+    assert sqnr(required, forward(wide, text[:, 15:], 15, kept)) < 30
+
+
+def test_packed_it_is_near_and_half_as_large(wide):
+    packed, text = build_fp8(wide, "cpu"), ids(32)
+    exact, apart = forward(wide, text), forward(packed, text)
+    fuse(packed)
+    fused = forward(packed, text)
+    assert min(sqnr(exact, fused), sqnr(exact, apart)) > 15
+    linears = 3 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
+    assert held(wide, linears=True) == 2 * linears
+    assert linears < held(packed, linears=True) < 1.02 * linears
+    rest, packed_rest = (held(m, linears=False) - held(m, linears=True) for m in (wide, packed))
+    assert rest == packed_rest
+
+
+def test_one_layers_code_serves_all(wide):
+    torch.compiler.reset()
+    counters.clear()
+    packed = build_fp8(wide, "cpu")
+    fuse(packed)
+    kept = caches(wide, 2, 16, "cpu")
+    for graphs, model in ((2, wide), (4, packed)):
+        compile_layers(model, backend="aot_eager")
+        forward(model, ids(16))
+        forward(model, ids(1), 15, kept)
+        assert counters["stats"]["unique_graphs"] == graphs
