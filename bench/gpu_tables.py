@@ -10,11 +10,19 @@ from typing import Any
 import gpu_aims
 import gpu_plots
 from gpu_aims import BASE, COPY_SHARE, HEAD, Result
+from gpu_kv_cache_tables import kv_cache
 from gpu_training_tables import layer, parity
 from tables import ROOT, details, grid, machine, number
 
 TARGET = ROOT.parent / "docs" / "performance.md"
-BENCHMARKS = ("gpu_stack", "gpu_kernels", "gpu_ceilings", "gpu_layer", "gpt_parity")  # and their results' names
+BENCHMARKS = (  # and their results' names
+    "gpu_stack",
+    "gpu_kernels",
+    "gpu_ceilings",
+    "gpu_layer",
+    "gpt_parity",
+    "gpu_kv_cache",
+)
 
 
 def main() -> None:
@@ -42,6 +50,7 @@ def document(found: dict[str, Result]) -> str:
         "gpu_ceilings": ceilings,
         "gpu_layer": layer,
         "gpt_parity": parity,
+        "gpu_kv_cache": kv_cache,
     }
     for name, section in sections.items():
         if name in found:
