@@ -33,6 +33,7 @@ bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a 
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_stack.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_layer.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_serve.py
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kv_cache.py
 
 bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio and loss gaps on this CPU
 	$(BIN)/python bench/cpu_step.py

@@ -10,19 +10,21 @@ from typing import Any
 import gpu_aims
 import gpu_plots
 from gpu_aims import BASE, COPY_SHARE, HEAD, Result
+from gpu_kv_cache_tables import kv_cache
 from gpu_serve_tables import serve
 from gpu_training_tables import layer, parity
 from tables import ROOT, details, grid, machine, number
 
 TARGET = ROOT.parent / "docs" / "performance.md"
-BENCHMARKS = (
+BENCHMARKS = (  # and their results' names
     "gpu_stack",
     "gpu_kernels",
     "gpu_ceilings",
     "gpu_layer",
     "gpt_parity",
     "gpu_serve",
-)  # and their results' names
+    "gpu_kv_cache",
+)
 
 
 def main() -> None:
@@ -51,6 +53,7 @@ def document(found: dict[str, Result]) -> str:
         "gpu_layer": layer,
         "gpt_parity": parity,
         "gpu_serve": serve,
+        "gpu_kv_cache": kv_cache,
     }
     for name, section in sections.items():
         if name in found:

@@ -27,6 +27,7 @@ SECTIONS = {
     "gpu_layer": "## One layer",
     "gpt_parity": "## A GPT on text",
     "gpu_serve": "## Serving",
+    "gpu_kv_cache": "## Keys and values in eight bits",
 }
 
 
@@ -95,7 +96,39 @@ def serve_result() -> dict:
     }
 
 
-SYNTHETIC = {**FOUND, "gpu_layer": layer_result(), "gpt_parity": parity_result(), "gpu_serve": serve_result()}
+def kv_cache_result() -> dict:
+    """Two ways, two contexts; whole steps at 16 and 10 ms."""
+    rows = [
+        {"way": way, "batch": 8, "context": context, "us": us * context, "copy_us": context, "share": 1 / us}
+        for way, us in (("ours, fp8", 1.25), ("torch, bf16, gqa", 2.5))
+        for context in (2048, 32768)
+    ]
+    modes = [
+        {"mode": mode, "median": ms, "low": ms, "high": ms, "tokens_per_second": 8000 / ms, "ratio": 16 / ms}
+        for mode, ms in (("bf16 cache, ours", 16.0), ("fp8 cache, ours", 10.0))
+    ]
+    sizes = {"bf16": 34.4e9, "fp8": 17.2e9}
+    decode = {"batch": 8, "context": 32768, "layers": 32, "modes": modes, "sqnr": {"fp8 cache, ours": 33.3}}
+    return {"machine": MACHINE, "attention": rows, "decode": {**decode, "bytes": sizes}}
+
+
+SYNTHETIC = {
+    **FOUND,
+    "gpu_layer": layer_result(),
+    "gpt_parity": parity_result(),
+    "gpu_serve": serve_result(),
+    "gpu_kv_cache": kv_cache_result(),
+}
+
+
+def test_decoding_with_a_quantized_cache():
+    text = gpu_tables.document({"gpu_kv_cache": kv_cache_result()})
+    assert "| way | batch 8, 2,048 tokens | batch 8, 32,768 tokens |" in text
+    assert "| ours, fp8 | 2560.0 us, 0.80 | 40960.0 us, 0.80 |" in text
+    assert "The caches: bf16 34.4 GB, fp8 17.2 GB." in text
+    assert "| fp8 cache, ours | 10.00 | 10.00 to 10.00 | 800 | 1.600x | 33.3 |" in text
+    without = {key: value for key, value in kv_cache_result().items() if key != "decode"}
+    assert "Whole steps" not in gpu_tables.document({"gpu_kv_cache": without})
 
 
 def verdicts(found: dict) -> dict[str, bool | None]:

@@ -207,7 +207,7 @@ def test_a_graph_of_a_step_serves_every_step(kind):
 def test_compiled_code_launches_the_kernels(kind):
     torch.compiler.reset()
     k, v, q = (torch.randn(2, h, 12, 64, device="cuda").bfloat16() for h in (2, 2, 8))
-    eager, compiled = (LayerKVCache((2, 2, 24, 64), kind, device="cuda") for _ in range(2))
+    eager, compiled = (LayerKVCache((2, 2, 1 << 16, 64), kind, device="cuda") for _ in range(2))
     for cache in (eager, compiled):
         cache.append(k[:, :, :10], v[:, :, :10])
         cache.freeze()
@@ -226,4 +226,4 @@ def test_compiled_code_launches_the_kernels(kind):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     fast(compiled, 10)
-    assert torch.cuda.max_memory_allocated() - before < compiled.nbytes + (1 << 20)  # the cache is not copied
+    assert torch.cuda.max_memory_allocated() - before < compiled.nbytes // 4  # the cache is not copied

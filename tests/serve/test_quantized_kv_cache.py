@@ -151,7 +151,7 @@ def test_a_bf16_model_with_a_bf16_cache_is_near_transformers_own():
         for t in range(9, 24):
             found = torch.cat((found, model(tokens[:, t : t + 1], past_key_values=cache).logits), 1)
     noise = (found.transpose(0, 1).double() - exact.double()).square().mean()
-    assert noise <= 1e-4 * exact.double().square().mean()  # 40 dB: what BF16 is good for
+    assert noise <= 3e-4 * exact.double().square().mean()  # 35 dB: what BF16 is good for
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,9 @@
-"""Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
+"""Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, the conversion of a model to them, and
+the keys and values of a layer."""
 
 from octavo.nn.convert import DEFAULT_SKIP, Conversion, convert
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
+from octavo.nn.kv_cache import LayerKVCache
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, SwiGLU
 from octavo.nn.norm_linear import NormLinear
@@ -11,6 +13,7 @@ __all__ = [
     "DEFAULT_SKIP",
     "GELU",
     "Conversion",
+    "LayerKVCache",
     "Linear",
     "NormLinear",
     "SwiGLU",

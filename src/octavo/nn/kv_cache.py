@@ -179,12 +179,13 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     Returns:
         [B, H, T, D] in q's dtype.
     """
-    gqa = q.shape[1] != k.shape[1]
     if first is None:
+        gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # masks and gqa: PyTorch's slow way
     at = torch.arange(q.shape[2], device=q.device)
     seen = (at <= at.unsqueeze(1)) & (at >= first.view(-1, 1, 1, 1)) | (at == at.unsqueeze(1))  # [B, 1, T, T]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=gqa)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
 
 

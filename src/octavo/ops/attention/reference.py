@@ -106,13 +106,15 @@ def widened_attention(
     scale: float,
 ) -> Tensor:
     """The same by PyTorch's attention over keys and values widened to q's dtype, for more queries than the kernel
-    takes: two copies of the layer's cache in memory for the moment."""
+    takes: for the moment they are in memory once for each head of queries, since with a mask and fewer heads of keys
+    PyTorch would keep every product of a query and a key."""
+    shared = q.shape[1] // keys.shape[1]
     k, v = (
-        (from_stored(data) * (1.0 if s is None else s.view(-1, 1, 1))).to(q.dtype)
+        (from_stored(data) * (1.0 if s is None else s.view(-1, 1, 1))).to(q.dtype).repeat_interleave(shared, 1)
         for data, s in ((keys, k_scale), (values, v_scale))
     )
     seen = _visible(q.shape[2], keys.shape[2], length, first)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     y = torch.where(seen.any(3, keepdim=True), y, 0.0)
     bad = length > keys.shape[2]
     if first is not None:
