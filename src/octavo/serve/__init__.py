@@ -1,7 +1,8 @@
-"""Calibrating a model, packing it, repacking it, and running it from the packed bytes."""
+"""Calibrating a model, folding it, packing it, repacking it, and running it from the packed bytes."""
 
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
+from octavo.serve.fold import FoldReport, fold
 from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
@@ -9,6 +10,7 @@ from octavo.serve.repack import Repacked, convert_layout, unpack
 
 __all__ = [
     "Calibration",
+    "FoldReport",
     "Loaded",
     "PackReport",
     "PackedLinear",
@@ -16,6 +18,7 @@ __all__ = [
     "calibrate",
     "convert_layout",
     "end_tokens",
+    "fold",
     "load",
     "pack",
     "unpack",
