@@ -1,5 +1,6 @@
 """Calibrating a model, folding it, packing it, repacking it, and running it from the packed bytes."""
 
+from octavo.serve.budget import Budget, Kept, pack_within
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
 from octavo.serve.fold import FoldReport, fold
@@ -9,8 +10,10 @@ from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.repack import Repacked, convert_layout, unpack
 
 __all__ = [
+    "Budget",
     "Calibration",
     "FoldReport",
+    "Kept",
     "Loaded",
     "PackReport",
     "PackedLinear",
@@ -21,5 +24,6 @@ __all__ = [
     "fold",
     "load",
     "pack",
+    "pack_within",
     "unpack",
 ]
