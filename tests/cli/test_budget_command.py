@@ -35,7 +35,7 @@ def test_budget(octavo, model, data, tmp_path):
     code, out, err = octavo("pack", model, tmp_path / "all", "--budget", "kl=9", *options)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "all" / "octavo.json").read_text())["budget"]
-    assert "asked for kl=9: measured kl=" in out
+    assert "asked for kl=9, measured kl=" in out
     assert record["kept_in_bf16"] == []
     limit = record["measured"] / 3
     code, out, err = octavo("pack", model, tmp_path / "out", "--budget", f"kl={limit}", *options)

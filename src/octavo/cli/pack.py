@@ -14,7 +14,7 @@ from rich.table import Table
 from octavo import serve
 from octavo.artifact.packed import LAYOUTS
 from octavo.artifact.scheme import SCHEMES
-from octavo.cli.budget import budget_table
+from octavo.cli.budget import print_budget
 
 
 def pack(
@@ -88,7 +88,7 @@ def pack(
     console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
     console.print(_table(report))
     if kept is not None:
-        console.print(budget_table(kept))
+        print_budget(console, kept)
 
 
 def _layers(given: list[str]) -> dict[str, str]:
