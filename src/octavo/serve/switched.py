@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed import OTHER_DTYPE
+from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
@@ -35,8 +35,7 @@ class SwitchedModel:
         tensors = PackedTensors(packed)
         on_disk = source.skeleton.linears()
         packing, specs = tensors.packing, tensors.reader.specs
-        every = {packing.scale_in_memory(disk): tensors.reader.get(disk) for disk in specs}
-        in_model = source.skeleton.in_model(every)
+        in_model = source.skeleton.in_model(_tensors(tensors))
         self._model = _fill(source)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
@@ -71,6 +70,16 @@ class SwitchedModel:
             return found
 
         return logits
+
+
+def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
+    """Every tensor of a packed folder; scales as they are in memory, whatever the layout calls them."""
+    found = {name: packed.reader.get(name) for name in packed.others}
+    for name, scheme in packed.packing.schemes.items():
+        found[f"{name}.weight"], found[f"{name}.{SCALE_NAME}"] = packed.stored(name)
+        if scheme.static:
+            found[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
+    return found
 
 
 def _is_of(key: str, disk: str) -> bool:
