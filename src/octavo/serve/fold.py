@@ -36,7 +36,7 @@ from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.fold_map import Map, Pair, check_rotation, read_map
-from octavo.serve.fold_steps import Change, Step, block_of, random_signs, rotated, scaled, smoothing_factors
+from octavo.serve.fold_steps import Change, Step, block_of, is_finite, random_signs, rotated, scaled, smoothing_factors
 from octavo.serve.source import Source, open_source
 from octavo.version import __version__
 
@@ -237,7 +237,7 @@ class _Plan:
         if name not in self.changes:
             return tensor.to(dtype)
         changed = self.changes[name].apply(tensor, dtype)
-        if not changed.isfinite().all():
+        if not is_finite(changed):
             raise ArtifactError(f"{self.source.origin}: {name} overflows {dtype} once it is folded: take float32")
         return changed
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.numerics import hadamard
 
 Step = Callable[[Tensor], Tensor]
-_PART = 2**22  # elements in float64 at once: 32 MB
+_PART = 2**20  # elements in float64 at once: 8 MB
 
 
 def scaled(factors: Tensor) -> Step:
@@ -31,11 +31,20 @@ def scaled(factors: Tensor) -> Step:
 
 
 def rotated(size: int, signs: Tensor | None = None) -> Step:
-    """Rotate each run of `size` along the last dimension, times `signs` [size] if there are any, by Hadamard."""
+    """Rotate each run of `size` along the last dimension, times `signs` [size] if there are any, by Hadamard.
+
+    Sylvester's matrix of order a * b is the Kronecker product of those of a and b, so a run that is looked at as X [a, b]
+    becomes H_a X H_b: two small GEMMs, many times faster here than a pass over the weight for each doubling.
+    """
+    order = block_of(size)
+    a = 2 ** (order.bit_length() // 2)
+    left, right = (hadamard(torch.eye(n, dtype=torch.float64)) for n in (a, order // a))
 
     def step(x: Tensor) -> Tensor:
-        runs = x.reshape(*x.shape[:-1], -1, size)
-        return hadamard(runs if signs is None else runs * signs.to(x.dtype)).flatten(-2)
+        if signs is not None:
+            x = (x.unflatten(-1, (-1, size)) * signs.to(x.dtype)).flatten(-2)  # type: ignore[no-untyped-call]
+        turned = x.reshape(-1, order // a) @ right.to(x.dtype)
+        return (left.to(x.dtype) @ turned.view(-1, a, order // a)).view(x.shape)
 
     return step
 
@@ -77,6 +86,11 @@ def _in_parts(tensor: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Tens
             wide = step(wide)
         into.copy_(wide)
     return out
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither inf nor NaN; without the copies of a whole tensor that torch.isfinite makes."""
+    return all(bool(part.isfinite().all()) for part in torch.split(tensor.flatten(), _PART))
 
 
 def smoothing_factors(x_amax: Tensor, w_amax: Tensor, alpha: float) -> Tensor:
