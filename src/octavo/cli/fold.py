@@ -33,6 +33,9 @@ def fold(
     Smoothing's factors are powers of two, so that nothing else changes; a rotation is off by the rounding of the
     weights that it writes. With both, only what a rotation does not reach is smoothed: the input of down_proj.
 
+    Both are for INT8, and for outliers beyond the range of a static scale. Where that was measured (docs/log.md), FP8
+    with a scale a token gained nothing by either, and lost a little by a rotation.
+
     Example:
 
       octavo calibrate models/llama calibrated/llama --data texts/
