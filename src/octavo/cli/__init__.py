@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
+from octavo.cli.fold import fold
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
@@ -17,7 +18,7 @@ from octavo.cli.train import CONTEXT, train
 from octavo.cli.unpack import convert_layout, unpack
 
 app = typer.Typer(
-    help="FP8 for PyTorch over the whole life of a model: train, calibrate, pack, generate, and look inside.",
+    help="FP8 for PyTorch over the whole life of a model: train, calibrate, fold, pack, generate, and look inside.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,6 +27,7 @@ app.command()(formats)
 app.command()(doctor)
 app.command(context_settings=CONTEXT)(train)
 app.command()(calibrate)
+app.command()(fold)
 app.command()(pack)
 app.command()(generate)
 app.command()(inspect)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from octavo import serve
 from octavo.artifact.packed import LAYOUTS
 from octavo.artifact.scheme import SCHEMES
+from octavo.cli.budget import print_budget
 
 
 def pack(
@@ -35,6 +36,16 @@ def pack(
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="kl=0.01 (nats a token) or ppl=0.5%: leave in BF16 what it takes, by measurement on --data."),
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="For --budget: text file, folder, or .jsonl; may be repeated.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="For --budget: prompts.")] = 32,
+    context: Annotated[int, typer.Option(help="For --budget: tokens of a prompt, at most.")] = 512,
+    device: Annotated[str, typer.Option(help="For --budget: where the model runs, cpu or cuda.")] = "cpu",
 ) -> None:
     """Write a model as a Hugging Face folder whose linear weights are eight bits.
 
@@ -47,25 +58,37 @@ def pack(
 
       octavo pack models/qwen packed/qwen --scheme block --layout fp8
 
+      octavo pack models/qwen packed/good --budget kl=0.01 --data chats.jsonl
+
       octavo generate packed/first --prompt "def main():"
     """
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("packing")
-        report = serve.pack(
-            source,
-            out,
-            scheme=scheme,
-            layers=_layers(layer or []),
-            layout=layout,
-            skip=skip or [],
-            calibration=calibration,
-            rule=rule,
-            step=step,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )
+        settings: dict[str, Any] = {
+            "scheme": scheme,
+            "layers": _layers(layer or []),
+            "layout": layout,
+            "skip": skip or [],
+            "calibration": calibration,
+            "rule": rule,
+            "step": step,
+        }
+        if budget is None:
+            kept = None
+            report = serve.pack(
+                source, out, **settings, progress=lambda done, of: bar.update(task, completed=done, total=of)
+            )
+        else:
+            report, kept = serve.pack_within(
+                source, out, serve.Budget.parse(budget), data or [],
+                samples=samples, context=context, device=device, **settings,
+                progress=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+            )  # fmt: skip
     console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
     console.print(_table(report))
+    if kept is not None:
+        print_budget(console, kept)
 
 
 def _layers(given: list[str]) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""Calibrating a model, packing it, repacking it, and running it from the packed bytes."""
+"""Calibrating a model, folding it, packing it, repacking it, and running it from the packed bytes."""
 
+from octavo.serve.budget import Budget, Kept, pack_within
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
+from octavo.serve.fold import FoldReport, fold
 from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
@@ -9,7 +11,10 @@ from octavo.serve.repack import Repacked, convert_layout, unpack
 from octavo.serve.runtime import warm_up
 
 __all__ = [
+    "Budget",
     "Calibration",
+    "FoldReport",
+    "Kept",
     "Loaded",
     "PackReport",
     "PackedLinear",
@@ -17,8 +22,10 @@ __all__ = [
     "calibrate",
     "convert_layout",
     "end_tokens",
+    "fold",
     "load",
     "pack",
+    "pack_within",
     "unpack",
     "warm_up",
 ]

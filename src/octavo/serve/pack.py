@@ -77,6 +77,7 @@ def pack(
     rule: str = "amax",
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
     """Write a model as a packed folder, which appears whole or not at all. Memory: about one tensor.
@@ -93,6 +94,7 @@ def pack(
         rule: what its input scales are of: amax, percentile (99.99) or mse.
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
+        remarks: what octavo.json shall say beside its own.
         progress: called with the number of tensors done and of all, after each.
 
     Raises:
@@ -115,7 +117,8 @@ def pack(
         _describe(plan, PackedFolder(partial))
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": opened.origin.name}
         write_shards(partial, plan.specs, plan.tensors(digest, progress), metadata, shard_bytes)
-        (partial / "octavo.json").write_text(json.dumps(plan.record(digest.hexdigest()), indent=2) + "\n")
+        record = plan.record(digest.hexdigest()) | dict(remarks or {})
+        (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
     return plan.report(out, conversion.skipped)
 
 

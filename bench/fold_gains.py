@@ -1,0 +1,190 @@
+"""What folding gains, on a small Llama that `octavo train` made: KL of the quantized model from its source.
+
+Twice: as it was trained, and with outlier channels planted without a change of what it computes (one channel in 17 of
+each norm, and of `up`, 64 times larger, what reads it as much smaller), as large models have them. Each is folded
+(smooth, rotate, both), calibrated, and quantized four ways, in FP32 arithmetic but for the casts:
+
+    fp8 token    e4m3, a scale for each output channel and each token       int8 token    the same in INT8
+    fp8 static   e4m3, one scale a weight, one calibrated scale an input    int8 static   INT8, a scale for each channel
+
+The check first: every folded model gives the source's logits before it is quantized, but for BF16's rounding ("none").
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import record
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from octavo import serve
+from octavo.numerics.codec import cast
+from octavo.numerics.formats import E4M3
+from octavo.serve.prompts import open_tokenizer, read_prompts
+from octavo.serve.quality import Outputs, compare_many
+from octavo.train.config import Config
+from octavo.train.start import start
+
+ROOT = Path(__file__).parents[1]
+CALIBRATION, EVALUATION = [str(ROOT / "src")], [str(ROOT / "tests")]
+SIZES: dict[str, Any] = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "mlp_width": 384, "context": 256}
+STEPS = 600
+PLANTED, EVERY = 64.0, 17
+FOLDS = ("as it is", "smooth", "rotate", "both")
+Round = Callable[[Tensor, Tensor], Tensor]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = []
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        trained, planted = train(root / "trained"), root / "planted"
+        plant(trained, planted)
+        for source in (trained, planted):
+            rows = measure(source, root)
+            results += rows
+            for row in rows:
+                print(f"{row['model']:8} {row['fold']:9} {row['cast']:11} KL {row['kl']:.3g}  ppl {row['ppl']:+.2%}")
+    print(record.write("fold_gains", {"config": {**SIZES, "steps": STEPS}, "alpha": 0.5, "rows": results}))
+
+
+def train(out: Path) -> Path:
+    """A Hugging Face folder in BF16."""
+    config = Config(recipe="bf16", steps=STEPS, device="cpu", out=str(out) + " run", **SIZES)
+    start(config, Console(quiet=True)).run()
+    shutil.copytree(f"{config.out}/model", out)
+    [newest] = sorted(Path(config.out).glob("step-*"))[-1:]
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(newest / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def plant(source: Path, out: Path) -> None:
+    """The same function, with outliers in what the norms and `up` write."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    for i in range(SIZES["layers"]):
+        layer = f"model.layers.{i}"
+        for writer, readers in (
+            ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+            ("mlp.up_proj", ("mlp.down_proj",)),
+        ):
+            tensors[f"{layer}.{writer}.weight"][i::EVERY] *= PLANTED
+            for reader in readers:
+                tensors[f"{layer}.{reader}.weight"][:, i::EVERY] /= PLANTED
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+
+
+def measure(source: Path, root: Path) -> list[dict[str, Any]]:
+    """Every fold by every cast."""
+    prompts = read_prompts(EVALUATION, open_tokenizer(source), samples=24, context=SIZES["context"])
+    batches = [torch.tensor(ids) for ids in prompts.batches(8)]
+    calibration = calibrate(source, root)
+    rows = []
+    for fold in FOLDS:
+        folder = source if fold == "as it is" else root / f"{source.name} {fold}"
+        if fold != "as it is":
+            smooth = calibration if fold != "rotate" else None
+            serve.fold(source, folder, smooth=smooth, rotate=fold != "smooth")
+        found = serve.Calibration.load(calibration if folder == source else calibrate(folder, root))
+        model = open_model(folder)
+        scales = {name: found.sites[site].amax for name, site in found.layers.items()}
+        candidates = {"none": run(model), **{name: quantized(model, name, scales) for name in CASTS}}
+        quality = compare_many(run(open_model(source)), candidates, batches)
+        assert quality["none"].kl.value < 1e-3, f"{source.name}, {fold}: not the same model"
+        for name in candidates:
+            kl, ppl = quality[name].kl, quality[name].perplexity_ratio
+            edges = {"kl_low": kl.low, "kl_high": kl.high}
+            rows.append({"model": source.name, "fold": fold, "cast": name, "kl": kl.value, **edges, "ppl": ppl.value})
+    return rows
+
+
+def calibrate(folder: Path, root: Path) -> Path:
+    out = root / f"{folder.name} calibrated"
+    serve.calibrate(folder, CALIBRATION, out, samples=64, context=SIZES["context"])
+    return out
+
+
+def open_model(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
+def run(model: nn.Module) -> Outputs:
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(ids).logits
+        return found
+
+    return logits
+
+
+# --- Casts -----------------------------------------------------------------------------------------------------------
+
+
+def fp8(x: Tensor, amax: Tensor) -> Tensor:
+    """x rounded to e4m3 with the scale amax/448."""
+    scale = amax.clamp(min=1e-30) / E4M3.max
+    return cast(x / scale, E4M3).float() * scale
+
+
+def int8(x: Tensor, amax: Tensor) -> Tensor:
+    """x rounded to -127..127 with the scale amax/127."""
+    scale = amax.clamp(min=1e-30) / 127
+    return (x / scale).round().clamp(-127, 127) * scale
+
+
+# How numbers are rounded; whether a weight has a scale for each channel; whether an input has one for each token.
+CASTS: Mapping[str, tuple[Round, bool, bool]] = {
+    "fp8 token": (fp8, True, True),
+    "fp8 static": (fp8, False, False),
+    "int8 token": (int8, True, True),
+    "int8 static": (int8, True, False),
+}
+
+
+def quantized(model: nn.Module, name: str, scales: Mapping[str, float]) -> Outputs:
+    """The model with the layers that calibration saw quantized so, while it runs."""
+    rounded, by_channel, by_token = CASTS[name]
+
+    @contextmanager
+    def as_quantized() -> Iterator[None]:
+        before = []
+        for layer, amax in scales.items():
+            linear = model.get_submodule(layer)
+            assert isinstance(linear, nn.Linear)
+            weight = linear.weight
+            largest = weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax()
+            linear.weight = nn.Parameter(rounded(weight, largest), requires_grad=False)
+
+            def cast_input(_: nn.Module, args: tuple[Tensor], amax: float = amax) -> tuple[Tensor]:
+                largest = args[0].abs().amax(-1, keepdim=True) if by_token else torch.tensor(amax)
+                return (rounded(args[0], largest),)
+
+            before.append((linear, weight, linear.register_forward_pre_hook(cast_input)))
+        try:
+            yield
+        finally:
+            for linear, weight, hook in before:
+                linear.weight = weight
+                hook.remove()
+
+    def logits(ids: Tensor) -> Tensor:
+        with as_quantized():
+            return run(model)(ids)
+
+    return logits
+
+
+if __name__ == "__main__":
+    main()

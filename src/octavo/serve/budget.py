@@ -1,0 +1,268 @@
+"""Which layers stay in BF16 so that a packed model is as good as was asked for: by measurement, not by rule.
+
+    harm(g)  = KL of the model with the group g alone packed, from the model in BF16
+    ranking  = groups by harm(g) / bytes saved(g), the worst first
+    kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget
+
+A group is what consumers run as one GEMM (q, k, v; gate, up), or one layer; it is packed or it is not. Groups are
+measured alone since errors of independent roundings add up in the square and KL is quadratic in the error: harms nearly
+add up, and each is seen whole, while with all layers but one a small difference of two large numbers would be seen. A
+budget of perplexity is ranked by KL as well: the change in loss of one group has either sign, and is mostly the luck of
+the draw. What counts is measured of the whole model, and found by bisection over the head's length.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.folder import check_absent
+from octavo.serve.pack import FUSED, PackReport, pack
+from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
+from octavo.serve.quality import Estimate, LogitQuality, compare_logits, compare_many
+from octavo.serve.source import Source, open_source
+from octavo.serve.switched import SwitchedModel
+
+Progress = Callable[[str, int, int], None]
+MEASURES = {"kl": "KL, nats a token", "ppl": "perplexity, relative"}
+_TOGETHER = (*FUSED, ("query", "key", "value"))  # BERT's
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What packing may cost: `measure` is kl (nats a token, at most `limit`) or ppl (perplexity, at most so much worse,
+    relative)."""
+
+    measure: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """kl=0.01, ppl=0.005 or ppl=0.5%; a ValueError for anything else."""
+        measure, _, limit = text.partition("=")
+        try:
+            value = float(limit.removesuffix("%")) / (100 if limit.endswith("%") else 1)
+        except ValueError:
+            value = math.nan
+        if measure not in MEASURES or not 0 <= value < math.inf or (measure == "kl" and "%" in limit):
+            raise ValueError(f"a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), got {text!r}")
+        return cls(measure, value)
+
+    def estimate(self, quality: LogitQuality) -> Estimate:
+        """The measured value."""
+        return quality.kl if self.measure == "kl" else quality.perplexity_ratio
+
+    def holds(self, quality: LogitQuality) -> bool:
+        """Whether it is within the limit."""
+        return self.estimate(quality).value <= self.limit
+
+    def show(self, value: float) -> str:
+        """For a message."""
+        return f"kl={value:.4g}" if self.measure == "kl" else f"ppl={value:.3%}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are packed together; `harm` is the KL with them alone packed, `saved` bytes."""
+
+    layers: tuple[str, ...]
+    harm: float
+    saved: int
+
+    @property
+    def name(self) -> str:
+        """The layers in one word: the module that has them, and their own names."""
+        parent = self.layers[0].rpartition(".")[0]
+        return f"{parent}.{'+'.join(layer.rpartition('.')[2] for layer in self.layers)}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a budget cost.
+
+    Attributes:
+        budget: as it was asked for.
+        ranking: every group, the most harm a byte first.
+        kept: how many of them, from the first, stay in BF16.
+        quality: of the model as it is packed.
+        all_packed: of the model with every group packed.
+        data: the fingerprint, prompts and tokens that this was measured on.
+    """
+
+    budget: Budget
+    ranking: Sequence[Group]
+    kept: int
+    quality: LogitQuality
+    all_packed: LogitQuality
+    data: Mapping[str, object]
+
+    @property
+    def skip(self) -> list[str]:
+        """The layers that stay in BF16."""
+        return [layer for group in self.ranking[: self.kept] for layer in group.layers]
+
+    def to_dict(self) -> dict[str, object]:
+        """For octavo.json."""
+        return {
+            "measure": self.budget.measure,
+            "limit": self.budget.limit,
+            "measured": self.budget.estimate(self.quality).value,
+            "with_all_packed": self.budget.estimate(self.all_packed).value,
+            "quality": self.quality.to_dict(),
+            "kept_in_bf16": [list(group.layers) for group in self.ranking[: self.kept]],
+            "groups": [{"layers": list(g.layers), "kl_alone": g.harm, "bytes_saved": g.saved} for g in self.ranking],
+            "data": dict(self.data),
+        }
+
+
+def pack_within(
+    source: Path,
+    out: Path,
+    budget: Budget,
+    data: Sequence[str],
+    *,
+    samples: int = 32,
+    context: int = 512,
+    batch: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    skip: Sequence[str] = (),
+    step: int | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> tuple[PackReport, Kept]:
+    """`pack`, with as many layers left in BF16 as `budget` asks for, and no more.
+
+    The model is in memory, once in BF16 and once packed; the latter is written to `.OUT.budget` first, and removed.
+
+    Args:
+        source, out, skip, step: see `pack`.
+        budget: of the whole model, measured on `data`.
+        data, samples, context, batch, seed: see `octavo.serve.calibrate`; prompts of one token do not count.
+        device: where the model runs.
+        progress: called with what is being done, how much of it is done, and of how much.
+        settings: what else `pack` takes: scheme, layers, layout, calibration, rule.
+
+    Raises:
+        ValueError: the budget cannot be held with anything packed; what `pack` and `read_prompts` raise.
+    """
+    check_absent(out)
+    trial = out.parent / f".{out.name}.budget"
+    shutil.rmtree(trial, ignore_errors=True)
+    try:
+        opened = open_source(source, step)
+        prompts, batches = _read(opened, data, samples, context, batch, seed)
+        report = pack(source, trial, skip=skip, step=step, progress=_named(progress, "packing"), **settings)
+        model = SwitchedModel(opened, trial, report.packed, device)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+    if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
+        raise PromptError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
+    found = {"fingerprint": prompts.fingerprint, "prompts": sum(map(len, batches)), "seed": seed, "context": context}
+    kept = find_kept(model, groups(report.packed), budget, batches, found, progress)
+    still = [name for name in report.packed if name not in kept.skip]
+    globs = settings.pop("layers", None) or {}
+    settings["layers"] = {glob: how for glob, how in globs.items() if any(fnmatchcase(name, glob) for name in still)}
+    done = pack(
+        source, out, skip=[*skip, *kept.skip], step=step, remarks={"budget": kept.to_dict()},
+        progress=_named(progress, "packing"), **settings,
+    )  # fmt: skip
+    return done, kept
+
+
+def groups(names: Sequence[str] | Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The layers `names` in groups that consumers run as one, in their order."""
+    found: dict[tuple[str, Sequence[str]], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        together = next((leaves for leaves in _TOGETHER if leaf in leaves), (leaf,))
+        found.setdefault((parent, together), []).append(name)
+    return [tuple(layers) for layers in found.values()]
+
+
+def find_kept(
+    model: SwitchedModel,
+    layers: Sequence[tuple[str, ...]],
+    budget: Budget,
+    batches: Sequence[Tensor],
+    data: Mapping[str, object],
+    progress: Progress | None = None,
+) -> Kept:
+    """Rank the groups `layers`, and keep in BF16 as few as hold the budget, measured on `batches`, ids int64 [B, T].
+
+    Raises:
+        ValueError: it cannot be held; the message says what is reached.
+    """
+    ranking = _rank(model, layers, batches, progress)
+    measured: dict[int, LogitQuality] = {}
+
+    def measure(kept: int) -> LogitQuality:
+        if kept not in measured:
+            packed = {layer for group in ranking[kept:] for layer in group.layers}
+            measured[kept] = compare_logits(model.with_packed(()), model.with_packed(packed), batches)
+            if progress is not None:
+                progress("measuring the whole", len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)))
+        return measured[kept]
+
+    low, high = 0, len(ranking) - 1  # what is too few, and what is enough
+    if budget.holds(measure(0)):
+        high = 0
+    elif not budget.holds(measure(high)):
+        reached, best = (budget.show(budget.estimate(measure(kept)).value) for kept in (0, high))
+        raise ValueError(
+            f"the budget {budget.show(budget.limit)} leaves nothing to pack: with every layer packed it is {reached}, "
+            f"and {best} with {ranking[high].name} alone. Allow more, or take another scheme"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if budget.holds(measure(middle)) else (middle, high)
+    return Kept(budget, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens})
+
+
+def _rank(
+    model: SwitchedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress | None
+) -> list[Group]:
+    seen = 0
+
+    def counted(names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+        run = model.with_packed(names)
+
+        def logits(ids: Tensor) -> Tensor:
+            nonlocal seen
+            seen += 1
+            if progress is not None:
+                progress("measuring each group", seen, len(layers) * len(batches))
+            return run(ids)
+
+        return logits
+
+    alone = compare_many(model.with_packed(()), {g[0]: counted(g) for g in layers}, batches)
+    ranked = [Group(g, alone[g[0]].kl.value, sum(model.saved[layer] for layer in g)) for g in layers]
+    return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
+
+
+def _read(
+    source: Source, data: Sequence[str], samples: int, context: int, batch: int, seed: int
+) -> tuple[Prompts, list[Tensor]]:
+    """The prompts, and batches of them, ids int64 [B, T]."""
+    if not data or batch < 1:
+        raise ValueError("a budget is measured: give --data, text files, folders or .jsonl files, and batch >= 1")
+    tokenizer = open_tokenizer(source.description)
+    seen = min(context, tokenizer.model_max_length, source.skeleton.context)
+    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
+    batches = [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
+    if not batches:
+        raise PromptError("every prompt is one token long, and nothing follows it: give longer texts")
+    return prompts, batches
+
+
+def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, of: progress(name, done, of)

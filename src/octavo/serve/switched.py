@@ -1,0 +1,103 @@
+"""A model of which any layers run packed, and the others in BF16: to measure what packing some of them costs.
+
+The packed layers are those of a packed folder, with its bytes and its arithmetic (`octavo.serve.packed_linear`), so
+what is measured with all of them is what the folder gives. Both forms of each layer are in memory: 1.5 times the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME
+from octavo.artifact.packed_tensors import PackedTensors
+from octavo.artifact.tensors import ArtifactError
+from octavo.serve.packed_linear import PackedLinear
+from octavo.serve.skeleton import compute_buffers
+from octavo.serve.source import Source
+
+
+class SwitchedModel:
+    """`source` in BF16 on `device`, whose layers `names` can be those of the packed folder `packed`.
+
+    Attributes:
+        saved: the bytes that packing each layer saves, by its name.
+
+    Raises:
+        ArtifactError: a tensor is damaged, or the model has no head that gives logits.
+    """
+
+    def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
+        tensors = PackedTensors(packed)
+        on_disk = source.skeleton.linears()
+        packing, specs = tensors.packing, tensors.reader.specs
+        in_model = source.skeleton.in_model(_tensors(tensors))
+        self._model = _fill(source)
+        self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
+        self.saved: dict[str, int] = {}
+        for name in names:
+            linear: Any = self._model.get_submodule(name)
+            layer = PackedLinear(linear, packing.schemes[on_disk[name][0]], len(on_disk[name]))
+            layer.load_state_dict({leaf: in_model[f"{name}.{leaf}"] for leaf in layer.state_dict()}, assign=True)
+            self._forms[name] = (linear, layer.to(device))
+            stored = [spec.nbytes for disk in on_disk[name] for key, spec in specs.items() if _is_of(key, disk)]
+            self.saved[name] = 2 * linear.weight.numel() - sum(stored)
+        self._model.to(device)
+        self._device = torch.device(device)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        model: Any = self._model
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embedding
+        return int(embedding.num_embeddings)
+
+    def with_packed(self, names: Collection[str]) -> Callable[[Tensor], Tensor]:
+        """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V]."""
+
+        def logits(ids: Tensor) -> Tensor:
+            for name, forms in self._forms.items():
+                parent, _, leaf = name.rpartition(".")
+                setattr(self._model.get_submodule(parent), leaf, forms[name in names])
+            out = self._model(ids.to(self._device))
+            found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+            if found is None or found.shape[:-1] != ids.shape:
+                raise ArtifactError(f"{type(self._model).__name__} gives no logits for each token: nothing to measure")
+            return found
+
+        return logits
+
+
+def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
+    """Every tensor of a packed folder; scales as they are in memory, whatever the layout calls them."""
+    found = {name: packed.reader.get(name) for name in packed.others}
+    for name, scheme in packed.packing.schemes.items():
+        found[f"{name}.weight"], found[f"{name}.{SCALE_NAME}"] = packed.stored(name)
+        if scheme.static:
+            found[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
+    return found
+
+
+def _is_of(key: str, disk: str) -> bool:
+    """Whether a tensor of the files is the weight of the layer `disk`, or a scale of it."""
+    return key.rpartition(".")[0] == disk and not key.endswith(".bias")
+
+
+def _fill(source: Source) -> nn.Module:
+    """The model with its numbers, in BF16 on the CPU."""
+    tensors = {name: source.get(name) for name in source.specs}
+    model: Any = source.skeleton.model
+    if source.skeleton.config is None:
+        compute_buffers(model, "cpu")
+        model.config.use_cache = False
+    rounded = {name: t.to(OTHER_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
+    model.load_state_dict(rounded, strict=False, assign=True)  # strict: a tied head is not in the files
+    model.tie_weights()
+    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
+    filled: nn.Module = model.requires_grad_(False)
+    return filled

@@ -1,0 +1,64 @@
+"""octavo pack --budget, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.models.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=2, initializer_range=0.3, **sizes, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("It was a bright cold day in April. " * 20)
+    return path
+
+
+def test_budget(octavo, model, data, tmp_path):
+    options = ("--data", data, "--samples", 6, "--context", 24)
+    code, out, err = octavo("pack", model, tmp_path / "all", "--budget", "kl=9", *options)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "all" / "octavo.json").read_text())["budget"]
+    assert "asked for kl=9, measured kl=" in out
+    assert record["kept_in_bf16"] == []
+    limit = record["measured"] / 3
+    code, out, err = octavo("pack", model, tmp_path / "out", "--budget", f"kl={limit}", *options)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
+    rows = [line.split() for line in out.splitlines() if line.startswith("model.layers")]
+    kept = [row[0] for row in rows if row[-1] == "BF16"]
+    assert len(kept) == len(record["kept_in_bf16"]) > 0
+    assert [row[0] for row in rows[: len(kept)]] == kept
+    assert f"measured kl={record['measured']:.4g}" in out
+    assert f"{record['data']['tokens']} tokens of 6 prompts" in out
+    assert re.search(rf"left in BF16 +{record['kept_in_bf16'][0][0]}:", out)
+
+
+def test_errors_are_one_line(octavo, model, data, tmp_path):
+    for words, message in (
+        (("--budget", "much"), "a budget reads kl=0.01"),
+        (("--budget", "kl=1"), "give --data"),
+        (("--budget", "kl=0", "--data", data, "--samples", 2, "--context", 16), "leaves nothing to pack"),
+    ):
+        code, out, err = octavo("pack", model, tmp_path / "out", *words)
+        assert code == 1
+        assert message in err
+        assert "Traceback" not in out + err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]

@@ -1,0 +1,61 @@
+"""octavo fold, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from octavo.models.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True}
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = Qwen3Config(vocab_size=256, num_hidden_layers=2, head_dim=16, **sizes, **ends)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def test_smooth_and_rotate(octavo, model, tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text("It was a bright cold day in April. " * 20)
+    options = ("--samples", 8, "--context", 24)
+    assert octavo("calibrate", model, tmp_path / "calibrated", "--data", data, *options)[0] == 0
+    code, out, err = octavo(
+        "fold", model, tmp_path / "out", "--smooth", tmp_path / "calibrated", "--alpha", 0.6, "--rotate"
+    )
+    assert (code, err) == (0, "")
+    assert f"folded {model} into {tmp_path / 'out'}" in out
+    assert re.search(r"tensors smoothed +2, by factors of ", out)
+    assert "residual stream in blocks of 32, heads in blocks of 16" in out
+    assert "has a weight of its own now" in out
+    assert json.loads((tmp_path / "out" / "octavo.json").read_text())["folded"]["smooth"]["alpha"] == 0.6
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_errors_are_one_line(octavo, model, tmp_path):
+    for words, message in (
+        ((), "smooth with a calibration of the model, rotate, or both"),
+        (("--rotate", "--dtype", "float16"), "choose one of bfloat16, float32"),
+        (("--smooth", tmp_path / "no"), "calibration.json is missing"),
+    ):
+        code, out, err = octavo("fold", model, tmp_path / "out", *words)
+        assert code == 1
+        assert message in err
+        assert "Traceback" not in out + err
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_has_an_example(octavo):
+    code, out, _ = octavo("fold", "--help")
+    assert code == 0
+    assert "octavo fold models/llama models/llama-rotated --rotate" in out
