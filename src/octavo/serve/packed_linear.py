@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.scheme import Scheme
+from octavo.numerics import TENSOR
 from octavo.ops import scaled_mm
 
 
@@ -30,6 +31,8 @@ class PackedLinear(nn.Module):
         weight: e4m3 [N, K].
         weight_scale: as `scheme` says.
         input_scale: float32 [parts], all equal, where the scheme is static; or None.
+
+    Where a scale is of a whole tensor, `merge_scales` makes one of those of all parts if they are equal.
         bias: bfloat16 [N], or None.
     """
 
@@ -55,6 +58,13 @@ class PackedLinear(nn.Module):
         x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
         y = scaled_mm(x_q, w_q, bias=self.bias, out_dtype=x.dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
         return y.view(*x.shape[:-1], self.out_features)
+
+    def merge_scales(self) -> None:
+        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale."""
+        scales = [scale for scale in (self.weight_scale, self.input_scale) if scale is not None]
+        if self.scheme.weight.granularity == TENSOR and all(bool((scale == scale[0]).all()) for scale in scales):
+            self.weight_scale = self.weight_scale[:1]
+            self.input_scale = None if self.input_scale is None else self.input_scale[:1]
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
