@@ -28,12 +28,12 @@ from octavo.artifact.packed import (
     Packing,
     copy_description,
     quantization_config,
-    read_json,
 )
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
+from octavo.serve.conv1d import describe_model
 from octavo.serve.input_scales import InputScales, calibrated_scales, trained_scales
 from octavo.serve.source import Source, open_source
 from octavo.serve.weight_scales import WeightRule, WeightScales
@@ -267,7 +267,7 @@ class _Plan:
 def _describe(plan: _Plan, target: PackedFolder) -> None:
     """config.json, and beside it what else describes the model: the tokenizer."""
     folder = plan.source.description
-    config = read_json(folder / "config.json")
+    config = describe_model(folder)
     config.pop("torch_dtype", None)  # the older name of "dtype"
     disks = [disk for names in plan.linears.values() for disk in names]
     config |= {
