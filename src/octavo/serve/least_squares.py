@@ -15,7 +15,7 @@ last bit, so that adding and subtracting it rounds to that step, to nearest even
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -26,87 +26,87 @@ from octavo.numerics.codec import cast as cast_to
 from octavo.numerics.formats import E4M3
 from octavo.numerics.scaling import SMALLEST_SCALE
 
-FACTORS = (1.0, *(1 + i / 16 for i in range(1, 16)), *(1 - i / 20 for i in range(1, 9)))
+FACTORS = (1.0, *(1 + i / 16 for i in range(1, 16)), *(1 - i / 10 for i in range(1, 5)))
 POWER_OF_TWO_FACTORS = (1.0, 0.5)
-_CHUNK = 1 << 16  # elements that a core's cache holds, several times over
-_EXPONENT, _LEAST, _TO_MAGIC = 0x7F800000, (127 - 6) << 23, 20 << 23
+# Elements that a core's cache holds several times over, and fewer than torch gives to more than one thread: that many
+# short passes would wait for their threads more than they compute, on a busy machine many times more.
+_CHUNK = (1 << 15) - 1
+_EXPONENT, _LEAST, _TO_MAGIC = 0x7F800000, (127 - 6) << 23, (20 << 23) + (1 << 22)
 
 
 class Found(NamedTuple):
-    """The `scale` found, and the squared error of the weights as a whole with the scale begun from and with this."""
+    """The `scale` found, and the squared error of each weight with the scale begun from and with this: float64
+    [weights]."""
 
     scale: Tensor
     before: Tensor
     after: Tensor
 
 
-def least_squares(weights: Iterable[Tensor], scale: Tensor, cast: Cast) -> Found:
-    """The scale of least squared error near `scale`; of equals the first factor, 1 before all.
+def least_squares(w: Tensor, scale: Tensor, cast: Cast) -> Found:
+    """For each block of a weight the scale of least squared error near `scale`; of equals the first factor, 1 before
+    all.
 
     Args:
-        weights: [N, K] each, floating; several only where the granularity is tensor: they then get one scale.
-        scale: amax/448 in the shape that the cast's granularity gives it, float32. Blocks must fill the weights.
+        w: [N, K], floating, on the CPU; blocks must fill it.
+        scale: amax/448 in the shape that the cast's granularity gives it, float32.
         cast: e4m3, of any granularity; power-of-two scales stay such.
 
     Returns:
-        scale float32, of the shape of `scale`; before and after float64 [number of weights].
+        scale float32, of the shape of `scale`; before and after float64 [1].
     """
-    factors = POWER_OF_TWO_FACTORS if cast.power_of_two else FACTORS
-    grid = [(scale * factor).clamp(min=SMALLEST_SCALE) for factor in factors]
-    errors = torch.stack([_errors(w, grid, cast.granularity) for w in weights])  # [weights, factors, *scale.shape]
-    totals = errors.sum(0)
-    best, chosen, least = totals[0], grid[0], errors[:, 0]
-    for i in range(1, len(grid)):
-        better = totals[i] < best
-        best = torch.where(better, totals[i], best)
-        chosen = torch.where(better, grid[i], chosen)
-        least = torch.where(better, errors[:, i], least)
-    return Found(chosen, errors[:, 0].flatten(1).sum(1), least.flatten(1).sum(1))
+    blocks, flat = _by_block(w, cast.granularity), scale.reshape(-1)
+    chosen, before, after = torch.empty_like(flat), torch.zeros(1).double(), torch.zeros(1).double()
+    step = max(_CHUNK // blocks.shape[1], 1)
+    for i in range(0, len(blocks), step):
+        grid = _grid(flat[i : i + step], cast)
+        errors = _errors(blocks[i : i + step], grid)
+        # No min with its indices and no gather: they wake torch's threads, which slows all that follows.
+        chosen[i : i + step] = grid[errors.argmin(0), torch.arange(grid.shape[1])]
+        before += errors[0].sum()
+        after += errors.amin(0).sum()
+    return Found(chosen.view(scale.shape), before, after)
+
+
+def least_squares_of_all(weights: Iterable[Tensor], scale: Tensor, cast: Cast) -> Found:
+    """As `least_squares`, for weights [N_i, K] that get one scale [1, 1]; they are taken one at a time."""
+    grid = _grid(scale.reshape(1), cast)
+    errors = torch.stack([_errors(w.reshape(1, -1), grid)[:, 0] for w in weights])  # [weights, factors]
+    best = int(errors.sum(0).argmin())
+    return Found(grid[best].view(1, 1), errors[:, 0], errors[:, best])
 
 
 def cast_by(w: Tensor, scale: Tensor, cast: Cast) -> QTensor:
     """`w` [N, K] in e4m3 by the scale [of the granularity's shape] that is given; what is larger saturates."""
-    layout = cast.granularity
-    data = torch.empty(w.shape, dtype=torch.uint8)
-    for rows, of in _chunks(w, layout):
-        part = w[rows].float()
-        inv_scale = layout.expand(1 / scale[of], tuple(part.shape))
-        data[rows] = cast_to(part * inv_scale, E4M3).view(torch.uint8)
-    return QTensor(data.view(E4M3.dtype), scale, E4M3, layout)
+    inv_scale = cast.granularity.expand(1 / scale, tuple(w.shape))
+    return QTensor(cast_to(w.float() * inv_scale, E4M3), scale, E4M3, cast.granularity)
 
 
-def _errors(w: Tensor, grid: Sequence[Tensor], layout: Granularity) -> Tensor:
-    """The squared error of each block with each scale of the grid, float64 [len(grid), *scale.shape]."""
-    errors = torch.zeros(len(grid), *grid[0].shape, dtype=torch.float64)
-    inverse = [1 / scale for scale in grid]
-    for rows, of in _chunks(w, layout):
-        part = w[rows].float()
-        for i, inv_scale in enumerate(inverse):
-            scaled = part * layout.expand(inv_scale[of], tuple(part.shape))
-            errors[i, of] += _sum_blocks(_rounding(scaled).square_(), layout)
-    return errors.mul_(torch.stack(list(grid)).double().square())
+def _grid(scale: Tensor, cast: Cast) -> Tensor:
+    """The scales [factors, blocks] to try."""
+    factors = torch.tensor(POWER_OF_TWO_FACTORS if cast.power_of_two else FACTORS)
+    return (scale * factors[:, None]).clamp_(min=SMALLEST_SCALE)
+
+
+def _errors(blocks: Tensor, grid: Tensor) -> Tensor:
+    """The squared error, float64 [factors, blocks], of `blocks` [blocks, elements] with the scales of `grid`."""
+    errors, inverse = torch.zeros(grid.shape, dtype=torch.float64), 1 / grid
+    for j in range(0, blocks.shape[1], _CHUNK):
+        x, axis = blocks[:, j : j + _CHUNK].float(), 1
+        if x.shape[0] > x.shape[1]:  # the longer axis last: it is what is computed at once
+            x, axis = x.t().contiguous(), 0
+        for i in range(len(grid)):
+            errors[i] += _rounding(x * inverse[i].unsqueeze(axis)).square_().sum(axis)
+    return errors.mul_(grid.double().square())
 
 
 def _rounding(x: Tensor) -> Tensor:
     """What rounding float32 `x` to e4m3 adds to it."""
-    exponent = x.view(torch.int32).bitwise_and(_EXPONENT).clamp_(min=_LEAST)
-    magic = exponent.add_(_TO_MAGIC).view(torch.float32).mul_(1.5)
+    magic = x.view(torch.int32).bitwise_and(_EXPONENT).clamp_(min=_LEAST).add_(_TO_MAGIC).view(torch.float32)
     return (x + magic).sub_(magic).clamp_(-E4M3.max, E4M3.max).sub_(x)
 
 
-def _sum_blocks(x: Tensor, layout: Granularity) -> Tensor:
-    """The sum over each block of `x`, float64 in the scale's shape."""
-    (n, k), (r, c) = x.shape, layout.block(tuple(x.shape))
-    return x.view(n // r, r, k // c, c).sum(3).double().sum(1)
-
-
-def _chunks(w: Tensor, layout: Granularity) -> list[tuple[slice, slice]]:
-    """Slices of whole blocks of rows of `w`, each with the rows of the scale that belong to it."""
-    n, k = w.shape
-    high = layout.rows or 1
-    step = max(_CHUNK // max(k, 1) // high, 1)
-    whole = slice(0, 1)  # a scale for the tensor
-    return [
-        (slice(i * high, (i + step) * high), whole if layout.rows is None else slice(i, i + step))
-        for i in range(0, n // high, step)
-    ]
+def _by_block(w: Tensor, layout: Granularity) -> Tensor:
+    """The elements of each block of `w` as a row, blocks in the order of their scales."""
+    (n, k), (rows, columns) = w.shape, layout.block(tuple(w.shape))
+    return w.reshape(n // rows, rows, k // columns, columns).transpose(1, 2).reshape(-1, rows * columns)

@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.artifact.scheme import Scheme
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
-from octavo.serve.least_squares import Found, cast_by, least_squares
+from octavo.serve.least_squares import Found, cast_by, least_squares, least_squares_of_all
 from octavo.serve.source import Source
 
 WEIGHT_RULES = ("amax", "mse")
@@ -126,7 +126,7 @@ class WeightScales:
         q = quantize(w, cast)
         if self.rule.name == "amax":
             return q
-        found = least_squares([w], q.scale.float(), cast)
+        found = least_squares(w, q.scale.float(), cast)
         self._note([module], found)
         exact = cast_by(w, found.scale, cast)
         return replace(exact, scale=found.scale.to(q.scale.dtype))
@@ -148,7 +148,7 @@ class WeightScales:
         scale = torch.stack([quantize(self._weight(mate), cast).scale for mate in mates]).amax(0)
         if self.rule.name == "amax":
             return scale
-        found = least_squares((self._weight(mate) for mate in mates), scale, cast)
+        found = least_squares_of_all((self._weight(mate) for mate in mates), scale, cast)
         self._note(mates, found)
         return found.scale
 
