@@ -34,16 +34,10 @@ def pack(
         Path | None, typer.Option(help="What octavo calibrate made of the model, for the scheme static.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
-    weights: Annotated[
-        str, typer.Option(help="Of the scales of weights: amax, or mse, the least squared error.")
-    ] = "amax",
+    weights: Annotated[str, typer.Option(help="Of weights' scales: amax, or mse, the least squared error.")] = "amax",
     pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
-        bool | None,
-        typer.Option(
-            help="One scale for q, k and v, and for gate and up, where scales are of whole tensors; without it, unless "
-            "the run was trained with scales of its own."
-        ),
+        bool | None, typer.Option(help="One scale for fused layers; without it, unless the run trained its own.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
