@@ -166,7 +166,7 @@ def test_only_the_frame_and_one_block_have_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        ("GPT2LMHeadModel", transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1), "its layers are Conv1D"),
+        ("OpenAIGPTLMHeadModel", transformers.OpenAIGPTConfig(n_embd=8, n_layer=1, n_head=1), "its layers are Conv1D"),
         (
             "BartForConditionalGeneration",
             transformers.BartConfig(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1,

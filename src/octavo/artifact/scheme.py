@@ -7,6 +7,7 @@
 | static | one scale | float32 [1] | one scale, stored beside it: input_scale, float32 [1] |
 | block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
 | mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
+| group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
 
 Every scale multiplies: w ≈ weight * weight_scale. How compressed-tensors spells each is in `group`
 (github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
@@ -126,7 +127,15 @@ STATIC = Scheme(
 )  # fmt: skip
 MX = Scheme("mx", _GROUP_32, _GROUP_32, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
 
-SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX)}
+
+def _groups(size: int) -> Scheme:
+    cast, arguments = Cast(granularity=group(size)), {**_EIGHT_BITS, "strategy": "group", "group_size": size}
+    return Scheme(f"group{size}", cast, cast, "float-quantized", arguments, {**arguments, "dynamic": True})
+
+
+GROUPS = tuple(_groups(size) for size in (32, 64, 128))
+
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS)}
 
 
 def get_scheme(name: str) -> Scheme:

@@ -35,6 +35,11 @@ def pack(
         Path | None, typer.Option(help="What octavo calibrate made of the model, for the scheme static.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
+    weights: Annotated[str, typer.Option(help="Of weights' scales: amax, or mse, the least squared error.")] = "amax",
+    pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
+    share_scales: Annotated[
+        bool | None, typer.Option(help="One scale for fused layers; without it, unless the run trained its own.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
     budget: Annotated[
         str | None,
@@ -72,6 +77,9 @@ def pack(
             "skip": skip or [],
             "calibration": calibration,
             "rule": rule,
+            "weights": weights,
+            "pow2": pow2,
+            "share": share_scales,
             "step": step,
         }
         if budget is None:
@@ -109,4 +117,16 @@ def _table(report: serve.PackReport) -> Table:
         table.add_row("left out", f"{name}: the model has no place for it")
     table.add_row("in e4m3, with scales", f"{report.packed_bytes / 1e6:.2f} MB ({report.ratio:.3f} of it)")
     table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
+    if report.gains:
+        gains = sorted(report.gains.values())
+        table.add_row(
+            "SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, {gains[len(gains) // 2]:.2f} in the median"
+        )
+    if report.ratios:
+        most = max(report.ratios, key=lambda names: report.ratios[names])
+        table.add_row(
+            "scales not shared",
+            f"{len(report.ratios)} groups that vLLM casts again by one scale, as training did not; they differ by "
+            f"{report.ratios[most]:.2f}x at most ({most}): --share-scales",
+        )
     return table

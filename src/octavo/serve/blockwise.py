@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, read_json
-from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError
+from octavo.serve.conv1d import open_tensors
 from octavo.serve.skeleton import Skeleton, compute_buffers, transformers_skeleton
 
-SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, OPT (octavo's GPT-2) and BERT-like encoders are"
+SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
 _OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # of a LayerNorm in BERT's first checkpoints
 
 Looking = Callable[[], AbstractContextManager[None]]
@@ -55,7 +55,7 @@ def _unsupported(model: Any) -> str:
     if model.config.is_encoder_decoder:
         return "it has an encoder and a decoder"
     if any(isinstance(module, conv1d) for module in model.modules()):
-        return "its layers are Conv1D, which are not packed (octavo writes GPT-2 with linear layers, as OPT)"
+        return "its layers are Conv1D, which are not packed (but for GPT-2's, which is read as OPT)"
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3]:
         return f"its experts are one tensor ({fused[0]}) and no linear layers"
     if len(_stacks(model)) != 1:
@@ -99,7 +99,7 @@ class BlockModel:
         self.model = cast(Any, skeleton.model)
         self.context = skeleton.context
         self.device = torch.device(device)
-        self._files = ShardReader(folder)
+        self._files = open_tensors(folder, folder)
         [stack] = _stacks(self.model)
         modules: Any = self.model.get_submodule(stack)
         self._modules: list[Any] = list(modules)

@@ -14,7 +14,7 @@ from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_fused import fuse
-from octavo.serve.packed_linear import swap_linears
+from octavo.serve.packed_linear import PackedLinear, swap_linears
 from octavo.serve.skeleton import Skeleton, compute_buffers, read_skeleton
 
 
@@ -95,6 +95,9 @@ def _materialize(skeleton: Skeleton, tensors: dict[str, Tensor]) -> nn.Module:
         compute_buffers(model, "cpu")
     model.load_state_dict(skeleton.in_model(tensors), strict=False, assign=True)  # strict: a tied head is not stored
     model.tie_weights()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.merge_scales()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:

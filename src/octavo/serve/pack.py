@@ -2,8 +2,8 @@
 
 The weights of its linear layers are cast as their scheme says (`octavo.artifact.scheme`), everything else is stored in
 BF16. Activations are scaled when the model runs, but for the scheme `static`, whose scales come from a calibration
-(`octavo.serve.calibrate`). For a run that was trained with the `rowwise` or the `blockwise` recipe the schemes
-`channel` and `block` are the very casts of its forward GEMM, so the bytes are those that training multiplied.
+(`octavo.serve.calibrate`) or from a run that was trained with `delayed`. The scheme that a run has by its recipe is the
+very cast of its forward GEMM (`SCHEME_OF`), so the bytes are those that training multiplied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,27 +28,32 @@ from octavo.artifact.packed import (
     Packing,
     copy_description,
     quantization_config,
-    read_json,
 )
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
-from octavo.ops import quantize, quantize_scaled
-from octavo.serve.calibration import Calibration, hash_model
+from octavo.serve.conv1d import describe_model
+from octavo.serve.input_scales import InputScales, calibrated_scales, trained_scales
 from octavo.serve.source import Source, open_source
+from octavo.serve.weight_scales import WeightRule, WeightScales
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
-# Of the recipes whose forward pass a scheme repeats bit for bit.
-SCHEME_OF = {"rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx"}
-# Layers that consumers run as one: a scale for each tensor must be one scale for all of them.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Whose forward pass a scheme repeats bit for bit; for tensorwise all but its inputs' scales, which are of tokens here.
+SCHEME_OF = {
+    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
+    "delayed": "static", "tensorwise": "tensor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack` made. Sizes in bytes. `packed` names the scheme of each packed layer."""
+    """What `pack` made. Sizes in bytes.
+
+    `packed` names the scheme of each packed layer, `gains` the dB of SQNR that each gained by the rule mse. `ratios`:
+    layers that consumers fuse ("q, k, v") and that keep scales of their own, with the largest over the smallest.
+    """
 
     folder: Path
     source: Path
@@ -58,6 +63,8 @@ class PackReport:
     bf16_bytes: int
     packed_bytes: int
     folder_bytes: int
+    gains: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -75,6 +82,9 @@ def pack(
     skip: Sequence[str] = (),
     calibration: Path | None = None,
     rule: str = "amax",
+    weights: str = "amax",
+    pow2: bool = False,
+    share: bool | None = None,
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     remarks: Mapping[str, object] | None = None,
@@ -85,13 +95,19 @@ def pack(
     Args:
         source: the folder of a run of `octavo train`, or of a Hugging Face model.
         out: the folder to make.
-        scheme: of the packed layers: channel, tensor, static, block or mx. None takes for a run that of its recipe,
-            whose forward pass it repeats bit for bit, and else channel.
+        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64 or group128. None takes for
+            a run that of its recipe (`SCHEME_OF`), and else channel.
         layers: other schemes for some, by globs of their names; the first that matches counts.
         layout: compressed-tensors, or fp8 (for block alone).
         skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
-        calibration: the folder that `octavo calibrate` made of this model, for the scheme static.
+        calibration: the folder that `octavo calibrate` made of this model, for the scheme static; a run that was
+            trained with `delayed` needs none.
         rule: what its input scales are of: amax, percentile (99.99) or mse.
+        weights: what the scales of weights are of: amax, or mse, the least squared error
+            (`octavo.serve.least_squares`).
+        pow2: round the scales of weights up to powers of two.
+        share: one scale for layers that consumers fuse, where scales are of whole tensors. None: unless the source is a
+            run that was trained with scales of its own, whose bytes that would change (`octavo.serve.weight_scales`).
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
         remarks: what octavo.json shall say beside its own.
@@ -109,17 +125,27 @@ def pack(
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
     schemes = _choose(conversion.converted, scheme, layers or {}, layout)
+    inputs, unscaled = _static_inputs(opened, schemes, calibration, rule)
+    own = {} if inputs is None else inputs.weights
+    plan = _Plan(opened, schemes, layout, inputs, WeightScales(opened, schemes, WeightRule(weights, pow2, share), own))
+    plan.write(out, shard_bytes, remarks or {}, progress)
+    return plan.report(out, conversion.skipped | dict.fromkeys(unscaled, "training left it in BF16"))
+
+
+def _static_inputs(
+    source: Source, schemes: dict[str, Scheme], calibration: Path | None, rule: str
+) -> tuple[InputScales | None, list[str]]:
+    """The stored scales that the schemes need; the layers for which there are none are taken out of `schemes`."""
     static = [name for name, how in schemes.items() if how.static]
-    inputs = _Inputs.read(calibration, rule, opened, static) if static else None
-    plan = _Plan(opened, schemes, layout, inputs)
-    digest = hashlib.sha256()
-    with whole_folder(out) as partial:
-        _describe(plan, PackedFolder(partial))
-        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": opened.origin.name}
-        write_shards(partial, plan.specs, plan.tensors(digest, progress), metadata, shard_bytes)
-        record = plan.record(digest.hexdigest()) | dict(remarks or {})
-        (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
-    return plan.report(out, conversion.skipped)
+    if not static:
+        return None, []
+    if source.recipe != "delayed" or calibration is not None:
+        return calibrated_scales(calibration, rule, source, static), []
+    inputs = trained_scales(source, static)
+    unscaled = [name for name in static if name not in inputs.scales]
+    for name in unscaled:
+        del schemes[name]
+    return inputs, unscaled
 
 
 def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout: str) -> dict[str, Scheme]:
@@ -140,51 +166,43 @@ def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout
     return chosen
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """The static scales of the inputs of layers, float32 [1], and where they come from."""
-
-    scales: Mapping[str, Tensor]
-    record: Mapping[str, object]
-
-    @classmethod
-    def read(cls, folder: Path | None, rule: str, source: Source, layers: Sequence[str]) -> _Inputs:
-        """Of the calibration in `folder`."""
-        if folder is None:
-            raise ValueError(
-                "the scheme static stores the scales of inputs: give --calibration, made by octavo calibrate"
-            )
-        found = Calibration.load(folder)
-        if found.model_hash != hash_model(source.origin):
-            raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
-        if missing := [name for name in layers if name not in found.layers]:
-            raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
-        scales = {name: found.scale(name, rule).reshape(1) for name in layers}
-        settings = dict(found.settings)
-        record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": settings}
-        return cls(scales, record | {"model_hash": found.model_hash})
-
-
 class _Plan:
     """What goes into the folder's files, known before a number is read."""
 
-    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str, inputs: _Inputs | None) -> None:
-        self.source, self.schemes, self.inputs = source, schemes, inputs
+    def __init__(
+        self,
+        source: Source,
+        schemes: Mapping[str, Scheme],
+        layout: str,
+        inputs: InputScales | None,
+        weights: WeightScales,
+    ) -> None:
+        self.source, self.schemes, self.inputs, self.weights = source, schemes, inputs, weights
         self.linears = source.skeleton.linears()
         self.packing = Packing(layout, {disk: how for name, how in schemes.items() for disk in self.linears[name]})
         self.specs: dict[str, Spec] = {}
         for name, spec in source.specs.items():
             meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             self._check_fit(name, spec)
-            self.specs |= {disk: Spec.of(t) for disk, t in self._stored(name, meta, None).items()}
+            self.specs |= {disk: Spec.of(t) for disk, t in self._stored(name, meta).items()}
+
+    def write(self, out: Path, shard_bytes: int, remarks: Mapping[str, object], progress: Progress | None) -> None:
+        """Make the folder."""
+        digest = hashlib.sha256()
+        with whole_folder(out) as partial:
+            _describe(self, PackedFolder(partial))
+            metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": self.source.origin.name}
+            write_shards(partial, self.specs, self.tensors(digest, progress), metadata, shard_bytes)
+            record = self.record(digest.hexdigest()) | dict(remarks)
+            (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the files, as it is read and cast; `digest` takes in the source's bytes."""
-        scales = self._shared_scales()
+        self.weights.prepare()
         for done, name in enumerate(self.source.specs, start=1):
             tensor = self.source.get(name)
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            yield from self._stored(name, tensor, scales.get(name)).items()
+            yield from self._stored(name, tensor).items()
             if progress is not None:
                 progress(done, len(self.source.specs))
 
@@ -200,6 +218,8 @@ class _Plan:
             bf16_bytes=sum(2 * self.source.specs[f"{name}.weight"].numel for name in self.schemes),
             packed_bytes=sum(self.specs[self.packing.scale_on_disk(leaf)].nbytes for leaf in leaves),
             folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+            gains=self.weights.gains,
+            ratios=self.weights.ratios,
         )
 
     def record(self, digest: str) -> dict[str, object]:
@@ -210,21 +230,22 @@ class _Plan:
             "source_sha256": digest,
             "layout": self.packing.layout,
             "schemes": {
-                how.name: {"weight": how.weight.to_dict(), "input": how.inputs.to_dict()}
+                how.name: {"weight": self.weights.rule.cast(how).to_dict(), "input": how.inputs.to_dict()}
                 for how in self.schemes.values()
             },
             "layers": {name: how.name for name, how in self.packing.schemes.items()},
+            "weight_scales": self.weights.record(),
             "calibration": None if self.inputs is None else self.inputs.record,
         }
 
-    def _stored(self, name: str, tensor: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+    def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the files that hold the model's tensor `name`."""
         module, _, leaf = name.rpartition(".")
         on_disk = self.source.skeleton.on_disk
         if leaf != "weight" or module not in self.schemes:
             return on_disk({name: tensor.to(OTHER_DTYPE) if tensor.is_floating_point() else tensor})
         how = self.schemes[module]
-        q = quantize(tensor, how.weight) if scale is None else quantize_scaled(tensor, scale, how.weight)[0]
+        q = self.weights.quantize(module, tensor)
         return {self.packing.scale_on_disk(disk): t for disk, t in self._parts(name, module, q, how).items()}
 
     def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
@@ -245,25 +266,11 @@ class _Plan:
             if reason := self.schemes[module].misfit(n // parts, k):
                 raise ValueError(f"{module}: {reason} (--layer '{module}=channel'), or leave it in BF16 (--skip)")
 
-    def _shared_scales(self) -> dict[str, Tensor]:
-        """One scale for the weights of layers that consumers fuse, by the weight's name."""
-        shared: dict[str, Tensor] = {}
-        wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
-        for module in wholes:
-            parent, _, leaf = module.rpartition(".")
-            group = next((names for names in FUSED if leaf in names), ())
-            mates = [f"{parent}.{mate}" for mate in group if f"{parent}.{mate}" in wholes]
-            if leaf == (group[0] if group else "") and len(mates) > 1:
-                cast = self.schemes[module].weight
-                scale = torch.stack([quantize(self.source.get(f"{m}.weight"), cast).scale for m in mates]).amax(0)
-                shared |= {f"{mate}.weight": scale for mate in mates}
-        return shared
-
 
 def _describe(plan: _Plan, target: PackedFolder) -> None:
     """config.json, and beside it what else describes the model: the tokenizer."""
     folder = plan.source.description
-    config = read_json(folder / "config.json")
+    config = describe_model(folder)
     config.pop("torch_dtype", None)  # the older name of "dtype"
     disks = [disk for names in plan.linears.values() for disk in names]
     config |= {

@@ -18,7 +18,7 @@ from octavo.artifact.packed import OTHER_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.scheme import CHANNEL, Scheme
 from octavo.nn.branches import Branches
 from octavo.nn.linear import compute_dtype
-from octavo.numerics import QTensor
+from octavo.numerics import TENSOR, QTensor
 from octavo.ops import scaled_mm
 
 
@@ -48,6 +48,8 @@ class PackedLinear(PackedModule):
         weight: e4m3 [N, K].
         weight_scale: as `scheme` says.
         input_scale: float32 [parts], all equal, where the scheme is static; or None.
+
+    Where a scale is of a whole tensor, `merge_scales` makes one of those of all parts if they are equal.
         bias: bfloat16 [N], or None.
     """
 
@@ -84,6 +86,13 @@ class PackedLinear(PackedModule):
     def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype) -> Tensor:
         """y [T, N] of an input [T, K] that is quantized, and the weight."""
         return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
+
+    def merge_scales(self) -> None:
+        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale."""
+        scales = [scale for scale in (self.weight_scale, self.input_scale) if scale is not None]
+        if self.scheme.weight.granularity == TENSOR and all(bool((scale == scale[0]).all()) for scale in scales):
+            self.weight_scale = self.weight_scale[:1]
+            self.input_scale = None if self.input_scale is None else self.input_scale[:1]
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -18,6 +18,7 @@ from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.tensors import ArtifactError
 from octavo.models import Config, build, from_hf_config, hf_mapping
 from octavo.models.llama import merge_from_hf, split_for_hf
+from octavo.serve.conv1d import describe_model, is_gpt2
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +75,17 @@ def our_skeleton(config: Config) -> Skeleton:
 
 def transformers_skeleton(folder: Path) -> Skeleton:
     """The skeleton of the model of transformers that `folder`/config.json describes: of the class in `architectures`, a
-    causal language model if it names none."""
+    causal language model if it names none. A GPT-2 is OPT (`octavo.serve.conv1d`)."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
             f'{folder / "config.json"} describes a model that runs through transformers: pip install "octavo[hf]"'
         ) from error
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if is_gpt2(folder):
+        config = transformers.AutoConfig.for_model(**describe_model(folder))
+    else:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):

@@ -16,6 +16,7 @@ from octavo.artifact.run import RunFolder
 from octavo.artifact.shards import ShardReader, Spec
 from octavo.artifact.tensors import ArtifactError, check_match, model_tensors
 from octavo.models import BUILT_IN_MODELS, from_hf_config
+from octavo.serve.conv1d import open_tensors
 from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
 
 
@@ -62,7 +63,8 @@ def open_source(path: Path, step: int | None = None) -> Source:
     """The run in the folder `path`, or the model.
 
     Args:
-        path: a run of `octavo train`, or a folder with a config.json and safetensors files.
+        path: a run of `octavo train`, or a folder with a config.json and safetensors files; a GPT-2 of transformers is
+            read as OPT (`octavo.serve.conv1d`).
         step: the checkpoint of a run; None takes the newest.
 
     Raises:
@@ -82,7 +84,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if "quantization_config" in settings:
         raise ArtifactError(f"{path} is quantized already: pack the model in BF16 that it was made from")
     skeleton = transformers_skeleton(path)
-    reader = ShardReader(path)
+    reader = open_tensors(path, path)
     required = model_tensors(skeleton.model)
     found = {name: _meta(spec) for name, spec in reader.specs.items() if name in required}
     check_match(found, required, f"{path} is not of the model that its config.json describes")
@@ -94,7 +96,7 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     folder = RunFolder(path)
     checkpoint = _checkpoint(folder, step)
     skeleton = _skeleton(folder, settings)
-    reader = ShardReader(checkpoint)
+    reader = open_tensors(checkpoint, folder.model)
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
     check_match(found, model_tensors(skeleton.model), f"{checkpoint} is not of the model that the run describes")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
