@@ -21,22 +21,24 @@ from torch import Tensor
 from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import (
     INPUT_SCALE_NAME,
-    LAYOUTS,
     OTHER_DTYPE,
     SCALE_NAME,
     PackedFolder,
     Packing,
+    check_layout,
     copy_description,
     quantization_config,
     read_json,
+    write_config,
 )
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
 from octavo.ops import quantize, quantize_scaled
-from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.source import Source, open_source
+from octavo.serve.static_scales import StaticScales, check_cache
+from octavo.serve.tensor_parallel import check_degrees
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
@@ -75,6 +77,8 @@ def pack(
     skip: Sequence[str] = (),
     calibration: Path | None = None,
     rule: str = "amax",
+    kv_cache: str | None = None,
+    tensor_parallel: Sequence[int] = (),
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -87,10 +91,13 @@ def pack(
         scheme: of the packed layers: channel, tensor, static, block or mx. None takes for a run that of its recipe,
             whose forward pass it repeats bit for bit, and else channel.
         layers: other schemes for some, by globs of their names; the first that matches counts.
-        layout: compressed-tensors, or fp8 (for block alone).
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
+            block), autofp8 (static or tensor).
         skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
-        calibration: the folder that `octavo calibrate` made of this model, for the scheme static.
-        rule: what its input scales are of: amax, percentile (99.99) or mse.
+        calibration: the folder that `octavo calibrate` made of this model, for the scheme static and for `kv_cache`.
+        rule: what the scales from it are of: amax, percentile (99.99) or mse.
+        kv_cache: "fp8" stores scales for a cache of keys and values in e4m3, one each for every attention layer.
+        tensor_parallel: numbers of devices that consumers shall be able to split the model over.
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
         progress: called with the number of tensors done and of all, after each.
@@ -98,18 +105,20 @@ def pack(
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
-        ValueError: an unknown scheme, layout or rule, a layer whose sizes the scheme cannot have, or the scheme static
-            without a calibration of this model.
+        ValueError: an unknown scheme, layout, rule or cache, a scheme that the layout does not hold, a layer whose
+            sizes the scheme cannot have or that cannot be split, or static scales without a calibration of this model.
         WriteError: the disk refused.
     """
     check_absent(out)
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
-    schemes = _choose(conversion.converted, scheme, layers or {}, layout)
-    static = [name for name, how in schemes.items() if how.static]
-    inputs = _Inputs.read(calibration, rule, opened, static) if static else None
-    plan = _Plan(opened, schemes, layout, inputs)
+    schemes = _choose(conversion.converted, scheme, layers or {})
+    check_layout(layout, schemes.values(), check_cache(kv_cache))
+    inputs = [name for name, how in schemes.items() if how.static]
+    static = StaticScales.read(calibration, rule, opened, inputs, kv_cache) if inputs or kv_cache else None
+    plan = _Plan(opened, schemes, layout, static)
+    plan.check_split(tensor_parallel)
     digest = hashlib.sha256()
     with whole_folder(out) as partial:
         _describe(plan, PackedFolder(partial))
@@ -119,57 +128,26 @@ def pack(
     return plan.report(out, conversion.skipped)
 
 
-def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout: str) -> dict[str, Scheme]:
+def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str]) -> dict[str, Scheme]:
     """The scheme of each layer."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     for glob in layers:
         if not any(fnmatchcase(name, glob) for name in names):
             raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
-    chosen = {
+    return {
         name: get_scheme(next((own for glob, own in layers.items() if fnmatchcase(name, glob)), scheme))
         for name in names
     }
-    if layout == "fp8" and (others := {how.name for how in chosen.values()} - {"block"}):
-        raise ValueError(
-            f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: pack with both"
-        )
-    return chosen
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The static scales of the inputs of layers, float32 [1], and where they come from."""
-
-    scales: Mapping[str, Tensor]
-    record: Mapping[str, object]
-
-    @classmethod
-    def read(cls, folder: Path | None, rule: str, source: Source, layers: Sequence[str]) -> _Inputs:
-        """Of the calibration in `folder`."""
-        if folder is None:
-            raise ValueError(
-                "the scheme static stores the scales of inputs: give --calibration, made by octavo calibrate"
-            )
-        found = Calibration.load(folder)
-        if found.model_hash != hash_model(source.origin):
-            raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
-        if missing := [name for name in layers if name not in found.layers]:
-            raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
-        scales = {name: found.scale(name, rule).reshape(1) for name in layers}
-        settings = dict(found.settings)
-        record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": settings}
-        return cls(scales, record | {"model_hash": found.model_hash})
 
 
 class _Plan:
     """What goes into the folder's files, known before a number is read."""
 
-    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str, inputs: _Inputs | None) -> None:
-        self.source, self.schemes, self.inputs = source, schemes, inputs
+    def __init__(self, source: Source, schemes: Mapping[str, Scheme], layout: str, static: StaticScales | None) -> None:
+        self.source, self.schemes, self.static = source, schemes, static
         self.linears = source.skeleton.linears()
-        self.packing = Packing(layout, {disk: how for name, how in schemes.items() for disk in self.linears[name]})
-        self.specs: dict[str, Spec] = {}
+        disks = {disk: how for name, how in schemes.items() for disk in self.linears[name]}
+        self.packing = Packing(layout, disks, static is not None and bool(static.keys_and_values))
+        self.specs = {name: Spec.of(scale) for name, scale in self._kv_scales().items()}
         for name, spec in source.specs.items():
             meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             self._check_fit(name, spec)
@@ -178,6 +156,7 @@ class _Plan:
     def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the files, as it is read and cast; `digest` takes in the source's bytes."""
         scales = self._shared_scales()
+        yield from self._kv_scales().items()
         for done, name in enumerate(self.source.specs, start=1):
             tensor = self.source.get(name)
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -211,8 +190,19 @@ class _Plan:
                 for how in self.schemes.values()
             },
             "layers": {name: how.name for name, how in self.packing.schemes.items()},
-            "calibration": None if self.inputs is None else self.inputs.record,
+            "calibration": None if self.static is None else self.static.record,
         }
+
+    def check_split(self, degrees: Sequence[int]) -> None:
+        """Raise a ValueError unless the layers can be split over each of so many devices."""
+        sizes = {name: (spec.shape[0], spec.shape[1]) for name in self.packing.schemes if (spec := self._weight(name))}
+        check_degrees(self.packing.schemes, sizes, read_json(self.source.description / "config.json"), degrees)
+
+    def _weight(self, disk: str) -> Spec:
+        return self.specs[f"{disk}.weight"]
+
+    def _kv_scales(self) -> dict[str, Tensor]:
+        return {} if self.static is None else self.packing.on_disk(self.static.keys_and_values)
 
     def _stored(self, name: str, tensor: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
         """The tensors of the files that hold the model's tensor `name`."""
@@ -222,15 +212,15 @@ class _Plan:
             return on_disk({name: tensor.to(OTHER_DTYPE) if tensor.is_floating_point() else tensor})
         how = self.schemes[module]
         q = quantize(tensor, how.weight) if scale is None else quantize_scaled(tensor, scale, how.weight)[0]
-        return {self.packing.scale_on_disk(disk): t for disk, t in self._parts(name, module, q, how).items()}
+        return self.packing.on_disk(self._parts(name, module, q, how))
 
     def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
         on_disk, scale = self.source.skeleton.on_disk, how.stored_scale(q)
         if how.weight.granularity != TENSOR:
             return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
         scales = {SCALE_NAME: scale}
-        if self.inputs is not None and how.static:
-            scales[INPUT_SCALE_NAME] = self.inputs.scales[module].to(scale.device)
+        if self.static is not None and how.static:
+            scales[INPUT_SCALE_NAME] = self.static.inputs[module].to(scale.device)
         parts = {f"{disk}.{leaf}": s for disk in self.linears[module] for leaf, s in scales.items()}
         return on_disk({name: q.data}) | parts  # each part on disk has them
 
@@ -267,5 +257,5 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
         "dtype": str(OTHER_DTYPE).removeprefix("torch."),
         "quantization_config": quantization_config(plan.packing, disks),
     }
-    target.config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(target.path, config)
     copy_description(folder, target.path)
