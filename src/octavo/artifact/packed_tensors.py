@@ -63,11 +63,16 @@ class PackedTensors:
             self._check(name, scheme)
 
     def _resolved(self, ignored: Any) -> list[str]:
-        """The list of unpacked layers, with the names of layers for patterns (of ModelOpt's, such as lm_head*)."""
+        """The list of unpacked layers, with the names of layers for patterns (of ModelOpt's, such as lm_head*).
+
+        A pattern that matches nothing says nothing, but for a tied head, whose weight is stored under another name.
+        """
         names: dict[str, None] = {}
         for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
-            found = [name for name in self._plain() if "*" in str(entry) and fnmatchcase(name, str(entry))]
-            names |= dict.fromkeys(found or [str(entry).rstrip("*.")])
+            name = str(entry).rstrip("*.")
+            found = [name] if str(entry) == name or name.endswith("lm_head") else []
+            found += [plain for plain in self._plain() if "*" in str(entry) and fnmatchcase(plain, str(entry))]
+            names |= dict.fromkeys(found)
         return list(names)
 
     def _plain(self) -> list[str]:

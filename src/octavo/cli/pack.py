@@ -28,12 +28,20 @@ def pack(
     layer: Annotated[
         list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
     ] = None,
-    layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
+    layout: Annotated[
+        str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
+    ] = LAYOUTS[0],
     skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What octavo calibrate made of the model, for the scheme static.")
+        Path | None, typer.Option(help="What octavo calibrate made of the model, for static and --kv-cache.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
+    kv_cache: Annotated[
+        str | None, typer.Option(help="fp8: store scales for a cache of keys and values, from the calibration.")
+    ] = None,
+    tensor_parallel: Annotated[
+        str, typer.Option(help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
+    ] = "1",
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
     """Write a model as a Hugging Face folder whose linear weights are eight bits.
@@ -45,7 +53,9 @@ def pack(
 
       octavo pack runs/first packed/first
 
-      octavo pack models/qwen packed/qwen --scheme block --layout fp8
+      octavo pack models/qwen packed/qwen --scheme block --layout fp8 --tensor-parallel 1,2,4
+
+      octavo pack models/qwen packed/qwen --calibration calibrated/qwen --kv-cache fp8
 
       octavo generate packed/first --prompt "def main():"
     """
@@ -61,6 +71,8 @@ def pack(
             skip=skip or [],
             calibration=calibration,
             rule=rule,
+            kv_cache=kv_cache,
+            tensor_parallel=_degrees(tensor_parallel),
             step=step,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
@@ -73,6 +85,13 @@ def _layers(given: list[str]) -> dict[str, str]:
     if wrong := [text for text in given if "=" not in text]:
         raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
     return dict(text.rsplit("=", 1) for text in given)
+
+
+def _degrees(given: str) -> list[int]:
+    """1,2,4, read."""
+    if not all(part.strip().isdecimal() for part in given.split(",")):
+        raise ValueError(f"--tensor-parallel takes numbers of devices, such as 1,2,4,8, got {given!r}")
+    return [int(part) for part in given.split(",")]
 
 
 def _table(report: serve.PackReport) -> Table:

@@ -34,7 +34,9 @@ def unpack(folder: Folder, out: Out) -> None:
 def convert_layout(
     folder: Folder,
     out: Out,
-    layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
+    layout: Annotated[
+        str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
+    ] = LAYOUTS[0],
     scheme: Annotated[str | None, typer.Option(help=f"{', '.join(SCHEMES)}; without it, as it is.")] = None,
 ) -> None:
     """Write a packed model in another layout or by another scheme, and say what that lost.

@@ -42,9 +42,7 @@ class StaticScales:
             ValueError: none is given, it is of another model, or it has not seen what is asked for.
         """
         if folder is None:
-            what = (
-                "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
-            )
+            what = "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
             raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
         found = Calibration.load(folder)
         if found.model_hash != hash_model(source.origin):
