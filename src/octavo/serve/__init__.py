@@ -2,6 +2,7 @@
 
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
+from octavo.serve.gguf import GgufReport, export_gguf
 from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
@@ -9,6 +10,7 @@ from octavo.serve.repack import Repacked, convert_layout, unpack
 
 __all__ = [
     "Calibration",
+    "GgufReport",
     "Loaded",
     "PackReport",
     "PackedLinear",
@@ -16,6 +18,7 @@ __all__ = [
     "calibrate",
     "convert_layout",
     "end_tokens",
+    "export_gguf",
     "load",
     "pack",
     "unpack",
