@@ -411,6 +411,7 @@ def test_commands(made: Folders, tmp_path: Path) -> None:
          "--kv-cache", "fp8", "--tensor-parallel", "1,2,4"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert "for vLLM and TensorRT-LLM: transformers computes nonsense" in done.output
     listed = json.loads(run(app, ["inspect", str(out), "--json"]).output)
     assert listed["layout"] == "modelopt"
     rows = {row["tensor"]: row for row in listed["tensors"]}

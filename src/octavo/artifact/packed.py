@@ -42,6 +42,8 @@ OTHER_DTYPE = torch.bfloat16
 SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 _NOT_COPIED = ("config.json", "octavo.json", modelopt.SIDE_FILE)
+# For whom the layouts are that transformers does not open.
+READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
 # The schemes of the layouts that do not hold every one, and hold one in a model.
 _HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
 

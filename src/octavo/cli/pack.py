@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo import serve
-from octavo.artifact.packed import LAYOUTS
+from octavo.artifact.packed import LAYOUTS, READERS
 from octavo.artifact.scheme import SCHEMES
 
 
@@ -78,6 +78,8 @@ def pack(
         )
     console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
     console.print(_table(report))
+    if layout in READERS:
+        console.print(f"for {READERS[layout]}: transformers computes nonsense from it", highlight=False)
 
 
 def _layers(given: list[str]) -> dict[str, str]:

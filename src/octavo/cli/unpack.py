@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from octavo import serve
-from octavo.artifact.packed import LAYOUTS
+from octavo.artifact.packed import LAYOUTS, READERS
 from octavo.artifact.scheme import SCHEMES
 
 Folder = Annotated[Path, typer.Argument(help="A packed folder.")]
@@ -53,6 +53,8 @@ def convert_layout(
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )  # fmt: skip
     console.print(f"converted {folder} into {out}", highlight=False, markup=False)
+    if layout in READERS:
+        console.print(f"for {READERS[layout]}: transformers computes nonsense from it", highlight=False)
     if result.lossless:
         console.print("no weight changed")
         return
