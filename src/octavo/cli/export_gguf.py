@@ -20,7 +20,7 @@ def export_gguf(
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a byte-level BPE, too.")] = True,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
-    """Write a model as a GGUF file, which llama.cpp opens: Llama, Mistral and Qwen2.
+    """Write a model as a GGUF file, for llama.cpp: Llama, Mistral and Qwen2.
 
     Linear weights are Q8_0 (or F16), the embedding and the head F16, vectors F32. octavo unpack makes a packed folder
     one that can be exported.
