@@ -198,6 +198,62 @@ def test_the_tokenizer_is_the_same(tmp_path: Path, pre: str) -> None:
             assert theirs.encode(text, add_special_tokens=False) == ids
 
 
+def pieces(folder: Path, drop: int | None = None, swap: bool = False) -> Tokenizer:
+    """A tokenizer as Llama 2's: bytes, letters, pieces, each with all its merges; one may lack, or two be exchanged."""
+    words = ["▁t", "▁th", "he", "▁the", "er", "rm", "orm", "▁f", "▁form", "▁forms", "99", "▁▁", "cl", "ler"]
+    letters = sorted({c for text in TEXT for c in text.replace(" ", "▁") if c not in "öß\n"} | set("".join(words)))
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
+    merges = [[w[:i], w[i:]] for w in words for i in range(1, len(w)) if {w[:i], w[i:]} <= set(vocabulary)]
+    if drop is not None:
+        del merges[drop]
+    if swap:  # of one piece, and so no longer together
+        at = next(i for i, pair in enumerate(merges) if "".join(pair) == "▁the")
+        merges.append(merges.pop(at))
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "pre_tokenizer": None, "decoder": None,
+        "added_tokens": [
+            {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": True} for i, t in enumerate(vocabulary[:3])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                  "vocab": {token: i for i, token in enumerate(vocabulary)}, "merges": merges},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_pieces_with_scores(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "mistral", vocab_size=340)
+    original = pieces(source)
+    serve.export_gguf(source, tmp_path / "model.gguf")
+    values = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
+    assert values["tokenizer.ggml.model"] == "llama"
+    assert values["tokenizer.ggml.add_bos_token"]
+    assert values["tokenizer.ggml.add_space_prefix"]
+    assert (values["tokenizer.ggml.bos_token_id"], values["tokenizer.ggml.eos_token_id"]) == (1, 2)
+    kind = gguf.TokenType
+    assert values["tokenizer.ggml.token_type"][:4] == [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, kind.BYTE]
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")  # makes merges of pieces and scores
+    for text in (*TEXT[:2], "the forms  thermal clerks 999"):
+        assert theirs.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("how", [{"drop": 2}, {"swap": True}])
+def test_merges_that_no_scores_can_say(tmp_path: Path, how: dict[str, Any]) -> None:
+    source = write_model(tmp_path / "source", "mistral", vocab_size=340)
+    pieces(source, **how)
+    with pytest.raises(ArtifactError, match="can be made in ways that its merges leave out or interrupt"):
+        serve.export_gguf(source, tmp_path / "model.gguf")
+
+
 def test_the_stretched_rotation_of_llama_3(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
@@ -262,8 +318,8 @@ def weight_of(value: float) -> Callable[[Path], None]:
         (weight_of(1e5), {}, "embed_tokens.weight exceeds 65504, the largest of f16"),
         (weight_of(float("nan")), {}, "embed_tokens.weight holds inf or NaN"),
         (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer.json is missing"),
-        (edited(lambda t: t["model"].update(type="Unigram"), "tokenizer.json"), {}, "no byte-level BPE.*--no-tok"),
-        (edited(lambda t: t["model"].update(byte_fallback=True), "tokenizer.json"), {}, "no byte-level BPE"),
+        (edited(lambda t: t["model"].update(type="Unigram"), "tokenizer.json"), {}, "neither a byte-level BPE.*--no"),
+        (edited(lambda t: t["model"].update(byte_fallback=True), "tokenizer.json"), {}, "treats blanks in another"),
         (edited(lambda t: t["model"].update(ignore_merges=True), "tokenizer.json"), {}, "has no name for.*gpt-2"),
         (edited(lambda t: t["model"].update(merges=[]), "tokenizer.json"), {}, "has no merges"),
         (edited(lambda t: t.update(normalizer={"type": "Lowercase"}), "tokenizer.json"), {}, "has no name for"),

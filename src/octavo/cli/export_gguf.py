@@ -17,7 +17,7 @@ def export_gguf(
     source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder, in BF16.")],
     out: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
     weights: Annotated[str, typer.Option(help=f"Of linear layers: {' or '.join(WEIGHTS)}.")] = WEIGHTS[0],
-    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a byte-level BPE, too.")] = True,
+    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a BPE, too.")] = True,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
     """Write a model as a GGUF file, for llama.cpp: Llama, Mistral and Qwen2.

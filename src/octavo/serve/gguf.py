@@ -250,12 +250,15 @@ def _metadata(model: _Model, words: GgufTokenizer | None) -> dict[str, Any]:
 def _vocabulary(words: GgufTokenizer) -> dict[str, Any]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
     found: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": words.pre,
+        "tokenizer.ggml.model": "gpt2" if words.merges else "llama",
+        "tokenizer.ggml.pre": words.pre or "default",
         "tokenizer.ggml.tokens": words.tokens,
         "tokenizer.ggml.token_type": words.kinds,
         "tokenizer.ggml.merges": words.merges,
+        "tokenizer.ggml.scores": words.scores,
         "tokenizer.ggml.add_bos_token": words.add_bos,
     }
     found |= {f"tokenizer.ggml.{names[name]}": number for name, number in words.special.items()}
+    if words.scores:
+        found["tokenizer.ggml.add_space_prefix"] = words.prepends_blank
     return found | ({"tokenizer.chat_template": words.chat_template} if words.chat_template else {})

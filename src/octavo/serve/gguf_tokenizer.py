@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.artifact.packed import read_json
 from octavo.artifact.tensors import ArtifactError
+from octavo.serve.gguf_sentencepiece import is_sentencepiece, prepends_blank, scores, special_kinds
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # ggml's kinds of tokens
 _LLAMA3 = (
@@ -34,9 +35,11 @@ class GgufTokenizer:
     """What a GGUF file says of a tokenizer.
 
     Attributes:
-        pre: llama.cpp's name of how texts are cut.
+        pre: llama.cpp's name of how texts are cut, of a byte-level BPE; nothing for SentencePiece's.
         tokens, kinds: of each id: its text, and which of ggml's kinds it is.
-        merges: pairs with a blank between, in order.
+        merges: pairs with a blank between, in order; empty for SentencePiece's, which have `scores`.
+        scores: of each id, for SentencePiece's.
+        prepends_blank: whether SentencePiece's put a blank before a text.
         special: ids of bos, eos, pad and unk, as far as there are.
         add_bos: whether a text begins with bos.
         chat_template: in Jinja, or nothing.
@@ -46,6 +49,8 @@ class GgufTokenizer:
     tokens: list[str]
     kinds: list[int]
     merges: list[str]
+    scores: list[float]
+    prepends_blank: bool
     special: Mapping[str, int]
     add_bos: bool
     chat_template: str
@@ -61,11 +66,13 @@ def read_gguf_tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> G
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
-        ArtifactError: it is not JSON, no byte-level BPE that llama.cpp has by name, or larger than the embedding.
+        ArtifactError: it is not JSON, no BPE that llama.cpp would follow, or larger than the embedding.
     """
     path = folder / "tokenizer.json"
     found = read_json(path)
-    pre = _name(found, path)
+    pieces = is_sentencepiece(found)
+    pre = "" if pieces else _name(found, path)
+    blank = pieces and prepends_blank(found, path)
     ids = {token: int(i) for token, i in found["model"]["vocab"].items()}
     added = {str(entry["content"]): entry for entry in found.get("added_tokens") or []}
     ids |= {content: int(entry["id"]) for content, entry in added.items()}
@@ -79,9 +86,14 @@ def read_gguf_tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> G
         kinds[i] = NORMAL if token not in added else CONTROL if added[token].get("special") else USER_DEFINED
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     special = _special(settings, config, ids)
+    for token, kind in special_kinds(found).items() if pieces else ():
+        if token in ids:
+            kinds[ids[token]] = kind
+    pairs = _merges(found, path)
     return GgufTokenizer(
-        pre, tokens, kinds, _merges(found, path), special, _adds_bos(found, settings, special, ids),
-        _template(folder, settings),
+        pre, tokens, kinds, [] if pieces else [" ".join(pair) for pair in pairs],
+        scores(found, pairs, tokens, path) if pieces else [], blank,
+        special, _adds_bos(found, settings, special, ids), _template(folder, settings),
     )  # fmt: skip
 
 
@@ -90,9 +102,9 @@ def _name(found: Mapping[str, Any], path: Path) -> str:
     model, normalizer = found.get("model") or {}, found.get("normalizer")
     steps = _steps(found.get("pre_tokenizer"))
     kinds = [step.get("type") for step in steps]
-    if model.get("type") != "BPE" or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or model.get("byte_fallback"):
+    if model.get("type") != "BPE" or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ArtifactError(
-            f"{path} is no byte-level BPE ({model.get('type')}, cut by {kinds}), the only kind written to GGUF here: "
+            f"{path} is neither a byte-level BPE ({model.get('type')}, cut by {kinds}) nor one like SentencePiece's: "
             "--no-tokenizer writes the weights alone"
         )
     bytes_, split = steps[-1], steps[0] if len(steps) > 1 else None
@@ -115,14 +127,14 @@ def _steps(pre: Any) -> list[Mapping[str, Any]]:
     return list(pre["pretokenizers"]) if pre.get("type") == "Sequence" else [pre]
 
 
-def _merges(found: Mapping[str, Any], path: Path) -> list[str]:
-    """Each as two tokens with a blank between: byte-level tokens have none."""
+def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+    """Pairs of tokens, which have no blanks."""
     merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in found["model"].get("merges") or []]
     if wrong := [pair for pair in merges if len(pair) != 2 or any(" " in token for token in pair)]:
         raise ArtifactError(f"{path}: a merge must be two tokens without blanks, got {wrong[0]!r}")
     if not merges:
         raise ArtifactError(f"{path} has no merges, without which llama.cpp opens no file: --no-tokenizer")
-    return [" ".join(pair) for pair in merges]
+    return [(pair[0], pair[1]) for pair in merges]
 
 
 def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
