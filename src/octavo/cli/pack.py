@@ -15,6 +15,16 @@ from octavo import serve
 from octavo.artifact.packed import LAYOUTS, READERS
 from octavo.artifact.scheme import SCHEMES
 
+Layout = Annotated[
+    str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
+]
+KvCache = Annotated[
+    str | None, typer.Option(help="fp8: store scales for a cache of keys and values, from the calibration.")
+]
+TensorParallel = Annotated[
+    str, typer.Option(help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
+]
+
 
 def pack(
     source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder.")],
@@ -28,20 +38,14 @@ def pack(
     layer: Annotated[
         list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
     ] = None,
-    layout: Annotated[
-        str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
-    ] = LAYOUTS[0],
+    layout: Layout = LAYOUTS[0],
     skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="What octavo calibrate made of the model, for static and --kv-cache.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
-    kv_cache: Annotated[
-        str | None, typer.Option(help="fp8: store scales for a cache of keys and values, from the calibration.")
-    ] = None,
-    tensor_parallel: Annotated[
-        str, typer.Option(help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
-    ] = "1",
+    kv_cache: KvCache = None,
+    tensor_parallel: TensorParallel = "1",
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
     """Write a model as a Hugging Face folder whose linear weights are eight bits.
