@@ -41,6 +41,7 @@ LEFT_ALONE = (
     "tokenizers",
     "datasets",
     "compressed_tensors",
+    "gguf",
     "rich",
     "typer",
     "tensorboard",

@@ -98,7 +98,7 @@ def test_transformers_reads_the_fp8_layout() -> None:
     assert theirs.modules_to_not_convert == ["lm_head"]
     assert read(config) == packing("block", "fp8")
     assert packing(layout="fp8").scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale_inv"
-    assert packing(layout="fp8").scale_in_memory("a.q_proj.weight_scale_inv") == "a.q_proj.weight_scale"
+    assert packing(layout="fp8").scales_in_memory("a.q_proj.weight_scale_inv") == ["a.q_proj.weight_scale"]
     assert packing().scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale"
 
 
@@ -129,7 +129,8 @@ GROUP = ("config_groups", "group_0")
         (_set("quant_method", value="gptq"), "quant_method is 'gptq'"),
         (_set("format", value="int-quantized"), "format is 'int-quantized'"),
         (_set("quantization_status", value="frozen"), "quantization_status is 'frozen'"),
-        (_set("kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme is"),
+        (_set("kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme.type is None, required 'float'"),
+        (_set("kv_cache_scheme", value="static"), "kv_cache_scheme is 'static'"),
         (_set(*GROUP, "weights", "num_bits", value=4), "nearest is channel, but .*weights.num_bits is 4, required 8"),
         (_set(*GROUP, "weights", "strategy", value="attn_head"), "weights.strategy is 'attn_head', required"),
         (_set(*GROUP, "weights", "group_size", value=128), "weights.group_size is 128"),

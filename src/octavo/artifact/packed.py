@@ -9,9 +9,11 @@
 
 or several files of tensors and their index. The layouts, which differ in names and in the `quantization_config`:
 
-    compressed-tensors     any scheme, several in one model (github.com/vllm-project/compressed-tensors)
+    compressed-tensors     any scheme, several in one model (`octavo.artifact.compressed_tensors`)
     fp8                    the scheme `block` alone; the scale is called weight_scale_inv (and multiplies, too):
-                           transformers' FineGrainedFP8Config, after DeepSeek-V3
+                           transformers' FineGrainedFP8Config, after DeepSeek-V3 (`octavo.artifact.fp8`)
+    modelopt               one of static, channel and block (`octavo.artifact.modelopt`); for vLLM and TensorRT-LLM
+    autofp8                static or tensor (`octavo.artifact.fp8`); for vLLM
 
 Every linear layer is packed unless the configuration names it as ignored: a reader takes one that is neither packed nor
 named for a packed one and computes nonsense without an error, which is why folders are checked tensor by tensor here.
@@ -20,7 +22,6 @@ named for a packed one and computes nonsense without an error, which is why fold
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,52 +31,117 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.scheme import BLOCK, SCHEMES, Scheme
+from octavo.artifact import compressed_tensors, fp8, modelopt
+from octavo.artifact.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale, take_kv_scales
+from octavo.artifact.scheme import Scheme
 from octavo.artifact.tensors import ArtifactError, check_match
+from octavo.numerics import TENSOR
 
 WEIGHT_DTYPE = torch.float8_e4m3fn
 OTHER_DTYPE = torch.bfloat16
 SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
-LAYOUTS = ("compressed-tensors", "fp8")
+LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
+_NOT_COPIED = ("config.json", "octavo.json", modelopt.SIDE_FILE)
+# For whom the layouts are that transformers does not open.
+READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
+# The schemes of the layouts that do not hold every one, and hold one in a model.
+_HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
 
-_COMPRESSED_TENSORS = {
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-}
-_FP8 = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
-# What other writers add and no reader needs.
-_REMARKS = (
-    "version",
-    "observer",
-    "ignore",
-    "format",
-    "config_groups",
-    "targets",
-    "modules_to_not_convert",
-    "fmt",
-    "zp_dtype",
-)
+
+def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False) -> None:
+    """Raise a ValueError, which names the alternative, unless `layout` is one that holds `schemes`.
+
+    `kv_cache`: and the scales of a cache of keys and values.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    names = sorted({scheme.name for scheme in schemes})
+    held = _HELD.get(layout, tuple(names))
+    instead = "or --layout compressed-tensors, which holds any"
+    if others := [name for name in names if name not in held]:
+        what = f"the scheme {held[0]} alone" if len(held) == 1 else f"the schemes {', '.join(held)}"
+        raise ValueError(f"the layout {layout} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}")
+    if layout in _HELD and len(names) > 1:
+        raise ValueError(f"the layout {layout} holds one scheme in a model, not {' and '.join(names)}: one, {instead}")
+    if layout == "fp8" and kv_cache:
+        raise ValueError(f"the layout fp8 has no place for the scales of a KV cache: {instead.removeprefix('or ')}")
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which layers are packed, by their names on disk, and how; and the layout."""
+    """Which layers are packed, by their names on disk, and how; the layout; whether scales of a KV cache are stored."""
 
     layout: str
     schemes: Mapping[str, Scheme]
+    kv_cache: bool = False
 
     def scale_on_disk(self, name: str) -> str:
         """What the layout calls the tensor `name`, where that is a scale."""
-        return f"{name}_inv" if self.layout == "fp8" and name.endswith(f".{SCALE_NAME}") else name
+        module, _, leaf = name.rpartition(".")
+        if self.layout == "fp8" and leaf == SCALE_NAME:
+            return f"{name}_inv"
+        if self.layout == "modelopt" and is_kv_scale(name):
+            return f"{module}.{leaf[0]}_proj.{leaf}"
+        return name
 
-    def scale_in_memory(self, name: str) -> str:
-        """The inverse of `scale_on_disk`."""
-        return name.removesuffix("_inv") if self.layout == "fp8" and name.endswith(f".{SCALE_NAME}_inv") else name
+    def scales_in_memory(self, name: str) -> list[str]:
+        """The inverse of `scale_on_disk`; one tensor of AutoFP8's may be two."""
+        module, _, leaf = name.rpartition(".")
+        if self.layout == "fp8" and leaf == f"{SCALE_NAME}_inv":
+            return [name.removesuffix("_inv")]
+        parent, _, projection = module.rpartition(".")
+        if self.layout == "modelopt" and is_kv_scale(name) and projection == f"{leaf[0]}_proj":
+            return [f"{parent}.{leaf}"]
+        if self.layout == "autofp8" and leaf == "kv_scale":
+            return [f"{module}.{K_SCALE}", f"{module}.{V_SCALE}"]
+        if self.layout == "autofp8" and leaf == "output_scale" and projection in ("k_proj", "v_proj"):
+            return [f"{parent}.{projection[0]}_scale"]
+        return [name]
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a file that hold `tensors`: scales may have another name and another shape there."""
+        return {self.scale_on_disk(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
+
+    def in_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `on_disk`. What has a shape that the layout does not know keeps it."""
+        return {ours: self._shaped(ours, t) for name, t in tensors.items() for ours in self.scales_in_memory(name)}
+
+    def take_kv_scales(self, tensors: dict[str, Tensor], linears: Iterable[str], where: Path) -> KvScales:
+        """See `octavo.artifact.kv_scales.take_kv_scales`. AutoFP8 need not declare such scales."""
+        declared = self.kv_cache or (self.layout == "autofp8" and any(map(is_kv_scale, tensors)))
+        return take_kv_scales(tensors, linears, declared, where)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether this is a scale that is one number."""
+        module, _, leaf = name.rpartition(".")
+        scheme = self.schemes.get(module)
+        of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
+        return is_kv_scale(name) or (leaf in (SCALE_NAME, INPUT_SCALE_NAME) and of_tensor)
+
+    def _shaped_for_disk(self, name: str, scale: Tensor) -> Tensor:
+        if self.layout not in ("modelopt", "autofp8"):
+            return scale
+        if self._is_number(name):
+            return scale.reshape(())
+        module, _, leaf = name.rpartition(".")
+        if leaf != SCALE_NAME or module not in self.schemes:
+            return scale
+        return scale[:, None, :, None] if self._is_block(module) else scale.flatten()
+
+    def _shaped(self, name: str, scale: Tensor) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        if self.layout not in ("modelopt", "autofp8"):
+            return scale
+        if self._is_number(name):
+            return scale.reshape(1) if scale.numel() == 1 else scale
+        if leaf != SCALE_NAME or module not in self.schemes:
+            return scale
+        if self._is_block(module):
+            return scale.squeeze(3).squeeze(1) if scale.ndim == 4 else scale
+        return scale.unsqueeze(1) if scale.ndim == 1 else scale
+
+    def _is_block(self, module: str) -> bool:
+        return self.schemes[module].name == "block"
 
 
 @dataclass(frozen=True)
@@ -89,6 +155,18 @@ class PackedFolder:
         """The model's description, with its `quantization_config`."""
         return self.path / "config.json"
 
+    def read_config(self) -> dict[str, Any]:
+        """config.json, with what stands in hf_quant_config.json alone in the folders of older ModelOpts.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ArtifactError: one of them is not JSON.
+        """
+        config, beside = read_json(self.config), self.path / modelopt.SIDE_FILE
+        if "quantization_config" not in config and beside.is_file():
+            config["quantization_config"] = modelopt.from_side_file(read_json(beside), beside)
+        return config
+
     @property
     def tensors(self) -> Path:
         """The weights."""
@@ -99,21 +177,21 @@ def quantization_config(packing: Packing, linears: Iterable[str]) -> dict[str, A
     """The `quantization_config` of config.json; `linears` names every linear layer, packed or not, as on disk."""
     ignore = [name for name in linears if name not in packing.schemes]
     if packing.layout == "fp8":
-        return {**_FP8, "fmt": "e4m3", "modules_to_not_convert": ignore}
-    groups: dict[str, list[str]] = {}
-    for name, scheme in packing.schemes.items():
-        groups.setdefault(scheme.name, []).append(name)
-    used = [SCHEMES[name] for name in groups]
-    formats = {scheme.format for scheme in used}
-    return {
-        **_COMPRESSED_TENSORS,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "config_groups": {
-            f"group_{i}": scheme.group(["Linear"] if len(used) == 1 else groups[scheme.name])
-            for i, scheme in enumerate(used)
-        },
-        "ignore": ignore,
+        return fp8.describe_blocks(ignore)
+    describe = {
+        "compressed-tensors": compressed_tensors.describe,
+        "modelopt": modelopt.describe,
+        "autofp8": fp8.describe_tensors,
     }
+    return describe[packing.layout](packing.schemes, ignore, packing.kv_cache)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, and what the layout of its `quantization_config` wants beside it."""
+    found = config.get("quantization_config", {})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if found.get("quant_method") == "modelopt":
+        (folder / modelopt.SIDE_FILE).write_text(json.dumps(modelopt.side_file(found), indent=2) + "\n")
 
 
 def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path) -> Packing:
@@ -127,77 +205,20 @@ def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path)
         raise ArtifactError(
             f"{where} is of no packed model (it has no quantization_config): make one with octavo pack MODEL OUT"
         )
-    fp8 = found.get("quant_method") == "fp8"
-    required = _FP8 if fp8 else _COMPRESSED_TENSORS
-    if wrong := _differences(found, required, "quantization_config"):
-        raise ArtifactError(f"{where}: this is a packing that octavo does not run: " + "; ".join(wrong))
-    formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision"}
-    if not fp8 and found.get("format") not in formats:
-        raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
-    key = "modules_to_not_convert" if fp8 else "ignore"
-    ignore = found.get(key) or []
-    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        raise ArtifactError(f"{where}: quantization_config.{key} must be a list of module names, got {ignore!r}")
-    if unknown := [name for name in ignore if name not in linears]:
-        raise ArtifactError(f"{where}: {key} has {unknown[0]!r}, which is the name of no linear layer: pack it again")
-    packed = [name for name in linears if name not in ignore]
-    if fp8:
-        return Packing("fp8", dict.fromkeys(packed, BLOCK))
-    groups = _groups(found, where)
-    schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
-    if left := [name for name in packed if name not in schemes]:
-        raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
-    return Packing("compressed-tensors", schemes)
-
-
-def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
-    """The targets and the scheme of each of the `config_groups`."""
-    groups = found.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
-        raise ArtifactError(f"{where}: quantization_config.config_groups must hold groups, got {groups!r}")
-    return [(list(group.get("targets") or []), _scheme(group, name, where)) for name, group in groups.items()]
-
-
-def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
-    path = f"quantization_config.config_groups.{name}"
-    wrong = {scheme.name: _differences(group, scheme.group([]), path) for scheme in SCHEMES.values()}
-    closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
-    if wrong[closest]:
-        raise ArtifactError(
-            f"{where}: this is none of the schemes that octavo runs ({', '.join(SCHEMES)}); nearest is {closest}, but "
-            + "; ".join(wrong[closest])
-        )
-    return SCHEMES[closest]
-
-
-def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
-    """The scheme of the first group that has the layer: by name, by a pattern (re:...) or by class."""
-    for targets, scheme in groups:
-        for target in targets:
-            pattern = target.removeprefix("re:") if target.startswith("re:") else None
-            if target in (name, "Linear") or (pattern is not None and re.match(pattern, name)):
-                return scheme
-    return None
+    method = found.get("quant_method")
+    if method == "fp8":
+        return Packing("fp8" if fp8.is_blocks(found) else "autofp8", *fp8.read(found, linears, where))
+    if method == "modelopt":
+        return Packing("modelopt", *modelopt.read(found, linears, where))
+    return Packing("compressed-tensors", *compressed_tensors.read(found, linears, where))
 
 
 def copy_description(source: Path, target: Path) -> None:
     """Copy what describes a model beside its config.json and its tensors: the tokenizer, generation settings."""
     for path in sorted(source.iterdir()):
         described = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
-        if path.is_file() and described and path.name not in ("config.json", "octavo.json"):
+        if path.is_file() and described and path.name not in _NOT_COPIED:
             shutil.copyfile(path, target / path.name)
-
-
-def _differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
-    """Where `found` says something else than `required`; fields of no content (None, empty) say nothing."""
-    wrong = []
-    for key in [*required, *(key for key in found if key not in required)]:
-        value, wanted = found.get(key), required.get(key)
-        if isinstance(wanted, dict) and isinstance(value, dict):
-            wrong += _differences(value, wanted, f"{path}.{key}")
-        elif key not in _REMARKS and (key in required or value) and value != wanted:
-            wrong.append(f"{path}.{key} is {value!r}, required {wanted!r}")
-    return wrong
 
 
 def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:

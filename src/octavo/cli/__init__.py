@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
+from octavo.cli.export_gguf import export_gguf
 from octavo.cli.fold import fold
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
@@ -33,6 +34,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(unpack)
 app.command("convert-layout")(convert_layout)
+app.command("export-gguf")(export_gguf)
 
 
 def main() -> None:

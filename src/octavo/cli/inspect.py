@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from octavo.artifact.packed_tensors import PackedTensors
 
@@ -24,7 +25,9 @@ def inspect(
       octavo inspect packed/first
     """
     packed = PackedTensors(folder)
-    rows = [_layer(packed, name) for name in packed.packing.schemes] + [_other(packed, name) for name in packed.others]
+    rows = [_layer(packed, name) for name in packed.packing.schemes]
+    rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]
+    rows += [_other(packed, name) for name in packed.others]
     total = sum(row["bytes"] for row in rows)
     if as_json:
         print(json.dumps({"layout": packed.packing.layout, "bytes": total, "tensors": rows}, indent=2))
@@ -46,13 +49,22 @@ def inspect(
 
 
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
-    """A packed weight and its scale."""
+    """A packed weight and its scales."""
     scheme, (data, scale) = packed.packing.schemes[name], packed.stored(name)
     values = scheme.packed_weight(data, scale).scale.float()
-    return {
+    row = {
         "tensor": f"{name}.weight", "dtype": "e4m3", "shape": list(data.shape),
         "scheme": scheme.name, "scales": scale.numel(),
         "least": float(values.min()), "largest": float(values.max()), "bytes": data.nbytes + scale.nbytes,
+    }  # fmt: skip
+    return row | ({"input_scale": float(packed.input_scale(name))} if scheme.static else {})
+
+
+def _scale(name: str, scale: Tensor) -> dict[str, Any]:
+    """The scale of the keys or the values of a cache."""
+    return {
+        "tensor": name, "dtype": "float32", "shape": list(scale.shape), "scheme": "kv cache", "scales": 1,
+        "least": float(scale), "largest": float(scale), "bytes": scale.nbytes,
     }  # fmt: skip
 
 

@@ -12,9 +12,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo import serve
-from octavo.artifact.packed import LAYOUTS
+from octavo.artifact.packed import LAYOUTS, READERS
 from octavo.artifact.scheme import SCHEMES
 from octavo.cli.budget import print_budget
+
+Layout = Annotated[
+    str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
+]
+KvCache = Annotated[
+    str | None, typer.Option(help="fp8: store scales for a cache of keys and values, from the calibration.")
+]
+TensorParallel = Annotated[
+    str, typer.Option(help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
+]
 
 
 def pack(
@@ -29,10 +39,10 @@ def pack(
     layer: Annotated[
         list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
     ] = None,
-    layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
+    layout: Layout = LAYOUTS[0],
     skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What octavo calibrate made of the model, for the scheme static.")
+        Path | None, typer.Option(help="What octavo calibrate made of the model, for static and --kv-cache.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
     weights: Annotated[str, typer.Option(help="Of weights' scales: amax, or mse, the least squared error.")] = "amax",
@@ -40,6 +50,8 @@ def pack(
     share_scales: Annotated[
         bool | None, typer.Option(help="One scale for fused layers; without it, unless the run trained its own.")
     ] = None,
+    kv_cache: KvCache = None,
+    tensor_parallel: TensorParallel = "1",
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
     budget: Annotated[
         str | None,
@@ -61,7 +73,9 @@ def pack(
 
       octavo pack runs/first packed/first
 
-      octavo pack models/qwen packed/qwen --scheme block --layout fp8
+      octavo pack models/qwen packed/qwen --scheme block --layout fp8 --tensor-parallel 1,2,4
+
+      octavo pack models/qwen packed/qwen --calibration calibrated/qwen --kv-cache fp8
 
       octavo pack models/qwen packed/good --budget kl=0.01 --data chats.jsonl
 
@@ -80,6 +94,8 @@ def pack(
             "weights": weights,
             "pow2": pow2,
             "share": share_scales,
+            "kv_cache": kv_cache,
+            "tensor_parallel": _degrees(tensor_parallel),
             "step": step,
         }
         if budget is None:
@@ -97,6 +113,8 @@ def pack(
     console.print(_table(report))
     if kept is not None:
         print_budget(console, kept)
+    if layout in READERS:
+        console.print(f"for {READERS[layout]}: transformers computes nonsense from it", highlight=False)
 
 
 def _layers(given: list[str]) -> dict[str, str]:
@@ -104,6 +122,13 @@ def _layers(given: list[str]) -> dict[str, str]:
     if wrong := [text for text in given if "=" not in text]:
         raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
     return dict(text.rsplit("=", 1) for text in given)
+
+
+def _degrees(given: str) -> list[int]:
+    """1,2,4, read."""
+    if not all(part.strip().isdecimal() for part in given.split(",")):
+        raise ValueError(f"--tensor-parallel takes numbers of devices, such as 1,2,4,8, got {given!r}")
+    return [int(part) for part in given.split(",")]
 
 
 def _table(report: serve.PackReport) -> Table:

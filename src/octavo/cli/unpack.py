@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from octavo import serve
-from octavo.artifact.packed import LAYOUTS
+from octavo.artifact.packed import LAYOUTS, READERS
 from octavo.artifact.scheme import SCHEMES
 
 Folder = Annotated[Path, typer.Argument(help="A packed folder.")]
@@ -34,7 +34,9 @@ def unpack(folder: Folder, out: Out) -> None:
 def convert_layout(
     folder: Folder,
     out: Out,
-    layout: Annotated[str, typer.Option(help=f"{' or '.join(LAYOUTS)} (for block alone).")] = LAYOUTS[0],
+    layout: Annotated[
+        str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
+    ] = LAYOUTS[0],
     scheme: Annotated[str | None, typer.Option(help=f"{', '.join(SCHEMES)}; without it, as it is.")] = None,
 ) -> None:
     """Write a packed model in another layout or by another scheme, and say what that lost.
@@ -51,6 +53,8 @@ def convert_layout(
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )  # fmt: skip
     console.print(f"converted {folder} into {out}", highlight=False, markup=False)
+    if layout in READERS:
+        console.print(f"for {READERS[layout]}: transformers computes nonsense from it", highlight=False)
     if result.lossless:
         console.print("no weight changed")
         return

@@ -4,6 +4,7 @@ from octavo.serve.budget import Budget, Kept, pack_within
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
 from octavo.serve.fold import FoldReport, fold
+from octavo.serve.gguf import GgufReport, export_gguf
 from octavo.serve.load import Loaded, end_tokens, load
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
@@ -14,6 +15,7 @@ __all__ = [
     "Budget",
     "Calibration",
     "FoldReport",
+    "GgufReport",
     "Kept",
     "Loaded",
     "PackReport",
@@ -22,6 +24,7 @@ __all__ = [
     "calibrate",
     "convert_layout",
     "end_tokens",
+    "export_gguf",
     "fold",
     "load",
     "pack",

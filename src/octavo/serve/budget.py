@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.folder import check_absent
-from octavo.serve.pack import FUSED, PackReport, pack
+from octavo.serve.pack import PackReport, pack
 from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
 from octavo.serve.quality import Estimate, LogitQuality, compare_logits, compare_many
 from octavo.serve.source import Source, open_source
 from octavo.serve.switched import SwitchedModel
+from octavo.serve.weight_scales import FUSED
 
 Progress = Callable[[str, int, int], None]
 MEASURES = {"kl": "KL, nats a token", "ppl": "perplexity, relative"}

@@ -50,12 +50,14 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
 def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Module:
     """The model of a packed folder on `device`, its norms and MLPs fused, from its skeleton; raises as `load`."""
     packed = PackedFolder(folder)
-    config = read_json(packed.config)
+    config = packed.read_config()
     linears = skeleton.linears()
-    packing = read_packing(config, [disk for names in linears.values() for disk in names], packed.config)
+    disks = [disk for names in linears.values() for disk in names]
+    packing = read_packing(config, disks, packed.config)
     swap_linears(skeleton.model, _packed_layers(linears, packing, packed.config))
     reader = ShardReader(packed.path)
-    tensors = {packing.scale_in_memory(name): reader.get(name) for name in reader.specs}
+    tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
+    packing.take_kv_scales(tensors, disks, packed.path)
     check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.path)
     model = _materialize(skeleton, tensors).to(device)
     fuse(model)

@@ -21,21 +21,23 @@ from torch import Tensor
 from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import (
     INPUT_SCALE_NAME,
-    LAYOUTS,
     OTHER_DTYPE,
     SCALE_NAME,
     PackedFolder,
     Packing,
+    check_layout,
     copy_description,
     quantization_config,
+    write_config,
 )
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
 from octavo.serve.conv1d import describe_model
-from octavo.serve.input_scales import InputScales, calibrated_scales, trained_scales
 from octavo.serve.source import Source, open_source
+from octavo.serve.static_scales import StaticScales, calibrated_scales, check_cache, trained_scales
+from octavo.serve.tensor_parallel import check_degrees
 from octavo.serve.weight_scales import WeightRule, WeightScales
 from octavo.version import __version__
 
@@ -85,6 +87,8 @@ def pack(
     weights: str = "amax",
     pow2: bool = False,
     share: bool | None = None,
+    kv_cache: str | None = None,
+    tensor_parallel: Sequence[int] = (),
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     remarks: Mapping[str, object] | None = None,
@@ -98,16 +102,19 @@ def pack(
         scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64 or group128. None takes for
             a run that of its recipe (`SCHEME_OF`), and else channel.
         layers: other schemes for some, by globs of their names; the first that matches counts.
-        layout: compressed-tensors, or fp8 (for block alone).
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
+            block), autofp8 (static or tensor).
         skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
-        calibration: the folder that `octavo calibrate` made of this model, for the scheme static; a run that was
-            trained with `delayed` needs none.
-        rule: what its input scales are of: amax, percentile (99.99) or mse.
+        calibration: the folder that `octavo calibrate` made of this model, for `kv_cache` and the scheme static, where
+            a run that was trained with `delayed` needs none.
+        rule: what the scales from it are of: amax, percentile (99.99) or mse.
         weights: what the scales of weights are of: amax, or mse, the least squared error
             (`octavo.serve.least_squares`).
         pow2: round the scales of weights up to powers of two.
         share: one scale for layers that consumers fuse, where scales are of whole tensors. None: unless the source is a
             run that was trained with scales of its own, whose bytes that would change (`octavo.serve.weight_scales`).
+        kv_cache: "fp8" stores scales for a cache of keys and values in e4m3, one each for every attention layer.
+        tensor_parallel: numbers of devices that consumers shall be able to split the model over.
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
         remarks: what octavo.json shall say beside its own.
@@ -116,54 +123,49 @@ def pack(
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
-        ValueError: an unknown scheme, layout or rule, a layer whose sizes the scheme cannot have, or the scheme static
-            without a calibration of this model.
+        ValueError: an unknown scheme, layout, rule or cache, a scheme that the layout does not hold, a layer whose
+            sizes the scheme cannot have or that cannot be split, or static scales without a calibration of this model.
         WriteError: the disk refused.
     """
     check_absent(out)
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
-    schemes = _choose(conversion.converted, scheme, layers or {}, layout)
-    inputs, unscaled = _static_inputs(opened, schemes, calibration, rule)
-    own = {} if inputs is None else inputs.weights
-    plan = _Plan(opened, schemes, layout, inputs, WeightScales(opened, schemes, WeightRule(weights, pow2, share), own))
+    schemes = _choose(conversion.converted, scheme, layers or {})
+    check_layout(layout, schemes.values(), check_cache(kv_cache))
+    static, unscaled = _static_scales(opened, schemes, calibration, rule, kv_cache)
+    own = {} if static is None else static.weights
+    plan = _Plan(opened, schemes, layout, static, WeightScales(opened, schemes, WeightRule(weights, pow2, share), own))
+    plan.check_split(tensor_parallel)
     plan.write(out, shard_bytes, remarks or {}, progress)
     return plan.report(out, conversion.skipped | dict.fromkeys(unscaled, "training left it in BF16"))
 
 
-def _static_inputs(
-    source: Source, schemes: dict[str, Scheme], calibration: Path | None, rule: str
-) -> tuple[InputScales | None, list[str]]:
-    """The stored scales that the schemes need; the layers for which there are none are taken out of `schemes`."""
+def _static_scales(
+    source: Source, schemes: dict[str, Scheme], calibration: Path | None, rule: str, kv_cache: str | None
+) -> tuple[StaticScales | None, list[str]]:
+    """The stored scales that are needed; the layers for which there are none are taken out of `schemes`."""
     static = [name for name, how in schemes.items() if how.static]
-    if not static:
+    if not static and kv_cache is None:
         return None, []
-    if source.recipe != "delayed" or calibration is not None:
-        return calibrated_scales(calibration, rule, source, static), []
-    inputs = trained_scales(source, static)
-    unscaled = [name for name in static if name not in inputs.scales]
+    if source.recipe != "delayed" or calibration is not None or kv_cache is not None:
+        return calibrated_scales(calibration, rule, source, static, kv_cache), []
+    scales = trained_scales(source, static)
+    unscaled = [name for name in static if name not in scales.inputs]
     for name in unscaled:
         del schemes[name]
-    return inputs, unscaled
+    return scales, unscaled
 
 
-def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str], layout: str) -> dict[str, Scheme]:
+def _choose(names: Sequence[str], scheme: str, layers: Mapping[str, str]) -> dict[str, Scheme]:
     """The scheme of each layer."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     for glob in layers:
         if not any(fnmatchcase(name, glob) for name in names):
             raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
-    chosen = {
+    return {
         name: get_scheme(next((own for glob, own in layers.items() if fnmatchcase(name, glob)), scheme))
         for name in names
     }
-    if layout == "fp8" and (others := {how.name for how in chosen.values()} - {"block"}):
-        raise ValueError(
-            f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: pack with both"
-        )
-    return chosen
 
 
 class _Plan:
@@ -174,13 +176,14 @@ class _Plan:
         source: Source,
         schemes: Mapping[str, Scheme],
         layout: str,
-        inputs: InputScales | None,
+        static: StaticScales | None,
         weights: WeightScales,
     ) -> None:
-        self.source, self.schemes, self.inputs, self.weights = source, schemes, inputs, weights
+        self.source, self.schemes, self.static, self.weights = source, schemes, static, weights
         self.linears = source.skeleton.linears()
-        self.packing = Packing(layout, {disk: how for name, how in schemes.items() for disk in self.linears[name]})
-        self.specs: dict[str, Spec] = {}
+        disks = {disk: how for name, how in schemes.items() for disk in self.linears[name]}
+        self.packing = Packing(layout, disks, static is not None and bool(static.keys_and_values))
+        self.specs = {name: Spec.of(scale) for name, scale in self._kv_scales().items()}
         for name, spec in source.specs.items():
             meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             self._check_fit(name, spec)
@@ -199,6 +202,7 @@ class _Plan:
     def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the files, as it is read and cast; `digest` takes in the source's bytes."""
         self.weights.prepare()
+        yield from self._kv_scales().items()
         for done, name in enumerate(self.source.specs, start=1):
             tensor = self.source.get(name)
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -235,8 +239,19 @@ class _Plan:
             },
             "layers": {name: how.name for name, how in self.packing.schemes.items()},
             "weight_scales": self.weights.record(),
-            "calibration": None if self.inputs is None else self.inputs.record,
+            "calibration": None if self.static is None else self.static.record,
         }
+
+    def check_split(self, degrees: Sequence[int]) -> None:
+        """Raise a ValueError unless the layers can be split over each of so many devices."""
+        sizes = {name: (spec.shape[0], spec.shape[1]) for name in self.packing.schemes if (spec := self._weight(name))}
+        check_degrees(self.packing.schemes, sizes, describe_model(self.source.description), degrees)
+
+    def _weight(self, disk: str) -> Spec:
+        return self.specs[f"{disk}.weight"]
+
+    def _kv_scales(self) -> dict[str, Tensor]:
+        return {} if self.static is None else self.packing.on_disk(self.static.keys_and_values)
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the files that hold the model's tensor `name`."""
@@ -245,16 +260,15 @@ class _Plan:
         if leaf != "weight" or module not in self.schemes:
             return on_disk({name: tensor.to(OTHER_DTYPE) if tensor.is_floating_point() else tensor})
         how = self.schemes[module]
-        q = self.weights.quantize(module, tensor)
-        return {self.packing.scale_on_disk(disk): t for disk, t in self._parts(name, module, q, how).items()}
+        return self.packing.on_disk(self._parts(name, module, self.weights.quantize(module, tensor), how))
 
     def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
         on_disk, scale = self.source.skeleton.on_disk, how.stored_scale(q)
         if how.weight.granularity != TENSOR:
             return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
         scales = {SCALE_NAME: scale}
-        if self.inputs is not None and how.static:
-            scales[INPUT_SCALE_NAME] = self.inputs.scales[module].to(scale.device)
+        if self.static is not None and how.static:
+            scales[INPUT_SCALE_NAME] = self.static.inputs[module].to(scale.device)
         parts = {f"{disk}.{leaf}": s for disk in self.linears[module] for leaf, s in scales.items()}
         return on_disk({name: q.data}) | parts  # each part on disk has them
 
@@ -277,5 +291,5 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
         "dtype": str(OTHER_DTYPE).removeprefix("torch."),
         "quantization_config": quantization_config(plan.packing, disks),
     }
-    target.config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(target.path, config)
     copy_description(folder, target.path)

@@ -1,8 +1,8 @@
 """From a packed folder to another one, or back to BF16.
 
-Where the new scheme holds the same scales the bytes are copied, and nothing is lost: block between its two layouts, and
-a scale a tensor as one a channel. Otherwise each weight is widened and cast again, and what that lost is measured:
-10 log10(|w|^2 / |w' - w|^2) of the old packed weight w and the new one, in dB.
+Where the new scheme holds the same scales the bytes are copied, and nothing is lost: a scheme between the layouts that
+hold it, and a scale a tensor as one a channel. Otherwise each weight is widened and cast again, and what that lost is
+measured: 10 log10(|w|^2 / |w' - w|^2) of the old packed weight w and the new one, in dB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
-from octavo.artifact.packed import INPUT_SCALE_NAME, LAYOUTS, OTHER_DTYPE, SCALE_NAME, Packing
+from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME, Packing, check_layout
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.scheme import CHANNEL, TENSORWISE, Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
@@ -83,7 +83,8 @@ def convert_layout(
     Args:
         folder: a packed folder.
         out: the folder to make.
-        layout: compressed-tensors, or fp8 (for block alone).
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
+            block), autofp8 (static or tensor).
         scheme: of all packed layers; None leaves each its own.
         shard_bytes: the largest file of tensors.
         progress: called with the number of layers done and of all, after each.
@@ -101,12 +102,14 @@ def convert_layout(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in packed.others:
             yield name, packed.reader.get(name)
+        yield from packed.kv_tensors(packing).items()
         for done, (name, new) in enumerate(packing.schemes.items(), start=1):
             data, scale, sqnr[name] = _cast_again(packed, name, new)
-            yield f"{name}.weight", data
-            yield packing.scale_on_disk(f"{name}.{SCALE_NAME}"), scale
+            scales = {f"{name}.{SCALE_NAME}": scale}
             if new.static:
-                yield f"{name}.{INPUT_SCALE_NAME}", packed.reader.get(f"{name}.{INPUT_SCALE_NAME}")
+                scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
+            yield f"{name}.weight", data
+            yield from packing.on_disk(scales).items()
             if progress is not None:
                 progress(done, len(packing.schemes))
 
@@ -125,9 +128,9 @@ def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     schemes = {name: own if scheme is None else get_scheme(scheme) for name, own in packed.packing.schemes.items()}
+    kv_cache = bool(packed.kv_scales)
+    check_layout(layout, schemes.values(), kv_cache)
     for name, new in schemes.items():
         if reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape):
             raise ValueError(f"{name}: {reason}")
@@ -135,11 +138,7 @@ def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
             raise ValueError(
                 f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack it"
             )
-    if layout == "fp8" and (others := {new.name for new in schemes.values()} - {"block"}):
-        raise ValueError(
-            f"the layout fp8 holds the scheme block alone, not {', '.join(sorted(others))}: --scheme block"
-        )
-    return Packing(layout, schemes)
+    return Packing(layout, schemes, kv_cache)
 
 
 def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:

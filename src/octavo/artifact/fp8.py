@@ -1,0 +1,55 @@
+"""The two layouts whose quant_method is "fp8", told apart by `weight_block_size`.
+
+    fp8        128 x 128 blocks, in the names of DeepSeek-V3 and transformers' FineGrainedFP8Config
+    autofp8    one scale a tensor, in the names of AutoFP8 (github.com/neuralmagic/AutoFP8), which vLLM reads
+               (vllm/model_executor/layers/quantization/fp8.py): activation_scheme static or dynamic, and the unpacked
+               layers in ignored_layers
+
+Only `quantization_config` is written and read here; the names of tensors are in `octavo.artifact.packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.artifact.scheme import BLOCK, STATIC, TENSORWISE, Scheme
+from octavo.artifact.settings import check_settings, packed_layers
+
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_KV_CACHE = "static"
+
+
+def describe_blocks(ignore: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of the layout fp8, the layers `ignore` left as they are."""
+    return {**_BLOCKS, "fmt": "e4m3", "modules_to_not_convert": list(ignore)}
+
+
+def describe_tensors(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+    """The `quantization_config` of the layout autofp8; all layers have one scheme."""
+    static = any(scheme.static for scheme in schemes.values())
+    described = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    return described | {"ignored_layers": list(ignore)} | ({"kv_cache_scheme": _KV_CACHE} if kv_cache else {})
+
+
+def is_blocks(found: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` of quant_method "fp8" is of the layout fp8, and not autofp8."""
+    return bool(found.get("weight_block_size"))
+
+
+def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    """The scheme of each packed layer, and whether the scales of keys and values are stored.
+
+    Raises:
+        ArtifactError: a packing of another kind; the message lists what was read and required.
+    """
+    if is_blocks(found):
+        check_settings(found, _BLOCKS, where)
+        return dict.fromkeys(packed_layers(found, "modules_to_not_convert", linears, where), BLOCK), False
+    static, kv_cache = found.get("activation_scheme") == "static", found.get("kv_cache_scheme") is not None
+    required = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    check_settings(found, required | ({"kv_cache_scheme": _KV_CACHE} if kv_cache else {}), where)
+    key = "ignored_layers" if found.get("ignored_layers") else "modules_to_not_convert"
+    scheme = STATIC if static else TENSORWISE
+    return dict.fromkeys(packed_layers(found, key, linears, where), scheme), kv_cache
