@@ -15,7 +15,7 @@ E4M3 = ("e4m3", "e4m3")
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(backend, "has_kernels", lambda device: True)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
 
 
 @pytest.mark.parametrize("layout", [ROW, TENSOR], ids=["row", "tensor"])
@@ -36,5 +36,14 @@ def test_other_layouts_and_formats_do_not(hopper):
 
 def test_without_triton_or_a_gpu_there_is_no_kernel(hopper, monkeypatch):
     assert find_backend(torch.device("cpu"), ROW, ROW, E4M3, 1).name == "emulated"
-    monkeypatch.setattr(backend, "has_kernels", lambda device: False)
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
     assert find_backend(CUDA, ROW, ROW, E4M3, 1).name == "cublaslt"
+
+
+def test_the_choice_is_traced_without_a_break(hopper):
+    def names(x):
+        found = find_backend(CUDA, ROW, ROW, E4M3, x.shape[0])
+        return x + (1 if found.name == "triton" else 2)
+
+    compiled = torch.compile(names, fullgraph=True, backend="eager", dynamic=False)
+    assert [compiled(torch.zeros(rows)).sum().item() / rows for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [1, 1, 2]

@@ -8,15 +8,17 @@ runs there only when asked for. Products of few rows, of which the time is that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
-from octavo.ops.kernels import FORMATS, has_kernels
+from octavo.ops.kernels import FORMATS
 
 FEW_ROWS = (
     16  # of a, at most, for the kernel that reads b at the speed of memory; above them cuBLASLt is at least as fast
 )
+HAS_TRITON = find_spec("triton") is not None  # looked up here: torch.compile traces what follows, and not a search
 SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
@@ -54,7 +56,7 @@ def find_backend(
         torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None
     )
     few = rows is not None and rows <= FEW_ROWS and layout_a.outer and set(formats) <= set(FORMATS)
-    if few and found.name == "cublaslt" and has_kernels(device):
+    if few and found.name == "cublaslt" and HAS_TRITON:
         return Backend("triton", f"{found.reason}, at most {FEW_ROWS} rows")
     return found
 
