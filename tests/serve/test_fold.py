@@ -228,3 +228,13 @@ def test_what_cannot_be_folded(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     with pytest.raises(FileExistsError):
         serve.fold(llama, opt, rotate=True)
+
+
+def test_a_rotated_model_is_smoothed_in_a_second_step(tmp_path: Path) -> None:
+    source = make(tmp_path, "qwen2")
+    serve.fold(source, tmp_path / "rotated", rotate=True, dtype="float32")
+    calibration = calibrated(tmp_path / "rotated", tmp_path)
+    report = serve.fold(tmp_path / "rotated", tmp_path / "out", smooth=calibration, dtype="float32")
+    assert len(report.smoothed) == 3 * 4
+    assert not report.untied
+    assert off(tmp_path / "out", source) < 1e-5
