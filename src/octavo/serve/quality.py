@@ -1,0 +1,233 @@
+"""How far one model's outputs lie from another's, over prompts: KL, top-1 agreement, perplexity; for encoders, cosine.
+
+    kl(t)  = sum_v p(v) (log p(v) - log q(v))     p of the reference, q of the candidate, of token t, in nats
+    ppl    = exp(sum nll / tokens)                nll of the token that follows, the last of a prompt having none
+
+Prompts are drawn independently, their tokens are not, so an interval treats each prompt as one draw: a mean over tokens
+is a ratio of sums over prompts, r = sum a / sum n, whose variance is that of the residuals a - r n (Cochran, Sampling
+Techniques, 6.4), with Student's t. Two models are judged on the same prompts, so a ratio of perplexities has the
+interval of the paired difference, far narrower than that of either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+Outputs = Callable[[Tensor], Tensor]
+"""ids int64 [B, T] -> logits (or, of an encoder, hidden states) [B, T, width], on any device, in any floating dtype."""
+
+_ROWS = 256  # tokens whose float64 distributions are in memory at once
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its 95 % interval over prompts; of one prompt alone nothing is known of the interval: None."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    def mapped(self, function: Callable[[float], float]) -> Estimate:
+        """The estimate of an increasing function of this."""
+        low, high = (None if edge is None else function(edge) for edge in (self.low, self.high))
+        return Estimate(function(self.value), low, high)
+
+
+@dataclass(frozen=True)
+class LogitQuality:
+    """A candidate against the reference, over the same tokens.
+
+    Attributes:
+        kl: nats a token, from the reference's distribution to the candidate's.
+        top1: the part of tokens after which both find the same one most likely.
+        perplexity, reference_perplexity: each by itself.
+        perplexity_ratio: less 1, so that 0.005 is half a per cent worse; paired by prompt.
+        prompts, tokens: what it was measured on.
+    """
+
+    kl: Estimate
+    top1: Estimate
+    perplexity: Estimate
+    reference_perplexity: Estimate
+    perplexity_ratio: Estimate
+    prompts: int
+    tokens: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EmbeddingQuality:
+    """Cosine of the mean-pooled hidden states of each prompt, reference and candidate: their mean, and the least."""
+
+    cosine: Estimate
+    least: float
+    prompts: int
+    tokens: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+class LogitSums:
+    """What `LogitQuality` is computed from, gathered batch by batch, for a caller who has the logits at hand."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, ...]] = []  # of each prompt: kl, agreeing, nll and reference nll, tokens, targets
+
+    def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
+        """Take in a batch: ids int64 [B, T], logits of the two [B, T, V].
+
+        Raises:
+            ValueError: the shapes do not fit, or a prompt has fewer than two tokens.
+        """
+        if reference.shape != candidate.shape or reference.shape[:-1] != ids.shape:
+            raise ValueError(
+                f"logits must be [*{list(ids.shape)}, V] of both models, got {list(reference.shape)} and "
+                f"{list(candidate.shape)}"
+            )
+        if ids.shape[1] < 2:
+            raise ValueError("a prompt of one token has no next one: perplexity needs prompts of two tokens at least")
+        for prompt, p, q in zip(ids, reference, candidate, strict=True):
+            self._rows.append(_sums(prompt.to(p.device), p, q.to(p.device)))
+
+    def quality(self) -> LogitQuality:
+        """Of all that was added; a ValueError where that is nothing."""
+        if not self._rows:
+            raise ValueError("no batch of prompts was given: nothing can be said of the quality")
+        kl, agree, nll, before, tokens, targets = zip(*self._rows, strict=True)
+        change = [a - b for a, b in zip(nll, before, strict=True)]
+        return LogitQuality(
+            kl=ratio(kl, tokens),
+            top1=ratio(agree, tokens),
+            perplexity=ratio(nll, targets).mapped(_exp),
+            reference_perplexity=ratio(before, targets).mapped(_exp),
+            perplexity_ratio=ratio(change, targets).mapped(lambda nats: _exp(nats) - 1),
+            prompts=len(self._rows),
+            tokens=int(sum(tokens)),
+        )
+
+
+def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:
+    """A language model against another on batches of prompts, each ids int64 [B, T], T >= 2, without padding."""
+    return compare_many(reference, {"": candidate}, batches)[""]
+
+
+@torch.inference_mode()
+def compare_many(
+    reference: Outputs, candidates: Mapping[str, Outputs], batches: Iterable[Tensor]
+) -> dict[str, LogitQuality]:
+    """`compare_logits` of several candidates, for which the reference is run once."""
+    sums = {name: LogitSums() for name in candidates}
+    for ids in batches:
+        truth = reference(ids)
+        for name, candidate in candidates.items():
+            sums[name].add(ids, truth, candidate(ids))
+    return {name: gathered.quality() for name, gathered in sums.items()}
+
+
+@torch.inference_mode()
+def compare_embeddings(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> EmbeddingQuality:
+    """An encoder against another on batches of prompts, each ids int64 [B, T], without padding."""
+    cosines: list[Tensor] = []
+    tokens = 0
+    for ids in batches:
+        cosines.append(pooled_cosine(reference(ids), candidate(ids)))
+        tokens += ids.numel()
+    return embedding_quality(cosines, tokens)
+
+
+def pooled_cosine(reference: Tensor, candidate: Tensor) -> Tensor:
+    """Cosine, float64 [B], of the means over tokens of hidden states [B, T, width]."""
+    a, b = (hidden.double().mean(1) for hidden in (reference, candidate.to(reference.device)))
+    return torch.nn.functional.cosine_similarity(a, b, dim=-1).cpu()
+
+
+def embedding_quality(cosines: Sequence[Tensor], tokens: int) -> EmbeddingQuality:
+    """Of the cosines of all prompts; a ValueError where there is none."""
+    if not cosines:
+        raise ValueError("no batch of prompts was given: nothing can be said of the quality")
+    every = torch.cat(list(cosines)).tolist()
+    return EmbeddingQuality(ratio(every, [1.0] * len(every)), min(every), len(every), tokens)
+
+
+def sqnr(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) in dB of two energies; infinite without noise, NaN where a number was not finite."""
+    if math.isnan(signal) or math.isnan(noise) or math.isinf(signal):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
+    """Energy of the reference, and of the candidate's difference from it, in float64; for `sqnr`."""
+    exact = reference.double()
+    return float(exact.square().sum()), float((candidate.double() - exact).square().sum())
+
+
+# --- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """sum a / sum n over prompts, with its interval."""
+    count, total = len(numerators), math.fsum(denominators)
+    value = math.fsum(numerators) / total
+    if count < 2 or not math.isfinite(value):
+        return Estimate(value, None, None)
+    squares = math.fsum((a - value * n) ** 2 for a, n in zip(numerators, denominators, strict=True))
+    error = math.sqrt(squares * count / (count - 1)) / total
+    half = student_quantile(count - 1) * error
+    return Estimate(value, value - half, value + half)
+
+
+def student_quantile(freedom: int) -> float:
+    """The t beyond which, on either side, lies 5 % of Student's distribution together."""
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, freedom) < _CONFIDENCE else (low, middle)
+    return (low + high) / 2
+
+
+def _student_within(t: float, freedom: int) -> float:
+    """The probability of (-t, t), in closed form (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine, cosine) if odd else (1.0, 1.0)
+    for k in range(2 if odd else 1, freedom - 2, 2):
+        term *= cosine**2 * k / (k + 1)
+        total += term
+    if not odd:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0))
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def _sums(prompt: Tensor, reference: Tensor, candidate: Tensor) -> tuple[float, ...]:
+    """kl, agreeing tokens, nll, the reference's nll, tokens and targets of one prompt [T], logits [T, V]."""
+    kl = agree = nll = before = 0.0
+    last = len(prompt) - 1
+    for start in range(0, len(prompt), _ROWS):
+        rows = slice(start, start + _ROWS)
+        p, q = (logits[rows].double().log_softmax(-1) for logits in (reference, candidate))
+        # Where p is 0 its term is 0, though its logarithm may be -inf.
+        kl += float(torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum())
+        agree += float((p.argmax(-1) == q.argmax(-1)).sum())
+        targets = prompt[start + 1 : min(start + _ROWS, last) + 1].unsqueeze(1)
+        before -= float(p[: len(targets)].gather(1, targets).sum())
+        nll -= float(q[: len(targets)].gather(1, targets).sum())
+    return kl, agree, nll, before, float(len(prompt)), float(last)
