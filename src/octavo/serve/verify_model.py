@@ -137,6 +137,8 @@ class Against:
     Attributes:
         folder: with its config.json and its tokenizer.
         shapes: of its tensors.
+        context: the tokens that it can see.
+        causal: whether it is a language model.
 
     Raises:
         FileNotFoundError, ArtifactError, ImportError: see `octavo.serve.source.open_source`.
@@ -146,12 +148,14 @@ class Against:
         self._source: Source = open_source(path)
         self.folder = self._source.description
         self.context = self._source.skeleton.context
+        ours = self._source.skeleton.config is not None
+        self.causal = ours or is_causal(self._source.skeleton.model)
         self.shapes: dict[str, Shape] = {}
         self._ours: dict[str, str] = {}
-        for ours, spec in self._source.specs.items():
+        for name, spec in self._source.specs.items():
             meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for disk, tensor in self._source.skeleton.on_disk({ours: meta}).items():
-                self._ours[disk], self.shapes[disk] = ours, tuple(tensor.shape)
+            for disk, tensor in self._source.skeleton.on_disk({name: meta}).items():
+                self._ours[disk], self.shapes[disk] = name, tuple(tensor.shape)
 
     def get(self, name: str) -> Tensor:
         """A tensor, as it is stored."""

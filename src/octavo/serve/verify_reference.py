@@ -67,9 +67,9 @@ class LayerSums:
         return sqnr(self.signal, self.noise)
 
     @property
-    def clip_rate(self) -> float:
+    def clip_rate(self) -> float | None:
         """The part of the input's elements beyond what its stored scale can hold."""
-        return self.clipped / max(self.elements, 1)
+        return self.clipped / max(self.elements, 1) if self.range is not None else None
 
     @property
     def headroom(self) -> float | None:
