@@ -81,7 +81,7 @@ def transformers_skeleton(folder: Path) -> Skeleton:
         raise ImportError(
             f'{folder / "config.json"} describes a model that runs through transformers: pip install "octavo[hf]"'
         ) from error
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):

@@ -152,7 +152,7 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
 
 
 def _architecture(transformers: Any, folder: Path) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     return named[0] if named and named[0] is not None else transformers.AutoModelForCausalLM
 

@@ -37,6 +37,7 @@ class Words:
         group: for "token", the neighbours in a token that share a scale; 0 stands for all.
         exponents: scales are powers of two, stored as bytes e + 127.
         integers: int8 numbers, and not e4m3.
+        flat: one scale is a scalar, and those of channels are a vector.
         scale: the last part of the scale's name.
     """
 
@@ -46,6 +47,7 @@ class Words:
     group: int = 0
     exponents: bool = False
     integers: bool = False
+    flat: bool = False
     scale: str = "weight_scale"
 
     @property
@@ -61,9 +63,9 @@ class Words:
     def scale_shapes(self, n: int, k: int) -> list[tuple[int, ...]]:
         """The shapes that the scale of a weight [N, K] may have, the usual one first."""
         if not self.rows and not self.columns:
-            return [(1,), (), (1, 1)]
+            return [(), (1,)] if self.flat else [(1,)]
         shape = (-(-n // (self.rows or n)), -(-k // (self.columns or k)))
-        return [shape, (n,)] if shape == (n, 1) else [shape]
+        return [(n,), shape] if self.flat and not self.columns else [shape]
 
     def misfit(self, n: int, k: int) -> str:
         """Why a weight [N, K] cannot be stored so, or nothing."""
@@ -223,15 +225,15 @@ def _whole(settings: Mapping[str, Any], method: str) -> Words:
     if method == "modelopt":
         algorithm = settings.get("quant_algo")
         if algorithm == "FP8":
-            return Words(0, 0, "static")
+            return Words(0, 0, "static", flat=True)
         if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-            return Words(1, 0, "token")
+            return Words(1, 0, "token", flat=True)
         raise WordsError(f"quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, it is {algorithm!r}")
     scheme, blocks = settings.get("activation_scheme"), settings.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
         raise WordsError(f"activation_scheme must be dynamic or static, it is {scheme!r}")
     if blocks is None:
-        return Words(0, 0, "static" if scheme == "static" else "token")
+        return Words(0, 0, "static" if scheme == "static" else "token", flat=True)
     if not _is_shape(blocks) or scheme == "static":
         raise WordsError(f"weight_block_size must be two sizes, with dynamic activations; it is {blocks!r}, {scheme}")
     return Words(blocks[0], blocks[1], "token", blocks[1], scale="weight_scale_inv")
