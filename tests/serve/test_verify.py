@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from packed_examples import Example
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
-from verify_examples import change_tensors, make_model, write_text
+from verify_examples import change_config, change_tensors, make_model, write_text
 
 from octavo import serve
 from octavo.artifact.shards import ShardReader
 from octavo.serve import quality
 from octavo.serve.quality import EmbeddingQuality, LogitQuality
+from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify import Budget, Report, verify
-from octavo.serve.verify_bytes import Bytes
+from octavo.serve.verify_bytes import Bytes, read_bytes
+from octavo.serve.verify_check import check_folder
+from octavo.serve.verify_model import StreamedModel, required_by
+from octavo.serve.verify_reference import PackedLayers
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -251,6 +256,8 @@ def test_folded_weights_are_compared_by_what_they_do(models: dict[str, Path], tm
     report = run(tmp_path / "out", models["llama"], models["text"])
     assert report.ok
     assert "something was folded into the weights" in report.remarks[0]
+    (tmp_path / "out" / "octavo.json").unlink()
+    assert verify(tmp_path / "out", models["llama"], folded=True).ok
     assert isinstance(report.quality, LogitQuality)
     assert report.quality.kl.value < 0.1
 
@@ -270,7 +277,9 @@ def test_weights_are_widened_one_at_a_time(
 ) -> None:
     """While prompts run, no tensor of a layer outlives the layer."""
     serve.pack(models["llama"], tmp_path / "out")
-    monkeypatch.setattr("octavo.serve.verify.try_consumers", lambda *_: iter(()))  # those hold whole models
+    monkeypatch.setattr(
+        sys.modules["octavo.serve.verify"], "try_consumers", lambda *_: iter(())
+    )  # those hold whole models
     alive: list[Any] = []
     most = 0
     for cls in (Bytes, ShardReader):
@@ -287,3 +296,40 @@ def test_weights_are_widened_one_at_a_time(
         monkeypatch.setattr(cls, "get", counted)
     run(tmp_path / "out", models["llama"], models["text"])
     assert most == 1  # MODEL's and the packed one of the same layer
+
+
+def test_layouts_of_other_writers(models: dict[str, Path], tmp_path: Path) -> None:
+    """One scale a tensor as ModelOpt and AutoFP8 name and shape it, with those of a KV cache: read, and run here."""
+    serve.calibrate(models["mistral"], [str(models["text"])], tmp_path / "c", samples=8, context=64)
+    serve.pack(models["mistral"], tmp_path / "ours", scheme="static", calibration=tmp_path / "c")
+    ours = read_bytes(tmp_path / "ours")
+    required = required_by(transformers_skeleton(tmp_path / "ours"))
+    ids = torch.randint(256, (2, 20))
+
+    def logits(read: Bytes) -> Tensor:
+        layers = check_folder(read, required)
+        assert not read.findings, [str(finding) for finding in read.findings]
+        assert len(layers) == 14
+        return StreamedModel(read.folder, read.get, read.shapes, PackedLayers(read, layers, "cpu"))(ids)
+
+    want = logits(ours)
+    for name, settings, cache in (
+        ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, "k_proj.k"),
+        ("autofp8", {"quant_method": "fp8", "activation_scheme": "static"}, "kv"),
+    ):
+        theirs = shutil.copytree(tmp_path / "ours", tmp_path / name)
+        change_config(theirs, config_groups=None, format=None, quantization_status=None, **settings)
+
+        def flatten(tensors: dict[str, Tensor], cache: str = cache) -> None:
+            tensors.update({key: t.reshape(()) for key, t in tensors.items() if key.endswith("_scale")})
+            tensors[f"model.layers.0.self_attn.{cache}_scale"] = torch.tensor(0.5)
+
+        change_tensors(theirs, flatten)
+        assert torch.equal(logits(read_bytes(theirs)), want)
+    side = shutil.copytree(tmp_path / "modelopt", tmp_path / "side")
+    config = json.loads((side / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (side / "config.json").write_text(json.dumps(config))
+    words = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": said["ignore"]}
+    (side / "hf_quant_config.json").write_text(json.dumps({"quantization": words}))
+    assert torch.equal(logits(read_bytes(side)), want)

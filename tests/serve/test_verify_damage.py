@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("a consumer was tried")
 
-    monkeypatch.setattr("octavo.serve.verify.try_consumers", refuse)
+    monkeypatch.setattr(sys.modules["octavo.serve.verify"], "try_consumers", refuse)
 
 
 def damaged(folder: Path, target: Path, damage: Damage) -> Path:
@@ -298,6 +299,6 @@ def test_a_damaged_model_is_the_users_error(good: dict[str, Path], model: Path, 
 
 
 def test_right_folders_have_no_findings(good: dict[str, Path], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.verify.try_consumers", lambda *_: iter(()))
+    monkeypatch.setattr(sys.modules["octavo.serve.verify"], "try_consumers", lambda *_: iter(()))
     for folder in good.values():
         assert not verify(folder, model).findings

@@ -61,6 +61,13 @@ def test_other_layouts() -> None:
     assert one(modelopt, "lm_head") is None
     assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == Words(1, 0, "token", flat=True)
     assert Words(0, 0, "static", flat=True).scale_shapes(8, 8)[0] == ()
+    blocks = one(modelopt | {"quant_algo": "fp8_pb_wo"})
+    assert blocks == Words(128, 128, "token", 128, flat=True)
+    assert blocks.scale_shapes(256, 128) == [(2, 1, 1, 1), (2, 1)]
+    scale = torch.tensor([2.0, 3.0]).view(2, 1, 1, 1)
+    assert widen(torch.ones(256, 128), scale, blocks)[[0, 127, 128, 255], 5].tolist() == [2, 2, 3, 3]
+    with pytest.raises(WordsError, match="quant_algo must be one of FP8, .* it is 'NVFP4'"):
+        one(modelopt | {"quant_algo": "NVFP4"})
 
 
 def test_targets_by_name_come_before_patterns_and_classes() -> None:

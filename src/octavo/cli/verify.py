@@ -36,6 +36,9 @@ def verify(
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
     device: Annotated[str, typer.Option(help="Where the reference and our runtime run: cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Which prompts are taken.")] = 0,
+    folded: Annotated[
+        bool, typer.Option("--folded", help="Something was folded into the weights: compare what they do alone.")
+    ] = False,
     to_json: Annotated[Path | None, typer.Option("--json", help="Write all that was found there, as JSON.")] = None,
     to_html: Annotated[Path | None, typer.Option("--html", help="Write one HTML page there.")] = None,
 ) -> None:
@@ -55,7 +58,8 @@ def verify(
         task = bar.add_task("reading model and prompts", total=None)
         report = run_verify(
             packed, against, data or (), budget=budget, samples=samples, context=context, batch=batch, device=device,
-            seed=seed, progress=lambda stage, done, of: bar.update(task, description=stage, completed=done, total=of),
+            seed=seed, folded=folded,
+            progress=lambda stage, done, of: bar.update(task, description=stage, completed=done, total=of),
         )  # fmt: skip
     for section in sections(_worst(report)):
         console.print(_table(section))

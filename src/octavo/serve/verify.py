@@ -99,6 +99,7 @@ def verify(
     batch: int = 8,
     device: str = "cpu",
     seed: int = 0,
+    folded: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Check a packed folder against its bytes, its model and its readers, and measure what packing cost.
@@ -111,6 +112,8 @@ def verify(
         samples, context, batch: prompts, tokens of each at most, and prompts at once.
         device: where the reference and our runtime run; transformers runs on the CPU.
         seed: which prompts are taken.
+        folded: something was folded into the weights, which are then compared with MODEL's by what they do alone; so
+            where octavo.json says it.
         progress: called with what is being done, and how much of how much is.
 
     Raises:
@@ -132,6 +135,7 @@ def verify(
     prompts = _read(model, data, samples, context, batch, seed)
     report = Report(packed, against)
     read = read_bytes(packed)
+    read.folded |= folded
     layers = _check(read, model, report, told)
     report.findings = read.findings
     if read.findings:
@@ -174,7 +178,7 @@ def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[
         read.found("config", "config.json", "no layer is packed")
     weights = check_weights(read, layers, model.shapes, model.get, partial(told, "comparing weights"))
     if read.folded:
-        report.remarks.append("something was folded into the weights (octavo.json): they are not compared with MODEL's")
+        report.remarks.append("something was folded into the weights: they are not compared with MODEL's")
     for name, words in layers.items():
         shape = read.shapes[f"{name}.weight"]
         report.layers.append(LayerReport(name, str(words), shape, weights.get(name), None, None, None))

@@ -44,14 +44,15 @@ class Bytes:
         config: config.json, or {} where that cannot be read.
         dtypes: of each tensor, as safetensors spells it (F8_E4M3, BF16, F32, U8, ...).
         shapes: of each tensor.
+        folded: something was folded into the weights, which are not MODEL's then.
     """
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    folded: bool = False
     _files: dict[str, Path] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor:
@@ -68,11 +69,6 @@ class Bytes:
     def settings(self) -> Any:
         """The quantization_config, whatever it is."""
         return self.config.get("quantization_config")
-
-    @property
-    def folded(self) -> bool:
-        """Whether octavo.json says that something was folded into the weights: then they are not MODEL's."""
-        return bool(self.record.get("folded") or self.record.get("fold") or self.record.get("folds"))
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor in its file."""
@@ -92,7 +88,11 @@ def read_bytes(folder: Path) -> Bytes:
         read.found("file", str(folder), "there is no such folder")
         return read
     read.config = _json(read, "config.json", required=True)
-    read.record = _json(read, "octavo.json", required=False)
+    if read.config and read.settings is None:  # older folders of ModelOpt's say it in a file of its own
+        said = _json(read, "hf_quant_config.json", required=False).get("quantization")
+        if isinstance(said, dict):
+            read.config["quantization_config"] = {"quant_method": "modelopt"} | said
+    read.folded = bool(_json(read, "octavo.json", required=False).get("folded"))
     for path in sorted(p for p in folder.rglob("*") if p.suffix in PICKLES):
         read.found(
             "pickle", str(path.relative_to(folder)), "a pickle, which can run code: it was not opened; delete it"

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 _FLOATS, _EXPONENTS = ("F32", "BF16", "F16"), ("U8", "F8_E8M0")
 _SAME_DB = 12.0  # bytes of e4m3 give 28 dB and more; another model's weights give 0
 _FACTOR = 1.25  # what clipping and rounding leave of s' / s
-_CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
 class Required(NamedTuple):
@@ -119,7 +119,10 @@ def _check_layer(read: Bytes, name: str, words: Words, shape: Shape) -> set[str]
 
 def _check_names(read: Bytes, known: set[str], layers: Mapping[str, Words], required: Required) -> None:
     settings = read.settings if isinstance(read.settings, dict) else {}
-    cache = _CACHE_SCALES if settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo") else ()
+    declared = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
+    of_autofp8 = settings.get("quant_method") == "fp8" and not settings.get("weight_block_size")
+    cache: tuple[str, ...] = _CACHE_SCALES if declared or of_autofp8 else ()  # AutoFP8 has them without a word
+    cache += tuple(f"{layer}.output_scale" for layer in ("k_proj", "v_proj")) if of_autofp8 else ()
     for name in sorted(required.shapes.keys() - read.shapes.keys()):
         if not _stands_elsewhere(read, name, required):
             read.found("tensor", name, "is missing, and the model needs it")
@@ -136,7 +139,7 @@ def _check_numbers(read: Bytes, name: str) -> None:
     """Numbers that are not finite, and scales that are not positive."""
     tensor = read.get(name)
     leaf = name.rpartition(".")[2]
-    scale = leaf in ("weight_scale", "weight_scale_inv", "input_scale", *_CACHE_SCALES)
+    scale = leaf in ("weight_scale", "weight_scale_inv", "input_scale", "output_scale", *_CACHE_SCALES)
     if scale and read.dtypes[name] in _EXPONENTS:
         values = scale_values(tensor, Words(1, 1, "none", exponents=True))
         wrong = {"NaN (255)": int((tensor.view(torch.uint8) == 255).sum()), "zero": int((values == 0).sum())}
@@ -197,7 +200,8 @@ def check_weights(
 
 def _belongs_to_packing(name: str, layers: Mapping[str, Words]) -> bool:
     module, _, leaf = name.rpartition(".")
-    return leaf in _CACHE_SCALES or (module in layers and leaf in ("input_scale", layers[module].scale))
+    scales = ("input_scale", layers[module].scale) if module in layers else ()
+    return leaf in ("output_scale", *_CACHE_SCALES, *scales)
 
 
 def _difference(stored: Tensor, truth: Tensor) -> str:

@@ -35,7 +35,6 @@ from octavo.version import __version__
 
 FLOAT32_FACTOR, BF16_FACTOR = 1.25, 1.5
 LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
-_VLLM_ONLY = "a layout of which vLLM alone knows the names"
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def _version(package: str) -> str:
 def _transformers(probe: Probe, version: str, device: str) -> Consumer:
     """On the CPU, in float32 where it can."""
     if probe.vllm_only:
-        return Consumer("transformers", version, "not run", _VLLM_ONLY)
+        return Consumer("transformers", version, "not run", "it does not read this layout, which is vLLM's")
     transformers: Any = importlib.import_module("transformers")
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
     if compressed and importlib.util.find_spec("compressed_tensors") is None:
@@ -182,8 +181,6 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _octavo(probe: Probe, version: str, device: str) -> Consumer:
-    if probe.vllm_only:
-        return Consumer("octavo", version, "not run", _VLLM_ONLY)
     model = load(probe.folder, device).model
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)

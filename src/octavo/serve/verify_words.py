@@ -37,7 +37,7 @@ class Words:
         group: for "token", the neighbours in a token that share a scale; 0 stands for all.
         exponents: scales are powers of two, stored as bytes e + 127.
         integers: int8 numbers, and not e4m3.
-        flat: one scale is a scalar, and those of channels are a vector.
+        flat: as ModelOpt shapes scales: one is a scalar, those of channels a vector, those of blocks [N, 1, K, 1].
         scale: the last part of the scale's name.
     """
 
@@ -65,7 +65,9 @@ class Words:
         if not self.rows and not self.columns:
             return [(), (1,)] if self.flat else [(1,)]
         shape = (-(-n // (self.rows or n)), -(-k // (self.columns or k)))
-        return [(n,), shape] if self.flat and not self.columns else [shape]
+        if not self.flat:
+            return [shape]
+        return [(shape[0], 1, shape[1], 1), shape] if self.columns else [(n,), shape]
 
     def misfit(self, n: int, k: int) -> str:
         """Why a weight [N, K] cannot be stored so, or nothing."""
@@ -223,12 +225,10 @@ def _inputs(arguments: Any, where: str) -> tuple[str, int]:
 def _whole(settings: Mapping[str, Any], method: str) -> Words:
     """Of layouts that have one way for all layers."""
     if method == "modelopt":
-        algorithm = settings.get("quant_algo")
-        if algorithm == "FP8":
-            return Words(0, 0, "static", flat=True)
-        if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-            return Words(1, 0, "token", flat=True)
-        raise WordsError(f"quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, it is {algorithm!r}")
+        algorithm = str(settings.get("quant_algo")).upper()
+        if algorithm not in _MODELOPT:
+            raise WordsError(f"quant_algo must be one of {', '.join(_MODELOPT)}, it is {settings.get('quant_algo')!r}")
+        return _MODELOPT[algorithm]
     scheme, blocks = settings.get("activation_scheme"), settings.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
         raise WordsError(f"activation_scheme must be dynamic or static, it is {scheme!r}")
@@ -239,6 +239,13 @@ def _whole(settings: Mapping[str, Any], method: str) -> Words:
     return Words(blocks[0], blocks[1], "token", blocks[1], scale="weight_scale_inv")
 
 
+_MODELOPT = {
+    "FP8": Words(0, 0, "static", flat=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Words(1, 0, "token", flat=True),
+    "FP8_PB_WO": Words(128, 128, "token", 128, flat=True),  # vLLM rounds its inputs so
+}
+
+
 # --- Numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +254,8 @@ def scale_values(scale: Tensor, words: Words) -> Tensor:
     if words.exponents:
         return torch.exp2(scale.view(torch.uint8).float() - 127)
     values = scale.float()
+    if values.ndim == 4:
+        return values[:, 0, :, 0]
     return values.reshape(1, 1) if values.numel() == 1 else values if values.ndim == 2 else values.unsqueeze(1)
 
 
