@@ -129,8 +129,9 @@ def test_static_inputs_saturate() -> None:
 def test_powers_of_two_are_rounded_up() -> None:
     x = torch.zeros(4, 32)
     x[0, 3], x[1, 3], x[2, 3] = 448, 449, 1e-3
+    x[0, 4] = x[1, 4] = 2**-9  # the least number at a scale of 1, none at 2
     got = round_input(x, Words(1, 32, "token", 32, exponents=True))
-    assert float(got[0, 3]) == 448
-    assert float(got[1, 3]) == 448  # 224 * 2
+    assert got[0, 3:5].tolist() == [448, 2**-9]
+    assert got[1, 3:5].tolist() == [448, 0]  # 224 * 2
     assert float(got[2, 3]) == pytest.approx(1e-3, rel=2**-4)
     assert not got[3].any()
