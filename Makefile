@@ -35,9 +35,10 @@ bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a 
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_serve.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kv_cache.py
 
-bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio and loss gaps on this CPU
+bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss gaps and what packing costs, on this CPU
 	$(BIN)/python bench/cpu_step.py
 	PYTHONPATH=examples $(BIN)/python bench/loss_gap.py
+	PYTHONPATH=examples $(BIN)/python bench/serve_quality.py
 	$(BIN)/python bench/tables.py
 
 docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the files in bench/results

@@ -18,7 +18,9 @@ def main() -> None:
 def document() -> str:
     """The text of docs/accuracy.md."""
     loss, step = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("loss_gap", "cpu_step"))
-    return "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *steps(step)]) + "\n"
+    quality = ROOT / "results" / "serve_quality.json"
+    packed = packings(json.loads(quality.read_text())) if quality.exists() else []
+    return "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *packed, *steps(step)]) + "\n"
 
 
 INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is
@@ -41,6 +43,37 @@ def losses(result: dict[str, Any]) -> list[str]:
         f"(largest less smallest, over their mean). {machine(result)}"
     )
     return ["## Loss at the end of training", "\n".join(rows), verdict]
+
+
+def packings(result: dict[str, Any]) -> list[str]:
+    rows = [packing(name, row) for name, row in result["schemes"].items()]
+    rows.append(packing("INT8, channel and token", result["int8"]))
+    head = (
+        "| scheme | perplexity, of BF16 | 95 % | KL, nats a token | top-1 | output SQNR, least | bytes, of BF16 "
+        "| transformers' logits |"
+    )
+    words = (
+        f"A run in BF16, packed, on {result['prompts']} prompts of held-out text ({result['tokens']:,} tokens; "
+        f"perplexity of BF16 {result['perplexity']['value']:.3f}), by `octavo verify` ([verify.md](verify.md)). "
+        "Intervals over prompts, paired. The last column is how far transformers' logits are from the bytes' own, as "
+        "a part of their size."
+    )
+    return ["## What packing costs", grid(head, rows), f"{words} {machine(result)}"]
+
+
+def packing(name: str, row: dict[str, Any]) -> list[str]:
+    """A line of the table; of INT8, which is no folder, some is not known."""
+    ratio, least, reader = row["perplexity_ratio"], row.get("output_sqnr", {}).get("least"), row.get("readers", {})
+    return [
+        name,
+        f"{ratio['value']:+.3%}",
+        f"{ratio['low']:+.3%} to {ratio['high']:+.3%}",
+        f"{row['kl']['value']:.2e}",
+        f"{row['top1']['value']:.2%}",
+        number(least, "{:.1f} dB"),
+        number(row.get("bytes_to_bf16"), "{:.3f}"),
+        number(reader.get("transformers", {}).get("distance"), "{:.2e}"),
+    ]
 
 
 def steps(result: dict[str, Any]) -> list[str]:

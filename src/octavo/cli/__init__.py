@@ -17,6 +17,7 @@ from octavo.cli.inspect import inspect
 from octavo.cli.pack import pack
 from octavo.cli.train import CONTEXT, train
 from octavo.cli.unpack import convert_layout, unpack
+from octavo.cli.verify import verify
 
 app = typer.Typer(
     help="FP8 for PyTorch over the whole life of a model: train, calibrate, fold, pack, generate, and look inside.",
@@ -35,6 +36,7 @@ app.command()(inspect)
 app.command()(unpack)
 app.command("convert-layout")(convert_layout)
 app.command("export-gguf")(export_gguf)
+app.command()(verify)
 
 
 def main() -> None:

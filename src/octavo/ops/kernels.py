@@ -18,13 +18,13 @@ from octavo.numerics.granularity import ROW, TENSOR
 
 FORMATS = ("e4m3", "e5m2")  # what Triton's conversions round and saturate as the twins do
 LONGEST_ROW = 32768  # elements that one program holds in registers
-_TRITON = find_spec("triton") is not None  # looked for here: the compiler cannot trace the search
+HAS_TRITON = find_spec("triton") is not None  # looked for here: the compiler cannot trace the search
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels run on `device`: NVIDIA from Ada (8.9), the first to convert to eight bits."""
-    if device.type != "cuda" or torch.version.hip is not None or not _TRITON:
+    if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -1,4 +1,4 @@
-"""Calibrating a model, folding it, packing it, repacking it, and running it from the packed bytes."""
+"""Calibrating a model, folding it, packing it, repacking it, verifying it, and running it from the packed bytes."""
 
 from octavo.serve.budget import Budget, Kept, pack_within
 from octavo.serve.calibrate import calibrate
@@ -10,6 +10,7 @@ from octavo.serve.pack import PackReport, pack
 from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.repack import Repacked, convert_layout, unpack
 from octavo.serve.runtime import warm_up
+from octavo.serve.verify import verify
 
 __all__ = [
     "Budget",
@@ -30,5 +31,6 @@ __all__ = [
     "pack",
     "pack_within",
     "unpack",
+    "verify",
     "warm_up",
 ]

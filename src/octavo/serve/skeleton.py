@@ -85,7 +85,7 @@ def transformers_skeleton(folder: Path) -> Skeleton:
     if is_gpt2(folder):
         config = transformers.AutoConfig.for_model(**describe_model(folder))
     else:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):

@@ -1,0 +1,119 @@
+"""What each way of packing costs: a BF16 run of the demo's model, packed and verified on held-out text.
+
+The model is trained once, in BF16; every scheme packs the same weights and is judged on the same prompts, so that the
+changes of perplexity are paired. INT8 is the baseline that verify runs beside each.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import demo
+import record
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from octavo import serve
+from octavo.artifact.packed import copy_description, read_json
+from octavo.artifact.shards import Spec, write_shards
+from octavo.models.tokenizer import load_tokenizer
+from octavo.serve.quality import LogitQuality
+from octavo.serve.verify import Report, verify
+from octavo.serve.verify_model import Against
+from octavo.train.config import Config
+from octavo.train.data import build_corpus, load_texts
+from octavo.train.start import start
+
+SCHEMES = ("channel", "block", "static", "mx")
+SAMPLES = 96
+
+
+def main() -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        config = train(folder / "run")
+        model = write_model(folder / "run", folder / "model")
+        write_texts(config, model, folder)
+        serve.calibrate(
+            model, [str(folder / "training.txt")], folder / "calibrated", samples=128, context=512, batch=16
+        )
+        reports = {scheme: judge(scheme, folder) for scheme in SCHEMES}
+    first = reports[SCHEMES[0]]
+    assert isinstance(first.quality, LogitQuality)
+    result = {
+        "settings": demo.SETTINGS,
+        "prompts": first.quality.prompts,
+        "tokens": first.quality.tokens,
+        "perplexity": asdict(first.quality.reference_perplexity),
+        "schemes": {scheme: row(report) for scheme, report in reports.items()},
+        "int8": None if first.int8 is None else first.int8.to_dict(),
+    }
+    print(record.write("serve_quality", result))
+
+
+def train(out: Path) -> Config:
+    """The demo's run in BF16."""
+    config = Config.load(None, [*demo.SETTINGS, "--recipe", "bf16", "--out", str(out), "--device", "cpu"])
+    if signal := start(config, Console()).run().interrupted:
+        raise SystemExit(f"{signal}: no result is written")
+    return config
+
+
+def write_model(run: Path, out: Path) -> Path:
+    """The run as a Hugging Face folder in BF16, which can be calibrated."""
+    trained = Against(run)
+    out.mkdir()
+    copy_description(trained.folder, out)
+    config = read_json(trained.folder / "config.json") | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in trained.shapes:
+            yield name, trained.get_bf16(name)
+
+    specs = {name: Spec(torch.bfloat16, shape) for name, shape in trained.shapes.items()}
+    write_shards(out, specs, tensors(), {"format": "pt"})
+    return out
+
+
+def write_texts(config: Config, model: Path, folder: Path) -> None:
+    """What the run was trained on and what it held out, as text."""
+    corpus = build_corpus(load_texts(config.data), load_tokenizer(model), config.context, config.validation_fraction)
+    for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
+        text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def judge(scheme: str, folder: Path) -> Report:
+    """Pack by a scheme and verify; a folder with findings is no result."""
+    began = time.perf_counter()
+    calibration = folder / "calibrated" if scheme == "static" else None
+    serve.pack(folder / "model", folder / scheme, scheme=scheme, calibration=calibration)
+    report = verify(folder / scheme, folder / "model", [str(folder / "heldout.txt")], samples=SAMPLES)
+    if not report.ok:
+        raise SystemExit("\n".join(map(str, report.findings)))
+    print(f"{scheme}: {time.perf_counter() - began:.0f} s", flush=True)
+    return report
+
+
+def row(report: Report) -> dict[str, Any]:
+    """What the table shows of a scheme."""
+    assert report.quality is not None
+    assert report.sizes is not None
+    outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
+    return report.quality.to_dict() | {
+        "bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16,
+        "output_sqnr": {"mean": sum(outputs) / len(outputs), "least": min(outputs)},
+        "readers": {consumer.name: asdict(consumer) for consumer in report.consumers},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""octavo verify: is a packed folder right, and what did packing cost?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from octavo.serve.verify import Budget, Report
+from octavo.serve.verify import verify as run_verify
+from octavo.serve.verify_page import page
+from octavo.serve.verify_report import Section, sections, to_dict, verdict
+
+_ROWS = 12
+
+
+def verify(
+    packed: Annotated[Path, typer.Argument(help="The packed folder.")],
+    against: Annotated[Path, typer.Option(help="The model that it was packed from: a folder, or a run.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text file, folder, or .jsonl (text, prompt or messages). Repeatable; without it no quality."
+        ),
+    ] = None,
+    budget_kl: Annotated[float | None, typer.Option(help="The most nats of KL a token, such as 0.01.")] = None,
+    budget_ppl: Annotated[str | None, typer.Option(help="The most that perplexity may rise, such as 0.5%.")] = None,
+    samples: Annotated[int, typer.Option(help="Prompts to take.")] = 64,
+    context: Annotated[int, typer.Option(help="Tokens of a prompt, at most.")] = 512,
+    batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
+    device: Annotated[str, typer.Option(help="Where the reference and our runtime run: cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Which prompts are taken.")] = 0,
+    folded: Annotated[
+        bool, typer.Option("--folded", help="Something was folded into the weights: compare what they do alone.")
+    ] = False,
+    to_json: Annotated[Path | None, typer.Option("--json", help="Write all that was found there, as JSON.")] = None,
+    to_html: Annotated[Path | None, typer.Option("--html", help="Write one HTML page there.")] = None,
+) -> None:
+    """Check a packed folder: its bytes, every program installed here that opens it, and what packing cost.
+
+    Ends with exit code 1 if anything is wrong, a reader disagrees with the bytes, or the cost is over the budget.
+    Nothing of the folder is run that is not safetensors or JSON.
+
+    Example:
+
+      octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
+    """
+    console = Console()
+    budget = Budget(budget_kl, None if budget_ppl is None else _part(budget_ppl))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading model and prompts", total=None)
+        report = run_verify(
+            packed, against, data or (), budget=budget, samples=samples, context=context, batch=batch, device=device,
+            seed=seed, folded=folded,
+            progress=lambda stage, done, of: bar.update(task, description=stage, completed=done, total=of),
+        )  # fmt: skip
+    for section in sections(_worst(report)):
+        console.print(_table(section))
+        if section.remark:
+            console.print(section.remark, style="dim", highlight=False, markup=False)
+        console.print()
+    _write(report, to_json, to_html)
+    for remark in _worst(report).remarks:
+        console.print(remark, highlight=False, markup=False)
+    console.print(f"{packed}: {verdict(report)}", style="" if report.ok else "red", highlight=False, markup=False)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _worst(report: Report) -> Report:
+    """With the layers alone that lose most, where they are many."""
+    if len(report.layers) <= _ROWS:
+        return report
+    ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
+    remark = f"of {len(report.layers)} layers the {_ROWS} that lose most are shown; --json and --html have all"
+    return replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
+
+
+def _part(text: str) -> float:
+    """0.5% or 0.005, as a number."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"--budget-ppl takes a part such as 0.5% or 0.005, got {text!r}")
+    return value
+
+
+def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
+    if to_json is not None:
+        to_json.write_text(json.dumps(to_dict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if to_html is not None:
+        to_html.write_text(page(report), encoding="utf-8")
+
+
+def _table(section: Section) -> Table:
+    table = Table(box=None, pad_edge=False, title=section.title, title_justify="left", title_style="bold")
+    for column in section.columns:
+        table.add_column(column, overflow="fold")
+    for row in section.rows:
+        table.add_row(*(text.replace("[", "\\[") for text in row))
+    return table

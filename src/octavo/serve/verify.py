@@ -1,0 +1,283 @@
+"""Is a packed folder what it says, and what did packing cost?
+
+In this order, and nothing runs on bytes that are wrong:
+
+1. its files, settings and tensors, by themselves (`verify_bytes`, `verify_words`, `verify_check`);
+2. its weights against those of the model that it was packed from;
+3. every program installed here that opens it, against a reference that is built from the bytes (`verify_consumers`);
+4. on prompts: each layer's error, and the model's (`quality`), beside INT8's;
+5. its size, and a forecast of its speed (`verify_forecast`).
+
+The BF16 model is MODEL with its weights rounded to BF16; all that is compared in quality runs in float32, so that only
+what packing rounds differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.tensors import ArtifactError
+from octavo.serve.prompts import open_tokenizer, read_prompts
+from octavo.serve.quality import EmbeddingQuality, LogitQuality, LogitSums, embedding_quality, pooled_cosine
+from octavo.serve.skeleton import transformers_skeleton
+from octavo.serve.verify_bytes import Bytes, Finding, read_bytes
+from octavo.serve.verify_check import Shape, check_folder, check_weights
+from octavo.serve.verify_consumers import Consumer, make_probe, try_consumers
+from octavo.serve.verify_forecast import Forecast, Sizes, forecast, measure_sizes
+from octavo.serve.verify_model import Against, Linear, StreamedModel, is_causal, required_by
+from octavo.serve.verify_reference import LayerSums, PackedLayers, WatchedLayers, int8_layers, probe
+from octavo.serve.verify_words import Words
+
+Progress = Callable[[str, int, int], None]
+Quality = LogitQuality | EmbeddingQuality
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One packed layer; None is what was not measured, or is not there.
+
+    Attributes:
+        weight_sqnr: data * scale against MODEL's weight, in dB.
+        output_sqnr: the layer's output against the BF16 layer's, on the same inputs, over all prompts, in dB.
+        clip_rate: the part of the inputs beyond the range of a stored input scale.
+        headroom: that range over the largest input seen.
+    """
+
+    name: str
+    words: str
+    shape: Shape
+    weight_sqnr: float | None
+    output_sqnr: float | None
+    clip_rate: float | None
+    headroom: float | None
+
+
+@dataclass
+class Report:
+    """All that was found. `findings` empty means that the folder is right, and within the budget."""
+
+    packed: Path
+    against: Path
+    findings: list[Finding] = field(default_factory=list)
+    consumers: list[Consumer] = field(default_factory=list)
+    layers: list[LayerReport] = field(default_factory=list)
+    quality: Quality | None = None
+    int8: Quality | None = None
+    sizes: Sizes | None = None
+    forecast: list[Forecast] = field(default_factory=list)
+    not_run: str = ""
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that packing may cost: nats of KL a token, and the part by which perplexity may rise; None: anything."""
+
+    kl: float | None = None
+    perplexity: float | None = None
+
+
+def verify(
+    packed: Path,
+    against: Path,
+    data: Sequence[str] = (),
+    *,
+    budget: Budget | None = None,
+    samples: int = 64,
+    context: int = 512,
+    batch: int = 8,
+    device: str = "cpu",
+    seed: int = 0,
+    folded: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a packed folder against its bytes, its model and its readers, and measure what packing cost.
+
+    Args:
+        packed: the folder; whatever is wrong with it becomes a finding.
+        against: the model that it was packed from, a Hugging Face folder or a run of ours.
+        data: files and folders of text, see `octavo.serve.prompts.read_prompts`; without it no quality is measured.
+        budget: what a finding is made of if packing cost more.
+        samples, context, batch: prompts, tokens of each at most, and prompts at once.
+        device: where the reference and our runtime run; transformers runs on the CPU.
+        seed: which prompts are taken.
+        folded: something was folded into the weights, which are then compared with MODEL's by what they do alone; so
+            where octavo.json says it.
+        progress: called with what is being done, and how much of how much is.
+
+    Raises:
+        FileNotFoundError, ArtifactError, ImportError: of MODEL, which must be whole.
+        PromptError: the data.
+        ValueError: a setting; a budget without data, or one of perplexity for an encoder.
+    """
+    budget = Budget() if budget is None else budget
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, and torch sees no CUDA GPU here: take cpu")
+    if not data and (budget.kl is not None or budget.perplexity is not None):
+        raise ValueError("a budget is judged on prompts: give --data")
+    told = progress or (lambda stage, done, of: None)
+    model = Against(against)
+    if (budget.kl is not None or budget.perplexity is not None) and not model.causal:
+        raise ValueError("budgets are of KL and perplexity, which an encoder does not have: verify it without")
+    prompts = _read(model, data, samples, context, batch, seed)
+    report = Report(packed, against)
+    read = read_bytes(packed)
+    read.folded |= folded
+    layers = _check(read, model, report, told)
+    report.findings = read.findings
+    if read.findings:
+        report.not_run = "nothing was run on this folder, since its bytes are wrong"
+        return report
+    work = _Work(read, layers, model, device, prompts, told, report)
+    work.consumers()
+    if prompts:
+        work.quality()
+        report.findings += over_budget(report.quality, budget)
+    report.sizes, report.forecast = measure_sizes(read, layers), forecast(read, layers)
+    return report
+
+
+def _read(model: Against, data: Sequence[str], samples: int, context: int, batch: int, seed: int) -> list[Tensor]:
+    """Batches int64 [B, T] of prompts of one length."""
+    if not data:
+        return []
+    tokenizer = open_tokenizer(model.folder)
+    seen = min(context, tokenizer.model_max_length, model.context)
+    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
+    return [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
+
+
+def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[str, Words]:
+    """Everything that needs no model to run."""
+    if not read.config or not read.shapes:
+        return {}
+    try:
+        required = required_by(transformers_skeleton(read.folder))
+    except ImportError:
+        raise
+    except Exception as error:  # of a config.json that may say anything
+        read.found("config", "config.json", f"transformers makes no model of it ({type(error).__name__}: {error})")
+        return {}
+    layers = check_folder(read, required, partial(told, "reading tensors"))
+    if read.findings:
+        return layers
+    if not layers:
+        read.found("config", "config.json", "no layer is packed")
+    weights = check_weights(read, layers, model.shapes, model.get, partial(told, "comparing weights"))
+    if read.folded:
+        report.remarks.append("something was folded into the weights: they are not compared with MODEL's")
+    for name, words in layers.items():
+        shape = read.shapes[f"{name}.weight"]
+        report.layers.append(LayerReport(name, str(words), shape, weights.get(name), None, None, None))
+    return layers
+
+
+@dataclass
+class _Work:
+    """What needs models to run."""
+
+    read: Bytes
+    layers: Mapping[str, Words]
+    model: Against
+    device: str
+    prompts: list[Tensor]
+    told: Progress
+    report: Report
+
+    def packed(self, compute: Linear, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype)
+
+    def plain(self, compute: Linear) -> StreamedModel:
+        return StreamedModel(self.model.folder, self.model.get_bf16, self.model.shapes, compute, self.device)
+
+    def consumers(self) -> None:
+        """Open the folder with all that is installed."""
+        self.told("opening with every consumer", 0, 4)
+        skeleton = transformers_skeleton(self.read.folder)
+        rows = skeleton.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        ids = probe(self.prompts, int(rows), skeleton.context)
+        if int(ids.max()) >= rows:
+            raise ArtifactError(f"the tokenizer of {self.model.folder} gives the id {int(ids.max())}, {rows} are there")
+
+        def run(rounding: bool, dtype: torch.dtype) -> Tensor:
+            return self.packed(self._layers(rounding), dtype)(ids)
+
+        asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, is_causal(skeleton.model), run)
+        for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
+            self.told("opening with every consumer", done, 4)
+            self.report.consumers.append(consumer)
+            if consumer.outcome in ("disagrees", "failed"):
+                self.report.findings.append(Finding("consumer", consumer.name, said_of(consumer)))
+
+    def quality(self) -> None:
+        """Run BF16, packed and INT8 on the prompts, a batch at a time."""
+        watched = WatchedLayers(self.model.get_bf16, self._layers(), self.layers, self.device, not self.read.folded)
+        reference, packed = self.plain(watched), self.packed(self._layers())
+        baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
+        causal = reference.causal
+        sums, cosines = [LogitSums(), LogitSums()], [[], []]  # type: tuple[list[LogitSums], list[list[Tensor]]]
+        for done, ids in enumerate(self.prompts):
+            self.told("running prompts", done, len(self.prompts))
+            reference.compute = watched
+            truth = reference(ids)
+            found = packed(ids)
+            reference.compute = baseline
+            for candidate, gathered, pooled in zip((found, reference(ids)), sums, cosines, strict=True):
+                if causal:
+                    gathered.add(ids, truth, candidate)
+                else:
+                    pooled.append(pooled_cosine(truth, candidate))
+        tokens = sum(ids.numel() for ids in self.prompts)
+        found_quality: list[Quality] = [
+            gathered.quality() if causal else embedding_quality(pooled, tokens)
+            for gathered, pooled in zip(sums, cosines, strict=True)
+        ]
+        self.report.quality, self.report.int8 = found_quality
+        self.report.layers = [_with(layer, watched.sums.get(layer.name)) for layer in self.report.layers]
+
+    def _layers(self, rounding: bool = True) -> PackedLayers:
+        return PackedLayers(self.read, self.layers, self.device, rounding)
+
+
+def _with(layer: LayerReport, seen: LayerSums | None) -> LayerReport:
+    if seen is None:
+        return layer
+    return LayerReport(
+        layer.name, layer.words, layer.shape, layer.weight_sqnr, seen.sqnr, seen.clip_rate, seen.headroom
+    )
+
+
+def said_of(consumer: Consumer) -> str:
+    """What is wrong with it, in a line."""
+    if consumer.distance is None:
+        return consumer.note
+    return (
+        f"its outputs differ from the bytes' by {consumer.distance:.2%} of their size, where rounding explains "
+        f"{consumer.tolerance:.2%} ({consumer.note})"
+    )
+
+
+def over_budget(quality: Quality | None, budget: Budget) -> list[Finding]:
+    """A finding for each budget that was exceeded, of a language model."""
+    if not isinstance(quality, LogitQuality):
+        return []
+    findings = []
+    kl, ppl = quality.kl.value, quality.perplexity_ratio.value
+    if budget.kl is not None and not kl <= budget.kl:
+        findings.append(Finding("budget", "kl", f"{kl:.4g} nats a token, {budget.kl:g} were allowed"))
+    if budget.perplexity is not None and not ppl <= budget.perplexity:
+        findings.append(Finding("budget", "ppl", f"{ppl:+.3%}, {budget.perplexity:.3%} were allowed"))
+    return findings

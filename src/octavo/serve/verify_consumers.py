@@ -1,0 +1,232 @@
+"""Every program installed here that opens packed folders, opened on one, and its logits beside the reference's.
+
+The reference is the folder's bytes in float32 (`octavo.serve.verify_reference`). How far a right reader may be from it
+is measured on the same prompts, as a distance |y - reference| / |reference|:
+
+    unrounded   the reference with inputs left as they are, which some readers do
+    bf16        the reference with everything between its layers in BF16
+
+A reader in float32 must be within 1.25 of the first (transformers' emulation gives 0), one in BF16 within 1.5 of the
+larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
+differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. The
+reference keeps keys and values as they are: where the folder stores scales of a KV cache, which transformers then uses,
+the wider tolerance holds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.serve.load import load
+from octavo.serve.verify_model import outputs
+from octavo.serve.verify_reference import distance
+from octavo.serve.verify_words import Words
+from octavo.version import __version__
+
+FLOAT32_FACTOR, BF16_FACTOR = 1.25, 1.5
+LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A program and what came of it.
+
+    Attributes:
+        name, version: of the program.
+        outcome: agrees, disagrees, failed, or not run.
+        note: why, where it was not run or failed; what it was opened as, else.
+        distance: |y - reference| / |reference|, or None.
+        tolerance: the most that it may be, or None.
+    """
+
+    name: str
+    version: str
+    outcome: str
+    note: str
+    distance: float | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What consumers are compared on.
+
+    Args:
+        folder: packed.
+        layers: those packed.
+        settings: the quantization_config.
+        causal: whether it has logits of the next token.
+        ids: int64 [B, T].
+        reference: its logits or hidden states [B, T, width].
+        unrounded, bf16: distances from it, see above.
+    """
+
+    folder: Path
+    layers: Mapping[str, Words]
+    settings: Mapping[str, Any]
+    causal: bool
+    ids: Tensor
+    reference: Tensor
+    unrounded: float
+    bf16: float
+
+    def tolerance(self, float32: bool) -> float:
+        """How far a right reader may be from the reference."""
+        exact = float32 and not self.settings.get("kv_cache_scheme")
+        allowed = FLOAT32_FACTOR * self.unrounded if exact else BF16_FACTOR * max(self.unrounded, self.bf16)
+        return min(allowed + LEAST, MOST)
+
+    @property
+    def vllm_only(self) -> bool:
+        """Whether the layout is one that transformers does not open."""
+        method = self.settings.get("quant_method")
+        return method == "modelopt" or (method == "fp8" and self.settings.get("weight_block_size") is None)
+
+    def judge(self, name: str, version: str, found: Tensor, wanted: Tensor, float32: bool, note: str) -> Consumer:
+        """What is said of a consumer that gave `found`."""
+        if found.shape != wanted.shape:
+            return Consumer(name, version, "disagrees", f"gave {list(found.shape)}, wanted {list(wanted.shape)}")
+        off, allowed = distance(found, wanted), self.tolerance(float32)
+        return Consumer(name, version, "agrees" if off <= allowed else "disagrees", note, off, allowed)  # NaN disagrees
+
+
+def try_consumers(probe: Probe, device: str) -> Iterator[Consumer]:
+    """Open the folder with each program in turn; one is gone before the next comes."""
+    for name, opened in (("transformers", _transformers), ("octavo", _octavo), ("vllm", _vllm)):
+        version = __version__ if name == "octavo" else _version(name)
+        if not version:
+            yield Consumer(name, "", "not run", "not installed")
+            continue
+        try:
+            yield opened(probe, version, device)
+        except ImportError as error:
+            yield Consumer(name, version, "not run", f"it lacks a package: {error}")
+        except Exception as error:  # whatever a program does with a folder, it is what is to be reported
+            yield Consumer(name, version, "failed", f"{type(error).__name__}: {error}")
+
+
+def _version(package: str) -> str:
+    """Of an installed package, or nothing."""
+    if importlib.util.find_spec(package) is None:
+        return ""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _transformers(probe: Probe, version: str, device: str) -> Consumer:
+    """On the CPU, in float32 where it can."""
+    if probe.vllm_only:
+        return Consumer("transformers", version, "not run", "it does not read this layout, which is vLLM's")
+    transformers: Any = importlib.import_module("transformers")
+    compressed = probe.settings.get("quant_method") == "compressed-tensors"
+    if compressed and importlib.util.find_spec("compressed_tensors") is None:
+        return Consumer("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
+    # Powers of two, and the layout fp8 on a CPU, are widened to BF16 whatever the model's dtype.
+    float32 = compressed and not any(words.exponents for words in probe.layers.values())
+    with _quiet(transformers):
+        model, info = _architecture(transformers, probe.folder).from_pretrained(
+            probe.folder, dtype=torch.float32 if float32 else "auto", local_files_only=True, use_safetensors=True,
+            output_loading_info=True, **({} if compressed else _on_a_cpu(transformers, probe.settings)),
+        )  # fmt: skip
+        with torch.inference_mode():
+            found = outputs(model.eval(), probe.ids, probe.causal)
+    if wrong := {key: sorted(map(str, value)) for key, value in info.items() if value}:
+        key, names = next(iter(wrong.items()))
+        return Consumer("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
+    note = "emulated in float32" if float32 else "in BF16"
+    if compressed:
+        note += f", compressed-tensors {_version('compressed_tensors')}"
+    return probe.judge("transformers", version, found, probe.reference, float32, note)
+
+
+def _architecture(transformers: Any, folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    return named[0] if named and named[0] is not None else transformers.AutoModelForCausalLM
+
+
+def _on_a_cpu(transformers: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes transformers widen the layout fp8 when it loads it: it does on a CPU, but not where it sees a GPU."""
+    given = {key: settings[key] for key in ("modules_to_not_convert", "weight_block_size") if key in settings}
+    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, **given)}
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the progress bars and remarks of loading, which go to the terminal."""
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+
+def _octavo(probe: Probe, version: str, device: str) -> Consumer:
+    model = load(probe.folder, device).model
+    with torch.inference_mode():
+        found = outputs(model, probe.ids.to(device), probe.causal)
+    return probe.judge("octavo", version, found, probe.reference, float32=False, note=f"in BF16, on {device}")
+
+
+def _vllm(probe: Probe, version: str, device: str) -> Consumer:
+    """By the log-probabilities that it gives the tokens of the prompts, since it hands out no logits."""
+    if not probe.causal:
+        return Consumer("vllm", version, "not run", "it is compared by the logits of a language model")
+    vllm: Any = importlib.import_module("vllm")
+    engine = vllm.LLM(
+        model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=probe.ids.shape[1] + 1
+    )
+    asked = [{"prompt_token_ids": row} for row in probe.ids.tolist()]
+    results = engine.generate(asked, vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0))
+    found = torch.tensor(
+        [
+            [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], row[1:], strict=True)]
+            for result, row in zip(results, probe.ids.tolist(), strict=True)
+        ]
+    )
+    wanted = next_logprobs(probe.reference, probe.ids)
+    return probe.judge("vllm", version, found, wanted, float32=False, note="in BF16, log-probabilities of the prompts")
+
+
+def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """log p of each token but the first, float64 [B, T - 1], of logits [B, T, V] and ids [B, T]."""
+    log = logits[:, :-1].double().log_softmax(-1)
+    return log.gather(2, ids[:, 1:, None].to(log.device))[..., 0].cpu()
+
+
+def make_probe(
+    folder: Path,
+    layers: Mapping[str, Words],
+    settings: Mapping[str, Any],
+    ids: Tensor,
+    causal: bool,
+    run: Callable[[bool, torch.dtype], Tensor],
+) -> Probe:
+    """Run the reference on `ids`: `run(rounding, dtype)` gives its logits."""
+    reference = run(True, torch.float32).cpu()
+    return Probe(
+        folder, layers, settings, causal, ids, reference,
+        unrounded=distance(run(False, torch.float32), reference), bf16=distance(run(True, torch.bfloat16), reference),
+    )  # fmt: skip

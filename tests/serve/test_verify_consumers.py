@@ -1,0 +1,153 @@
+"""Readers that misread a folder, and readers that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from verify_examples import change_config, make_model
+
+from octavo import serve
+from octavo.serve import verify_consumers
+from octavo.serve.verify import verify
+from octavo.serve.verify_consumers import Consumer, Probe, next_logprobs, try_consumers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return serve.pack(model, tmp_path_factory.mktemp("packed") / "out").folder
+
+
+def outcomes(model: Path, packed: Path) -> dict[str, Consumer]:
+    report = verify(packed, model)
+    assert {finding.where for finding in report.findings if finding.kind == "consumer"} == {
+        consumer.name for consumer in report.consumers if consumer.outcome in ("disagrees", "failed")
+    }
+    return {consumer.name: consumer for consumer in report.consumers}
+
+
+def test_one_that_misreads_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = verify_consumers.load
+
+    def misread(folder: Path, device: str) -> Any:
+        loaded = load(folder, device)
+        *_, layer = (module for module in loaded.model.modules() if isinstance(module, serve.PackedLinear))
+        layer.weight_scale.copy_(1 / layer.weight_scale)
+        return loaded
+
+    monkeypatch.setattr(verify_consumers, "load", misread)
+    found = outcomes(model, packed)
+    assert found["transformers"].outcome == "agrees"
+    assert found["octavo"].outcome == "disagrees"
+    assert found["octavo"].distance is not None
+    assert found["octavo"].distance > 0.5
+
+
+def test_one_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nan(nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.full((*ids.shape, 256), torch.nan)
+
+    monkeypatch.setattr(verify_consumers, "load", lambda *_: SimpleNamespace(model=Nan()))
+    assert outcomes(model, packed)["octavo"].outcome == "disagrees"
+
+
+def test_one_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(verify_consumers, "load", fail)
+    found = outcomes(model, packed)["octavo"]
+    assert (found.outcome, found.note) == ("failed", "RuntimeError: no kernel for this")
+
+
+def test_what_transformers_finds_missing(packed: Path, tmp_path: Path) -> None:
+    """Past our own check, which would have stopped it: a head that is named nowhere."""
+    bad = shutil.copytree(packed, tmp_path / "bad")
+    change_config(bad, ignore=[])
+    settings = {"quant_method": "compressed-tensors"}
+    ids = torch.zeros(1, 4).long()
+    probe = Probe(bad, {}, settings, True, ids, torch.randn(1, 4, 256), 0.1, 0.1)
+    theirs = next(iter(try_consumers(probe, "cpu")))
+    assert theirs.outcome == "failed"
+    assert theirs.note.startswith("missing_keys: lm_head.weight_scale")
+
+
+def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        verify_consumers.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else find(name)
+    )
+    report = verify(packed, model)
+    assert report.ok
+    assert (report.consumers[0].outcome, report.consumers[1].outcome) == ("not run", "agrees")
+    assert "compressed-tensors, which is not installed" in report.consumers[0].note
+
+
+class FakeVllm:
+    """What vLLM's engine answers, of our model; with `wrong` it shifts the tokens."""
+
+    def __init__(self, wrong: bool) -> None:
+        self.wrong = wrong
+        self.SamplingParams = dict
+        self.LLM = self.make
+
+    def make(self, model: str, **settings: Any) -> Any:
+        assert settings == {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 33}
+        self.model = serve.load(model).model
+        return self
+
+    def generate(self, asked: list[dict[str, list[int]]], sampling: dict[str, Any]) -> list[Any]:
+        assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
+        results = []
+        for row in (entry["prompt_token_ids"] for entry in asked):
+            ids = torch.tensor([row])
+            logs = next_logprobs(self.model(ids.roll(1) if self.wrong else ids).detach().float(), ids)[0].tolist()
+            entries = [{token: SimpleNamespace(logprob=log)} for token, log in zip(row[1:], logs, strict=True)]
+            results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
+        return results
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(verify_consumers.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
+    monkeypatch.setitem(sys.modules, "vllm", FakeVllm(wrong))  # type: ignore[arg-type]
+    found = outcomes(model, packed)["vllm"]
+    assert found.version == "of unknown version"
+    assert found.outcome == ("disagrees" if wrong else "agrees")
+
+
+def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
+    ids = torch.zeros(1, 4).long()
+    for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
+        probe = Probe(Path("gone"), {}, settings, True, ids, torch.randn(1, 4, 256), 0.1, 0.1)
+        theirs = next(iter(try_consumers(probe, "cpu")))
+        assert (theirs.outcome, theirs.note) == ("not run", "it does not read this layout, which is vLLM's")
+
+
+def test_tolerances_can_fail() -> None:
+    ids = torch.zeros(1, 4).long()
+    probe = Probe(Path("gone"), {}, {}, True, ids, torch.randn(1, 4, 256), 0.04, 0.1)
+    assert probe.tolerance(float32=True) == pytest.approx(0.05, abs=2e-4)
+    assert probe.tolerance(float32=False) == pytest.approx(0.15, abs=2e-4)
+    cached = Probe(Path("gone"), {}, {"kv_cache_scheme": {"num_bits": 8}}, True, ids, probe.reference, 0.04, 0.1)
+    assert cached.tolerance(float32=True) == probe.tolerance(float32=False)
+    wild = Probe(Path("gone"), {}, {}, True, ids, probe.reference, 3, 9)
+    assert wild.tolerance(float32=False) == 0.5
+    moved = probe.reference + 7  # the same distribution of tokens
+    assert probe.judge("x", "1", moved, probe.reference, True, "").outcome == "agrees"
+    assert probe.judge("x", "1", probe.reference * 1.06, probe.reference, True, "").outcome == "disagrees"
+    assert probe.judge("x", "1", probe.reference[:, :3], probe.reference, True, "").outcome == "disagrees"

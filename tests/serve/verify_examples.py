@@ -1,0 +1,79 @@
+"""Folders to verify: tiny models of transformers with large outputs, their packings, and text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from octavo.models.tokenizer import ByteTokenizer
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 64,
+    "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+OPT = {"ffn_dim": 256, "word_embed_proj_dim": 128, "activation_function": "gelu"}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "opt": (OPTForCausalLM, OPTConfig, OPT),
+    "bert": (BertModel, BertConfig, {}),
+}
+
+
+def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
+    """A BF16 folder with a tokenizer."""
+    architecture, configuration, settings = MODELS[name]
+    torch.manual_seed(seed)
+    model = architecture(configuration(**SIZES | settings | sizes))
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim == 2 and "emb" not in key:
+                p.copy_(torch.randn_like(p) * p.shape[1] ** -0.5)
+            elif p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    model.bfloat16().save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def write_text(path: Path) -> Path:
+    """Some two dozen prompts of 64 bytes."""
+    path.write_text(
+        "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
+    )
+    return path
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    """Other settings in quantization_config; None takes one away."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    found = config["quantization_config"] | settings
+    config["quantization_config"] = {key: value for key, value in found.items() if value is not None}
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Any) -> None:
+    """What `change` makes of the dictionary of tensors, in place."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
