@@ -3,8 +3,8 @@
 First the attention alone, over contexts and batches, beside a copy that moves as many bytes as the cache has, and
 PyTorch's attention over BF16, which reads the cache as it is (gqa) or expanded to the heads of the queries. Each result
 is first compared with PyTorch's attention in float32 over the same bytes. Then whole steps of 32 layers, batch 8, a
-context of 32,768 tokens: one CUDA graph a step, from token to token, with the same GEMMs; keys and values are random,
-and the caches hold the same ones.
+context of 32,768 tokens: one CUDA graph a step, from token to token, with the same GEMMs, of weights in FP8 as packed
+models have them; keys and values are random, and the caches hold the same ones.
 
 `--tune` times the attention over sizes of its tiles instead, and writes nothing.
 """
@@ -23,7 +23,10 @@ from gpu_kernels import copy_ms
 from gpu_timing import interleaved, replayed, sqnr, summary
 from torch import Tensor
 
+from octavo.artifact.scheme import CHANNEL
 from octavo.nn.kv_cache import DTYPES, LayerKVCache
+from octavo.numerics import QTensor
+from octavo.ops import quantize, scaled_mm
 from octavo.ops.attention import reference
 from octavo.ops.kernels import kernels_of
 
@@ -122,28 +125,42 @@ class Layer:
 
     def __init__(self) -> None:
         self.norm1, self.norm2 = (torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.qkv, self.o = weight(WIDTH + 2 * KV_HEADS * DIM, WIDTH), weight(WIDTH, WIDTH)
-        self.gate_up, self.down = weight(2 * MLP, WIDTH), weight(WIDTH, MLP)
+        self.qkv, self.o = packed(WIDTH + 2 * KV_HEADS * DIM, WIDTH), packed(WIDTH, WIDTH)
+        self.gate_up, self.down = packed(2 * MLP, WIDTH), packed(WIDTH, MLP)
+
+
+Weight = tuple[Tensor, Tensor]  # data and scale
 
 
 def weight(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).mul_(columns**-0.5)
 
 
+def packed(rows: int, columns: int) -> Weight:
+    q = quantize(weight(rows, columns), CHANNEL.weight)
+    return q.data, q.scale
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """[B, K] @ [N, K]^T, x scaled by token."""
+    w_q = QTensor(*w, CHANNEL.weight.fmt, CHANNEL.weight.granularity)
+    return scaled_mm(quantize(x, CHANNEL.inputs), w_q, fast_accumulation=True)
+
+
 @torch.compile
-def before_attention(x: Tensor, norm: Tensor, qkv: Tensor, angle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def before_attention(x: Tensor, norm: Tensor, qkv: Weight, angle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, 1, D], k and v [B, G, 1, D] of x [B, WIDTH], rotated by `angle` [D / 2]."""
-    heads = F.linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), qkv).view(x.shape[0], -1, 1, DIM)
+    heads = linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), qkv).view(x.shape[0], -1, 1, DIM)
     low, high = heads[:, : HEADS + KV_HEADS].float().chunk(2, 3)
     turned = torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), 3).bfloat16()
     return turned[:, :HEADS], turned[:, HEADS:], heads[:, HEADS + KV_HEADS :]
 
 
 @torch.compile
-def after_attention(x: Tensor, y: Tensor, o: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    x = x + F.linear(y.flatten(1), o)
-    gate, up = F.linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), gate_up).chunk(2, 1)
-    return x + F.linear(F.silu(gate) * up, down)
+def after_attention(x: Tensor, y: Tensor, o: Weight, norm: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    x = x + linear(y.flatten(1), o)
+    gate, up = linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), gate_up).chunk(2, 1)
+    return x + linear(F.silu(gate) * up, down)
 
 
 class Model:
@@ -183,7 +200,8 @@ MODES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 def decode() -> dict[str, Any]:
     """Steps of each mode as CUDA graphs, interleaved, after their logits are compared."""
-    model, caches = Model(), fill()
+    caches = fill()
+    model = Model()
     token = torch.randint(VOCABULARY, (BATCH,), device="cuda")
     logits = {name: model.step(token, caches[kind], attend).clone() for name, (kind, attend) in MODES.items()}
     exact = logits["bf16 cache, ours"]
@@ -207,6 +225,7 @@ def fill() -> dict[str, list[LayerKVCache]]:
     """Caches of each dtype, of the same random keys and values."""
     caches: dict[str, list[LayerKVCache]] = {"bf16": [], "fp8": []}
     for _ in range(LAYERS):
+        torch.cuda.empty_cache()  # 52 GB of 80 are caches: what is held for reuse would be missing
         shape = (BATCH, KV_HEADS, CONTEXT, DIM)
         k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         for dtype, kept in caches.items():
