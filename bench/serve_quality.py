@@ -59,8 +59,10 @@ def main() -> None:
 
 
 def train(out: Path) -> Config:
-    """The demo's run in BF16."""
-    config = Config.load(None, [*demo.SETTINGS, "--recipe", "bf16", "--out", str(out), "--device", "cpu"])
+    """The demo's run in BF16, its MLP a multiple of 128 wide as blocks want it."""
+    config = Config.load(
+        None, [*demo.SETTINGS, "--mlp-width", "768", "--recipe", "bf16", "--out", str(out), "--device", "cpu"]
+    )
     if signal := start(config, Console()).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
     return config

@@ -19,6 +19,7 @@ from octavo import serve
 from octavo.artifact.tensors import ArtifactError
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.serve.calibration import hash_model
+from octavo.serve.verify import verify
 
 DECODERS = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -161,6 +162,9 @@ def test_it_packs_and_loads_like_any_other(tmp_path: Path) -> None:
         found = outputs(serve.load(tmp_path / f"{folder.name} packed").model).double()
         noise.append(float((found - truth).norm() / truth.norm()))
     assert 0 < noise[1] < 2 * noise[0]
+    said = [json.loads((tmp_path / name / "octavo.json").read_text()) for name in ("folded", "folded packed")]
+    assert said[0]["folded"] == said[1]["folded"]  # so that verify does not take it for another model
+    assert verify(tmp_path / "folded packed", source).ok
 
 
 def test_a_run_is_rotated(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class _Plan:
             _describe(self, PackedFolder(partial))
             metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": self.source.origin.name}
             write_shards(partial, self.specs, self.tensors(digest, progress), metadata, shard_bytes)
-            record = self.record(digest.hexdigest()) | dict(remarks)
+            record = self.record(digest.hexdigest()) | self.source.folded() | dict(remarks)
             (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:

@@ -58,6 +58,12 @@ class Source:
         """What each tensor of the model is in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.skeleton.model)}
 
+    def folded(self) -> dict[str, Any]:
+        """What `octavo fold` says in octavo.json that it folded into the model; of packed weights it is as true."""
+        path = self.description / "octavo.json"
+        found = read_json(path) if path.is_file() else {}
+        return {key: found[key] for key in ("folded",) if key in found}
+
 
 def open_source(path: Path, step: int | None = None) -> Source:
     """The run in the folder `path`, or the model.

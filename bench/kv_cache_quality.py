@@ -1,0 +1,76 @@
+"""What keys and values in eight bits cost: the demo's BF16 run, packed by channel, with caches of each dtype.
+
+Held-out prompts pass the model in chunks, so that every token but those of the first chunk attends to what the cache
+holds. The reference is the same packed model with a cache in BF16, on the same prompts, chunk by chunk. Scales are of a
+calibration, or of each prompt's first chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import demo
+import record
+import torch
+from serve_quality import train, write_model, write_texts
+from torch import Tensor
+
+import octavo
+from octavo import serve
+from octavo.serve.cache import QuantizedKVCache, calibrated_scales
+from octavo.serve.prompts import open_tokenizer, read_prompts
+from octavo.serve.quality import Outputs, compare_many
+
+CHUNK, SAMPLES, CONTEXT, BATCH = 16, 64, 256, 8
+Cache = Callable[[Any, int], QuantizedKVCache]
+
+
+def main() -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        config = train(folder / "run")
+        model = write_model(folder / "run", folder / "model")
+        write_texts(config, model, folder)
+        texts = [str(folder / "training.txt")]
+        found = serve.calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
+        serve.pack(model, folder / "packed", scheme="channel")
+        packed = octavo.load(folder / "packed")
+        caches = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in WAYS}
+        held_out = [str(folder / "heldout.txt")]
+        prompts = read_prompts(held_out, open_tokenizer(model), samples=SAMPLES, context=CONTEXT)
+        whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
+        batches = [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
+        ways = {name: in_chunks(packed, make) for name, make in caches.items()}
+        quality = compare_many(in_chunks(packed, cache("bf16", None)), ways, batches)
+    rows = {name: found.to_dict() for name, found in quality.items()}
+    for name, row in rows.items():
+        print(name, row)
+    print(record.write("kv_cache_quality", {"settings": demo.SETTINGS, "chunk": CHUNK, "caches": rows}))
+
+
+WAYS = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
+
+
+def cache(dtype: str, calibration: serve.Calibration | None) -> Cache:
+    """How to make a cache for a model and so many tokens."""
+    scales = {} if calibration is None else {"scales": calibrated_scales(calibration, dtype)}
+    return lambda model, tokens: QuantizedKVCache.for_model(model, tokens, dtype, **scales)
+
+
+def in_chunks(model: Any, make: Cache) -> Outputs:
+    """Logits [B, T, V] of ids [B, T], as a model gives them that decodes in chunks."""
+
+    @torch.no_grad()
+    def run(ids: Tensor) -> Tensor:
+        kept = make(model, ids.shape[1])
+        chunks = [model(part, past_key_values=kept, use_cache=True).logits for part in torch.split(ids, CHUNK, 1)]
+        return torch.cat(chunks, 1)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
