@@ -334,3 +334,25 @@ def test_sources_that_cannot_be_packed(sources: dict[str, Path], tmp_path: Path)
         serve.pack(other, out)
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "group64"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_transformers_saves_and_loads_it_again(
+    sources: dict[str, Path], tmp_path: Path, name: str, scheme: str
+) -> None:
+    """In float32, in which scales stay what they are."""
+    out, again = tmp_path / f"{name} packed", tmp_path / f"{name} again"
+    serve.pack(sources[name], out, scheme=scheme)
+    theirs = open_theirs(out, torch.float32)
+    theirs.save_pretrained(again)
+    logits = outputs(theirs)
+    before, after = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            assert torch.equal(tensor.view(torch.uint8), after[key].view(torch.uint8)), key
+        else:
+            assert torch.equal(tensor.float(), after[key].float()), key
+    assert torch.equal(outputs(open_theirs(again, torch.float32)), logits)
