@@ -23,11 +23,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
+import octavo
 from octavo import serve
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.tensors import ArtifactError
 from octavo.cli import app
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.serve.cache import QuantizedKVCache
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -89,9 +91,12 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
+IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
 @torch.no_grad()
 def logits(model: nn.Module, **how: Any) -> Tensor:
-    out: Any = model(torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3)), **how)
+    out: Any = model(IDS, **how)
     return (out if isinstance(out, Tensor) else out.logits).double()
 
 
@@ -153,6 +158,20 @@ def test_transformers_rounds_keys_and_values_by_our_scales(made: Folders, kind: 
         assert distance(got, logits(plain)) < 1e-6
     assert 1e-3 < distance(got, unrounded) < 0.25
     assert torch.equal(logits(serve.load(folder).model), logits(serve.load(made(kind, scheme="channel")).model))
+
+
+def test_our_cache_takes_the_scales_of_a_folder(made: Folders) -> None:
+    """Token by token, so that all but the newest key and value are read from the cache."""
+    folder = made("Llama", scheme="channel", kv_cache="fp8")
+    model = octavo.load(folder).float()
+    unrounded = logits(model)
+    with rounded_cache(model, PackedTensors(folder).kv_scales):
+        required = logits(model)
+    cache = QuantizedKVCache.for_model(model, 32, "fp8", scales=PackedTensors(folder).kv_scales)
+    with torch.no_grad():
+        steps = [model(ids, past_key_values=cache, use_cache=True).logits for ids in torch.split(IDS, 1, 1)]
+    found = torch.cat(steps, 1).double()
+    assert distance(found, required) < 0.1 * distance(unrounded, required)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
