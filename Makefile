@@ -39,6 +39,7 @@ bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss
 	$(BIN)/python bench/cpu_step.py
 	PYTHONPATH=examples $(BIN)/python bench/loss_gap.py
 	PYTHONPATH=examples $(BIN)/python bench/serve_quality.py
+	PYTHONPATH=examples $(BIN)/python bench/kv_cache_quality.py
 	$(BIN)/python bench/tables.py
 
 docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the files in bench/results

@@ -20,6 +20,8 @@ def document() -> str:
     loss, step = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("loss_gap", "cpu_step"))
     quality = ROOT / "results" / "serve_quality.json"
     packed = packings(json.loads(quality.read_text())) if quality.exists() else []
+    caches = ROOT / "results" / "kv_cache_quality.json"
+    packed += caching(json.loads(caches.read_text())) if caches.exists() else []
     return "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *packed, *steps(step)]) + "\n"
 
 
@@ -75,6 +77,18 @@ def packing(name: str, row: dict[str, Any]) -> list[str]:
         number(row.get("bytes_to_bf16"), "{:.3f}"),
         number(reader.get("transformers", {}).get("distance"), "{:.2e}"),
     ]
+
+
+def caching(result: dict[str, Any]) -> list[str]:
+    rows = [packing(name, row)[:5] for name, row in result["caches"].items()]
+    head = "| cache, its scales | perplexity, of a BF16 cache's | 95 % | KL, nats a token | top-1 |"
+    first = next(iter(result["caches"].values()))
+    words = (
+        f"The same run, packed by channel, on {first['prompts']} prompts ({first['tokens']:,} tokens) that pass it in "
+        f"chunks of {result['chunk']} tokens, so that all others attend to what the cache holds. Scales are of a "
+        "calibration, or of each prompt's first chunk."
+    )
+    return ["## What keys and values in eight bits cost", grid(head, rows), f"{words} {machine(result)}"]
 
 
 def steps(result: dict[str, Any]) -> list[str]:
