@@ -1,7 +1,7 @@
 """The GEMM of few rows under other tilings than it chooses: which is fastest, by shape and rows.
 
 Prints, for each, the choice of `octavo.ops.gemm.kernel.choose` and the best three beside cuBLASLt, in microseconds and
-as a share of a copy of the same bytes: what to change in `choose`, and where to set FEW_ROWS. Writes no result.
+as a share of a copy of the same bytes: what to change in `choose`, and what `few_rows` should say. Writes no result.
 
     python bench/gpu_gemm_tune.py [--rows 1,16,64]
 """

@@ -61,6 +61,6 @@ def warm_up(model: nn.Module, context: int) -> None:
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        for tokens in (1, 2, FEW_ROWS + 1):  # each implementation that the GEMM's door may choose
+        for tokens in (1, 16, 32, FEW_ROWS, FEW_ROWS + 1):  # each tile of the GEMM of few rows, and cuBLASLt
             model(torch.zeros(1, min(tokens, context), dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)

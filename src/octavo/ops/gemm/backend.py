@@ -14,9 +14,10 @@ import torch
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
 from octavo.ops.kernels import FORMATS, HAS_TRITON
 
-# Rows of a, at most, for the kernel that reads b at the speed of memory. On an H100 the GEMMs of a layer of Llama-3-8B
-# take 102 us so and 117 through cuBLASLt at 16 rows, 108 and 114 at 32, 124 and 116 at 64 (docs/performance.md).
-FEW_ROWS = 32
+# Columns of y, at most -> rows, at most, for the kernel that reads b at the speed of memory. As measured on an H100, at
+# the sizes of Llama-3-8B (docs/performance.md): of many columns cuBLASLt makes tiles enough to read b as fast.
+_FEW_ROWS = {4096: 64, 8192: 16}
+FEW_ROWS = max(_FEW_ROWS.values())
 SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
@@ -45,18 +46,23 @@ def find_backend(
     layout_a: Granularity,
     layout_b: Granularity,
     formats: tuple[str, str],
-    rows: int | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Backend:
-    """What `device` has for operands of these layouts and formats; `rows`: of a, None for more than a few."""
+    """What `device` has for operands of these layouts and formats; `size`: of y, None for one of many rows."""
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
     found = _cuda_backend(
         torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None
     )
-    few = rows is not None and rows <= FEW_ROWS and layout_a.outer and set(formats) <= set(FORMATS)
+    few = size is not None and size[0] <= few_rows(size[1]) and layout_a.outer and set(formats) <= set(FORMATS)
     if few and found.name == "cublaslt" and HAS_TRITON:
-        return Backend("triton", f"{found.reason}, at most {FEW_ROWS} rows")
+        return Backend("triton", f"{found.reason}, few rows")
     return found
+
+
+def few_rows(columns: int) -> int:
+    """Rows of a, at most, for which our kernel is the faster, where y has so many columns."""
+    return next((rows for most, rows in _FEW_ROWS.items() if columns <= most), 1)
 
 
 def _cuda_backend(

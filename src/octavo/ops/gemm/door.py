@@ -44,7 +44,8 @@ def scaled_mm(
     """
     if a.data.ndim != 2 or b.data.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    backend = find_backend(a.data.device, a.layout, b.layout, (a.format.name, b.format.name), a.shape[0])
+    formats, size = (a.format.name, b.format.name), (a.shape[0], b.shape[0])
+    backend = find_backend(a.data.device, a.layout, b.layout, formats, size)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "
