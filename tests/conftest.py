@@ -1,7 +1,16 @@
 """Shared by all tests: those marked gpu need a device, and every test starts from the same seed."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m gpu a file without such a test is not imported: a GPU machine may lack what it needs."""
+    only_gpu = config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_")
+    is_file = only_gpu and collection_path.suffix == ".py"
+    return True if is_file and "mark.gpu" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
