@@ -15,7 +15,7 @@ from typing import Any
 import demo
 import record
 import torch
-from serve_quality import train, write_model, write_texts
+from serve_quality import prepare
 from torch import Tensor
 
 import octavo
@@ -31,11 +31,7 @@ Cache = Callable[[Any, int], QuantizedKVCache]
 def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        config = train(folder / "run")
-        model = write_model(folder / "run", folder / "model")
-        write_texts(config, model, folder)
-        texts = [str(folder / "training.txt")]
-        found = serve.calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
+        found, model = prepare(folder), folder / "model"
         serve.pack(model, folder / "packed", scheme="channel")
         packed = octavo.load(folder / "packed")
         caches = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in WAYS}

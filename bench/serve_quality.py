@@ -38,12 +38,7 @@ SAMPLES = 96
 def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        config = train(folder / "run")
-        model = write_model(folder / "run", folder / "model")
-        write_texts(config, model, folder)
-        serve.calibrate(
-            model, [str(folder / "training.txt")], folder / "calibrated", samples=128, context=512, batch=16
-        )
+        prepare(folder)
         reports = {scheme: judge(scheme, folder) for scheme in SCHEMES}
     first = reports[SCHEMES[0]]
     assert isinstance(first.quality, LogitQuality)
@@ -56,6 +51,15 @@ def main() -> None:
         "int8": None if first.int8 is None else first.int8.to_dict(),
     }
     print(record.write("serve_quality", result))
+
+
+def prepare(folder: Path) -> serve.Calibration:
+    """A trained model in `folder`/model, its texts and its calibration beside it."""
+    config = train(folder / "run")
+    model = write_model(folder / "run", folder / "model")
+    write_texts(config, model, folder)
+    texts = [str(folder / "training.txt")]
+    return serve.calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
 
 
 def train(out: Path) -> Config:

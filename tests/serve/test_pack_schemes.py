@@ -16,61 +16,24 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
+from verify_examples import MODELS, SIZES, make_model
 
 from octavo import serve
 from octavo.artifact.scheme import SCHEMES
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.serve.weight_scales import FUSED
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 64,
-    "eos_token_id": 0, "bos_token_id": None,
-}  # fmt: skip
-OPT = {"ffn_dim": 256, "word_embed_proj_dim": 128, "activation_function": "gelu"}
-ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "opt": (OPTForCausalLM, OPTConfig, OPT),
-    "bert": (BertModel, BertConfig, {}),
-}
 WAYS = [(scheme, "compressed-tensors") for scheme in SCHEMES if scheme != "static"] + [("block", "fp8")]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A BF16 folder of each architecture, with weights that make its outputs large."""
-    made = {}
-    for name, (architecture, configuration, settings) in ARCHITECTURES.items():
-        torch.manual_seed(0)
-        model = architecture(configuration(**SIZES | settings))
-        with torch.no_grad():
-            for key, p in model.named_parameters():
-                if p.ndim == 2 and "emb" not in key:
-                    p.copy_(torch.randn_like(p) * p.shape[1] ** -0.5)
-                elif p.ndim == 1:
-                    p.add_(torch.randn_like(p) * 0.1)
-        made[name] = tmp_path_factory.mktemp(name)
-        model.bfloat16().save_pretrained(made[name])
-        ByteTokenizer().save(made[name])
-    return made
+    return {name: make_model(tmp_path_factory.mktemp(name), name) for name in MODELS}
 
 
 def open_theirs(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -109,7 +72,7 @@ def widened(folder: Path, name: str, scheme: str) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("scheme", "layout"), WAYS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_opens_what_we_pack(
     sources: dict[str, Path], tmp_path: Path, name: str, scheme: str, layout: str
 ) -> None:

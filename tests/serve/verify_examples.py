@@ -1,4 +1,4 @@
-"""Folders to verify: tiny models of transformers with large outputs, their packings, and text."""
+"""Folders to pack and to verify: tiny models of transformers with large outputs, their packings, and text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from transformers import (
     OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from octavo.models.tokenizer import ByteTokenizer
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "opt": (OPTForCausalLM, OPTConfig, OPT),
     "bert": (BertModel, BertConfig, {}),
 }

@@ -66,8 +66,8 @@ def pack(
 ) -> None:
     """Write a model as a Hugging Face folder whose linear weights are eight bits.
 
-    The folder holds all that running it takes; octavo generate, transformers (with compressed-tensors) and vLLM open
-    it. Output heads, routers and what training skipped stay in BF16, and so does all that is no linear layer.
+    The folder holds all that running it takes: octavo generate and transformers (with compressed-tensors) open it.
+    Output heads, routers and what training skipped stay in BF16, and so does all that is no linear layer.
 
     Example:
 

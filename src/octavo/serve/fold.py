@@ -34,7 +34,7 @@ from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import copy_description, read_json
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.artifact.tensors import ArtifactError
-from octavo.serve.calibration import Calibration, hash_model
+from octavo.serve.calibration import Calibration
 from octavo.serve.fold_map import Map, Pair, check_rotation, read_map
 from octavo.serve.fold_steps import Change, Step, block_of, is_finite, random_signs, rotated, scaled, smoothing_factors
 from octavo.serve.source import Source, open_source
@@ -143,11 +143,7 @@ class _Plan:
 
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
         """Divide what writes a tensor by factors, channel by channel, and multiply what reads it."""
-        found = Calibration.load(folder)
-        if found.model_hash != hash_model(self.source.origin):
-            raise ValueError(
-                f"{folder} is a calibration of another model than {self.source.origin}: calibrate this one"
-            )
+        found = self.source.calibration(folder)
         turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
         for pair in self.places.pairs:
             if pair.writer not in turned:

@@ -15,7 +15,7 @@ from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_fused import fuse
 from octavo.serve.packed_linear import PackedLinear, swap_linears
-from octavo.serve.skeleton import Skeleton, compute_buffers, read_skeleton
+from octavo.serve.skeleton import Skeleton, fill_model, read_skeleton
 
 
 class Loaded(NamedTuple):
@@ -92,17 +92,8 @@ def _packed_layers(linears: dict[str, list[str]], packing: Packing, where: Path)
 
 def _materialize(skeleton: Skeleton, tensors: dict[str, Tensor]) -> nn.Module:
     """The skeleton with its tensors, themselves and not copies, on the CPU."""
-    model: Any = skeleton.model
-    if skeleton.config is None:
-        compute_buffers(model, "cpu")
-    model.load_state_dict(skeleton.in_model(tensors), strict=False, assign=True)  # strict: a tied head is not stored
-    model.tie_weights()
+    model: nn.Module = fill_model(skeleton, skeleton.in_model(tensors))
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.merge_scales()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
-        raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
-    loaded: nn.Module = model
-    return loaded
+    return model

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.scheme import CHANNEL
 from octavo.nn.norm_linear import watched
+from octavo.nn.stacked import stacked_biases
 from octavo.numerics import ROW, QTensor
 from octavo.ops import scaled_mm
 from octavo.serve.packed_linear import PackedLinear, PackedModule
@@ -40,9 +41,10 @@ class PackedStack(PackedModule):
         super().__init__()
         object.__setattr__(self, "layers", tuple(layers))  # another module's children
         self.sizes = [layer.out_features for layer in layers]
+        bias = stacked_biases([layer.weight for layer in layers], [layer.bias for layer in layers])
         self.register_buffer("weight", _stacked([layer.weight for layer in layers]), persistent=False)
         self.register_buffer("weight_scale", torch.cat([layer.weight_scale for layer in layers]), persistent=False)
-        self.register_buffer("bias", _stacked_bias(layers), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
         for layer, end in zip(layers, accumulate(self.sizes), strict=True):
             _make_share(layer, self, end - layer.out_features, end)
 
@@ -71,13 +73,6 @@ def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Matrices of one-byte elements, one above the other; torch.cat does not take the float8 dtypes everywhere."""
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-def _stacked_bias(layers: Sequence[PackedLinear]) -> Tensor | None:
-    given = next((layer.bias for layer in layers if layer.bias is not None), None)
-    if given is None:
-        return None
-    return torch.cat([given.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
 
 
 class PackedShare(PackedLinear):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
@@ -23,6 +22,7 @@ from octavo.artifact.scheme import CHANNEL, TENSORWISE, Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.numerics import TENSOR
 from octavo.ops import quantize
+from octavo.serve.quality import energies, sqnr
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
@@ -153,6 +153,4 @@ def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, 
         return data, same, math.inf
     wide = before.dequantize()
     q = quantize(wide, new.weight)
-    noise = (q.dequantize().double() - wide.double()).square().sum()
-    signal = wide.double().square().sum()
-    return q.data, new.stored_scale(q), float(10 * torch.log10(signal / noise)) if noise else math.inf
+    return q.data, new.stored_scale(q), sqnr(*energies(wide, q.dequantize()))

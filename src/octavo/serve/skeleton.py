@@ -117,3 +117,19 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
             raise ArtifactError(
                 f"transformers does not compute {left[0]} of {type(module).__name__}: this model cannot run here"
             )
+
+
+def fill_model(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
+    """The skeleton with `tensors`, named as in it, themselves and not copies, on the CPU; nothing asks for gradients.
+
+    Raises:
+        ArtifactError: a tensor of the model is in no file, and transformers does not compute it.
+    """
+    model: Any = skeleton.model
+    if skeleton.config is None:
+        compute_buffers(model, "cpu")
+    model.load_state_dict(tensors, strict=False, assign=True)  # strict: a tied head is not stored
+    model.tie_weights()
+    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
+        raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
+    return model.requires_grad_(False)

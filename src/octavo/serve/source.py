@@ -16,6 +16,7 @@ from octavo.artifact.run import RunFolder
 from octavo.artifact.shards import ShardReader, Spec
 from octavo.artifact.tensors import ArtifactError, check_match, model_tensors
 from octavo.models import BUILT_IN_MODELS, from_hf_config
+from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.conv1d import open_tensors
 from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
 
@@ -57,6 +58,18 @@ class Source:
     def specs(self) -> dict[str, Spec]:
         """What each tensor of the model is in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.skeleton.model)}
+
+    def calibration(self, folder: Path) -> Calibration:
+        """The calibration in `folder`, of this model.
+
+        Raises:
+            FileNotFoundError, ArtifactError: it is not whole.
+            ValueError: it is of another model; a run cannot be calibrated.
+        """
+        found = Calibration.load(folder)
+        if self.recipe or found.model_hash != hash_model(self.origin):
+            raise ValueError(f"{folder} is a calibration of another model than {self.origin}: calibrate this one")
+        return found
 
     def folded(self) -> dict[str, Any]:
         """What `octavo fold` says in octavo.json that it folded into the model; of packed weights it is as true."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.artifact.kv_scales import K_SCALE, V_SCALE, attentions
 from octavo.artifact.tensors import ArtifactError, load_tensors
-from octavo.serve.calibration import Calibration, hash_model
+from octavo.serve.calibration import Calibration
 from octavo.serve.source import Source
 
 CACHES = ("fp8",)
@@ -53,9 +53,7 @@ def calibrated_scales(
     if folder is None:
         what = "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
         raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
-    found = Calibration.load(folder)
-    if source.recipe or found.model_hash != hash_model(source.origin):
-        raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
+    found = source.calibration(folder)
     if missing := [name for name in layers if name not in found.layers]:
         raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
     inputs = {name: found.scale(name, rule).reshape(1) for name in layers}

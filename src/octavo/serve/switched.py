@@ -17,7 +17,7 @@ from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
-from octavo.serve.skeleton import compute_buffers
+from octavo.serve.skeleton import fill_model
 from octavo.serve.source import Source
 
 
@@ -90,14 +90,9 @@ def _is_of(key: str, disk: str) -> bool:
 def _fill(source: Source) -> nn.Module:
     """The model with its numbers, in BF16 on the CPU."""
     tensors = {name: source.get(name) for name in source.specs}
-    model: Any = source.skeleton.model
-    if source.skeleton.config is None:
-        compute_buffers(model, "cpu")
-        model.config.use_cache = False
     rounded = {name: t.to(OTHER_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
-    model.load_state_dict(rounded, strict=False, assign=True)  # strict: a tied head is not in the files
-    model.tie_weights()
-    if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
-        raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
-    filled: nn.Module = model.requires_grad_(False)
+    model: Any = fill_model(source.skeleton, rounded)
+    if source.skeleton.config is None:
+        model.config.use_cache = False
+    filled: nn.Module = model
     return filled
