@@ -151,10 +151,11 @@ def norms(x: Tensor, cast: Cast) -> Iterator[Kernel]:
         twin = partial(norm_twin.norm_quantize, x, residual, weight, beta, 1e-5, cast, center)
         yield Kernel(f"{name} + residual + quantize", run, twin, x.numel(), 7)
         total, _, scale, mean, rstd = run()
+        subtracted = mean if center else None
         yield Kernel(
             f"{name}, cast again, transposed",
-            partial(ops.recast_norm, total, mean, rstd, weight, beta, scale, cast),
-            partial(recast_twin.recast_norm, total, mean, rstd, weight, beta, scale, cast.fmt),
+            partial(ops.recast_norm, total, subtracted, rstd, weight, beta, scale, cast),
+            partial(recast_twin.recast_norm, total, subtracted, rstd, weight, beta, scale, cast.fmt),
             x.numel(), 3,
         )  # fmt: skip
         yield Kernel(

@@ -1,11 +1,13 @@
 """How the GPU benchmarks measure: variants take turns in one process, several steps at a time, medians of the rounds.
 
 Steps follow each other without a synchronization, as in training, so that a variant whose host code is ahead of the
-device is not charged for it; and every variant is timed on a device that the others have warmed.
+device is not charged for it; and every variant is timed on a device that the others have warmed, in an order drawn anew
+each round: what ran before, and how much power it drew, sets the clock.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +23,11 @@ def interleaved(steps: dict[str, Step], *, rounds: int, repeat: int, warmup: int
         for _ in range(warmup):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
+    order, drawn = list(steps), random.Random(0)
     for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(once(step, repeat))
+        drawn.shuffle(order)
+        for name in order:
+            times[name].append(once(steps[name], repeat))
     return times
 
 

@@ -121,7 +121,7 @@ class _NormLinear(torch.autograd.Function):
         m = mantissa(s_n)
         g = folded_dy(dy, s_w, m, recipe.dx.dy)
         dn = folded_dx(g, m, weight_transposed(weights, w_data, s_w, recipe.y.w), plan)  # [T,N] @ [K,N]^T
-        n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, recipe.y.x))
+        n_t = folded_operand(recast_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x))
         dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
@@ -227,7 +227,9 @@ class _MLP(torch.autograd.Function):
         dw_out = folded_dw(g, transposed(h_q), s_h, s_out, ctx.outer.dtype, plan)  # [K,T] @ [F,T]^T
         dn = folded_dx(du, m_n, weight_transposed(weights, in_data, s_in, recipe.y.w), plan)  # [T,2F] @ [K,2F]^T
         if n_data is None:
-            n_t = folded_operand(recast_norm(total, mean, rstd, gamma, beta, s_n, recipe.y.x))
+            n_t = folded_operand(
+                recast_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x)
+            )
         else:
             n_t = transposed(QTensor(n_data, s_n, recipe.y.x.fmt, ROW))
         dw_in = folded_dw(du, n_t, s_n, s_in, ctx.inner.dtype, plan)  # [2F,T] @ [K,T]^T

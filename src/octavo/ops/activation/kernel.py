@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
@@ -22,7 +21,7 @@ from octavo.ops.lowering import launcher
 ONCE = 16384  # columns whose values one program keeps in its registers
 HALF_SQRT = tl.constexpr(2**-0.5)
 DENSITY = tl.constexpr((2 * math.pi) ** -0.5)
-NORMAL_SQUARE = tl.constexpr(87.0)
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor]:
@@ -89,8 +88,14 @@ def _reciprocal(x):
 
 
 @triton.jit
+def _exp2(x):
+    """2^x, and 0 where that is subnormal: as torch.exp2 has it on this device, elsewhere."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _sigmoid(x):
-    return _reciprocal(add(1.0, libdevice.exp(-tl.maximum(x, -80.0))))
+    return _reciprocal(add(1.0, _exp2(tl.maximum(x, -80.0) * -LOG2_E)))
 
 
 @triton.jit
@@ -98,8 +103,7 @@ def _gelu(u):
     """As the twin's: gelu(u), the normal distribution up to u, and exp(-u^2 / 2)."""
     magnitude = tl.abs(u)
     z = magnitude * HALF_SQRT
-    square = z * z
-    e = tl.where(square < NORMAL_SQUARE, libdevice.exp(-square), 0.0)
+    e = _exp2(z * z * -LOG2_E)
     t = _reciprocal(add(1.0, 0.3275911 * z))
     series = add(t * 1.061405429, -1.453152027)
     series = add(t * series, 1.421413741)

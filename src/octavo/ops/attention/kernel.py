@@ -5,8 +5,9 @@ of keys, all queries that read it, and one part of the tokens, and keeps a runni
 
     m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = l * 2^(m - m') + sum_j p_j    acc' = acc * 2^(m - m') + p v
 
-(Milakov and Gimelshein, arXiv:1805.02867); a second kernel puts the parts together. How many tokens there are is read
-on the device: one launch serves every step, and the parts are of equal length whatever that is.
+(Milakov and Gimelshein, arXiv:1805.02867); where there is more than one part, a second kernel puts them together. How
+many tokens there are is read on the device: one launch serves every step, and the parts are of equal length whatever
+that is.
 
 Bytes are widened in registers to float16, which holds each number of E4M3 and INT8; queries are brought into its range
 by a power of two a row. BF16 is multiplied as BF16. Sums are float32. Values are read as words of four bytes: Triton
@@ -49,15 +50,18 @@ def cached_attention(
     tile, warps, stages = TILES[keys.element_size()]
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
     splits = splits_of(pairs, room, tile, PROGRAMS_PER_SM * multiprocessors)
-    part = q.new_empty((pairs, splits, rows, dim), dtype=torch.float32)
-    largest, total = (q.new_empty((pairs, splits, rows), dtype=torch.float32) for _ in range(2))
     result = torch.empty_like(q)
+    alone = splits == 1
+    part = result if alone else q.new_empty((pairs, splits, rows, dim), dtype=torch.float32)
+    largest, total = (None if alone else q.new_empty((pairs, splits, rows), dtype=torch.float32) for _ in range(2))
     block = max(power_of_two_above(dim), 16)
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, part, largest, total, kv_heads, room, rows, new,
-        DIM=dim, SCALE=scale * LOG2_E, ROWS=max(power_of_two_above(rows), 16), TILE=tile, BLOCK=block,
+        DIM=dim, SCALE=scale * LOG2_E, ROWS=max(power_of_two_above(rows), 16), TILE=tile, BLOCK=block, ALONE=alone,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if alone:
+        return result
     launcher(_combine_kernel, (rows, pairs))(
         part, largest, total, length, first, result, kv_heads, room, rows, splits,
         DIM=dim, SPLITS=power_of_two_above(splits), BLOCK=block, num_warps=4,
@@ -106,6 +110,7 @@ def _widen_words(x, E4M3: tl.constexpr):
 def _part_kernel(
     q, keys, values, k_scale, v_scale, length, first, part, largest, total, kv_heads, room, rows, new,
     DIM: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     head = pair % kv_heads
@@ -144,9 +149,12 @@ def _part_kernel(
     if v_scale is not None:
         acc = acc * tl.load(v_scale + head)
     place = (pair * splits + split).to(tl.int64) * rows + row
-    tl.store(part + place[:, None] * DIM + col[None, :], acc, here)
-    tl.store(largest + place, m, row < rows)
-    tl.store(total + place, mass, row < rows)
+    if ALONE:
+        acc = _normalized(acc, mass[:, None], length, room, first, pair // kv_heads)
+    else:
+        tl.store(largest + place, m, row < rows)
+        tl.store(total + place, mass, row < rows)
+    tl.store(part + place[:, None] * DIM + col[None, :], acc.to(part.dtype.element_ty), here)
 
 
 @triton.jit
@@ -201,14 +209,19 @@ def _combine_kernel(
     mass = tl.sum(weight * tl.load(total + place, split < splits, other=0.0), 0)
     here = (split < splits)[:, None] & (col < DIM)[None, :]
     acc = tl.load(part + place[:, None] * DIM + col[None, :], here, other=0.0)
-    y = tl.sum(acc * weight[:, None], 0)
-    y = tl.where(mass == 0, 0.0, y / mass)
-    bad = tl.load(length) > room
-    if first is not None:
-        bad |= tl.load(first + pair // kv_heads) < 0
-    y = tl.where(bad, float("nan"), y)
+    y = _normalized(tl.sum(acc * weight[:, None], 0), mass, length, room, first, pair // kv_heads)
     at = (pair.to(tl.int64) * rows + row) * DIM + col
     tl.store(result + at, y.to(result.dtype.element_ty), col < DIM)
+
+
+@triton.jit
+def _normalized(acc, mass, length, room, first, sequence):
+    """acc / mass; zeros where nothing was seen, NaN where the cache is too long or the padding is not on the left."""
+    y = tl.where(mass == 0, 0.0, acc / mass)
+    bad = tl.load(length) > room
+    if first is not None:
+        bad |= tl.load(first + sequence) < 0
+    return tl.where(bad, float("nan"), y)
 
 
 def append_kv(

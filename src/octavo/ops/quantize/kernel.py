@@ -244,34 +244,28 @@ def quantize_transposed(x: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
     size = how.granularity.cols
     assert size is not None
     tile = power_of_two_above(size)
-    groups = max(1, 128 // tile)
+    cols = max(1, 8192 // tile)
     data = x.new_empty((k, m), dtype=how.fmt.dtype)
     scale = _new_scale(x, (k, m), how)
-    grid = (triton.cdiv(k, 64), triton.cdiv(scale.shape[1], groups))
-    launcher(_group_transposed_kernel, grid)(
-        x, data, scale, m, k, scale.shape[1], size,
+    launcher(_group_transposed_kernel, (triton.cdiv(k, cols), scale.shape[1]))(
+        x, data, scale, m, k, size,
         FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
-        GROUPS=groups, TILE=tile, COLS=64, num_warps=4,
+        TILE=tile, COLS=cols, num_warps=4,
     )  # fmt: skip
     return data, _as_scale(scale)
 
 
 @triton.jit
 def _group_transposed_kernel(
-    x, data, scale, m, k, groups_across, size,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    GROUPS: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+    x, data, scale, m, k, size,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     r = tl.arange(0, TILE)
-    row = (group * size)[:, None] + r[None, :]
-    inside = (row < m) & (r < size)[None, :]
-    here = inside[:, :, None] & (col < k)[None, None, :]
-    v = tl.load(x + row.to(tl.int64)[:, :, None] * k + col[None, None, :], here, other=0.0).to(tl.float32)
-    s = scale_from_amax(amax_bits(v, 1), FORMAT_MAX, POWER_OF_TWO)  # [GROUPS, COLS]
-    q = (v * inverse(s)[:, None, :]).to(data.dtype.element_ty)
-    at = col[:, None, None] * m + row[None, :, :]
-    tl.store(data + at, tl.permute(q, (2, 0, 1)), inside[None, :, :] & (col < k)[:, None, None])
-    where = col[:, None] * groups_across + group[None, :]
-    store_scale(scale + where, tl.trans(s), (col < k)[:, None] & (group < groups_across)[None, :], E8M0)
+    row = tl.program_id(1).to(tl.int64) * size + r
+    col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
+    here = ((row < m) & (r < size))[:, None] & (col < k)[None, :]
+    v = tl.load(x + row[:, None] * k + col[None, :], here, other=0.0).to(tl.float32)
+    s = scale_from_amax(amax_bits(v, 0), FORMAT_MAX, POWER_OF_TWO)
+    q = (v * inverse(s)[None, :]).to(data.dtype.element_ty)
+    tl.store(data + col[:, None] * m + row[None, :], tl.trans(q), tl.trans(here))
+    store_scale(scale + col * tl.num_programs(1) + tl.program_id(1), s, col < k, E8M0)

@@ -32,13 +32,13 @@ def recast_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> T
 
 
 def recast_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, cast: Cast
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, cast: Cast
 ) -> Tensor:
     """The bytes that `norm_quantize` gave, transposed.
 
     Args:
         x: [M, K], the sum that was normed.
-        mean, rstd, scale: float32 [M, 1], what came of it.
+        mean, rstd, scale: float32 [M, 1], what came of it; no mean for a norm that subtracts none.
         weight, bias: [K], as given to it.
         cast: the same.
 
@@ -73,14 +73,14 @@ def _(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
 
 
 def _recasts_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
 ) -> bool:
     return converts(scale, fmt)
 
 
 @operation("recast_norm", _recasts_norm)
 def _recast_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
 ) -> Tensor:
     if x.shape[0] != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
@@ -90,5 +90,7 @@ def _recast_norm(
 
 
 @_recast_norm.register_fake
-def _(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str) -> Tensor:
+def _(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: str
+) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0]), dtype=fp8_format(fmt).dtype)

@@ -1,4 +1,7 @@
-"""Casting again as a Triton kernel: one tile a program, as in the byte transpose, and for the same reason."""
+"""Casting again as a Triton kernel: one tile a program, as in the byte transpose, and for the same reason.
+
+Narrower tiles than there: of those measured on an H100 the quickest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from octavo.numerics.formats import Format
 from octavo.ops.device_math import add, inverse
 from octavo.ops.lowering import launcher
 
-ROWS, COLS = 64, 256
+ROWS, COLS = 128, 64
 
 
 def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
@@ -25,7 +28,7 @@ def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tens
 
 
 def recast_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
     """As the twin's, for x contiguous."""
     result = scale.new_empty((x.shape[1], x.shape[0]), dtype=fmt.dtype)
@@ -46,7 +49,7 @@ def _launch(
     m, k = x.shape
     launcher(_recast_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
         x, mean, rstd, weight, bias, scale, result, m, k, first, result.shape[1],
-        ROWS=ROWS, COLS=COLS, num_warps=8,
+        ROWS=ROWS, COLS=COLS, num_warps=4,
     )  # fmt: skip
 
 
@@ -59,7 +62,8 @@ def _recast_kernel(
     here = (row < m)[:, None] & (col < k)[None, :]
     v = tl.load(x + row[:, None] * k + col[None, :], here, other=0.0).to(tl.float32)
     if weight is not None:
-        v -= tl.load(mean + row, row < m, other=0.0)[:, None]
+        if mean is not None:
+            v -= tl.load(mean + row, row < m, other=0.0)[:, None]
         v *= tl.load(rstd + row, row < m, other=0.0)[:, None]
         v *= tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
         if bias is not None:

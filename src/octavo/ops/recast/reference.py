@@ -19,10 +19,11 @@ def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tens
 
 
 def recast_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
     """[K, M] from x [M, K], the statistics of its norm [M, 1] and the row scales [M, 1] of the norm's output."""
-    normed = (x.float() - mean) * rstd * weight.float()
+    centered = x.float() if mean is None else x.float() - mean
+    normed = centered * rstd * weight.float()
     return _bytes_transposed(normed if bias is None else normed + bias.float(), scale, fmt)
 
 
