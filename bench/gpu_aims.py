@@ -17,6 +17,7 @@ BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
 EAGER, PLAIN = "ours fused: rowwise, eager", "ours plain: rowwise, compile"
 
 SERVE_OURS, SERVE_TORCHAO, SERVE_GRAPH = "ours, compile", "torchao, compile", "ours, compile, CUDA graph"
+SERVE_CACHE = "ours, FP8 KV cache"
 DECODES = {"decode 1": 1.75, "decode 64": 1.5}  # the result's part, for so many texts -> the speed of BF16 aimed at
 
 STEP = "stack, fused rowwise, compile"
@@ -172,8 +173,11 @@ def serve_aims(serve: Result) -> list[Aim]:
     ]
     for part, limit in DECODES.items():
         ms = serve_ms(serve, part)
-        claim = f"serving, {part.replace(' ', ' of ')}: speed of BF16, compile"
-        found.append(bound(claim, ratio(ms.get(BASE), ms.get(SERVE_OURS)), "≥", limit))
+        claim = f"serving, {part.replace(' ', ' of ')}"
+        found.append(bound(f"{claim}: speed of BF16, compile", ratio(ms.get(BASE), ms.get(SERVE_OURS)), "≥", limit))
+        if SERVE_CACHE in ms:  # older results do not have it
+            cached = ratio(ms.get(BASE), ms[SERVE_CACHE])
+            found.append(bound(f"{claim}, FP8 KV cache: speed of BF16, compile", cached, "≥", limit))
     for part, limit in (("linears", 0.52), ("model", 0.58)):
         held = {mode: parts[part] for mode, parts in serve.get("memory", {}).items()}
         claim = f"serving, weights in GPU memory: {part}, of BF16's"

@@ -82,7 +82,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def filled(dtype: str, k: Tensor, v: Tensor, room: int = 0) -> LayerKVCache:
     """A cache of these keys and values, its scales frozen."""
     batch, heads, context, dim = k.shape
-    cache = LayerKVCache((batch, heads, context + room, dim), dtype, device="cuda")
+    cache = LayerKVCache((batch, heads, context + room, dim), dtype, device=k.device)
     cache.append(k, v)
     cache.freeze()
     return cache

@@ -2,21 +2,24 @@
 in memory as `octavo pack` would, and quantized by torchao; and a forward pass whose layers are compiled one by one.
 
 The layers are alike, so that what is compiled for one serves all: the code of a layer must not depend on its number,
-and so each gets a cache of its own.
+and so each gets a cache of its own: in BF16, or in E4M3 as `QuantizedKVCache` has it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from gpu_kv_cache import filled
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.artifact.scheme import CHANNEL
 from octavo.ops import quantize
+from octavo.serve.cache import QuantizedKVCache, QuantizedKVCacheLayer
 from octavo.serve.packed_linear import PackedLinear, swap_linears
 from octavo.serve.packed_stack import PackedStack
 
@@ -47,6 +50,15 @@ def caches(model: Any, batch: int, context: int, device: str) -> list[LayerCache
     position = torch.tensor([context - 1], device=device)
     drawn = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(config.num_hidden_layers))
     return [LayerCache(both[0], both[1], position) for both in drawn]
+
+
+def quantized_caches(model: Any, kept: Sequence[LayerCache]) -> list[QuantizedKVCacheLayer]:
+    """The same caches in E4M3; the attention of `model` becomes the one that reads them."""
+    cache = QuantizedKVCache.for_model(model, kept[0].keys.shape[2], "fp8")
+    for layer, wide in zip(cache.layers, kept, strict=True):
+        # Not by its `update`, which marks the addresses: the code of a layer would then be for that layer alone.
+        layer.store = filled("fp8", wide.keys[:, :, :-1], wide.values[:, :, :-1], room=1)
+    return list(cache.layers)
 
 
 def build_bf16(layers: int, device: str, **changes: Any) -> Any:
@@ -87,8 +99,8 @@ def build_torchao(wide: Any, device: str) -> Any:
 
 
 def _empty(config: Any) -> Any:
-    with torch.device("meta"):
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    with torch.device("meta"):  # a config of its own: it names the model's attention
+        return LlamaForCausalLM._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
 
 
 def _ready(model: Any, device: str) -> Any:
@@ -107,7 +119,7 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 
 @torch.no_grad()
-def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[LayerCache] | None = None) -> Tensor:
+def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None = None) -> Tensor:
     """Logits [B, V] after the tokens `ids` [B, T], of which the first is at position `first`.
 
     What transformers' forward does for tokens without padding and a cache that is full: no mask is made.
@@ -124,6 +136,18 @@ def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[LayerCache] 
             past_key_values=None if kept is None else kept[i],
         )
     logits: Tensor = model.lm_head(trunk.norm(x[:, -1]))
+    return logits
+
+
+@torch.no_grad()
+def forward_again(model: Any, ids: Tensor, first: int, kept: Sequence[QuantizedKVCacheLayer]) -> Tensor:
+    """`forward`, after which the caches forget its tokens: the next call, a replay too, writes to the same places.
+
+    One kernel for all layers, where `crop` takes two for each. For layers that are compiled: the host's own count of
+    tokens, which eager code checks, goes on.
+    """
+    logits = forward(model, ids, first, kept)
+    torch._foreach_sub_([layer.store.length for layer in kept if layer.store is not None], ids.shape[1])
     return logits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gpu_aims import BASE, DECODES, Result
+from gpu_aims import BASE, DECODES, SERVE_CACHE, Result
 from tables import details, grid, number
 
 
@@ -23,8 +23,10 @@ def serve(result: Result) -> list[str]:
     for name in DECODES:
         if name in result:
             found = result[name]
-            words = f"Decode of {found['batch']} at a context of {found['context']}; FP8 GEMMs run on {found['gemm']}:"
-            parts += [words, grid("| decode | ms a token | quartiles | of BF16 | dB of logits |", rows(found))]
+            words = f"Decode of {found['batch']} at a context of {found['context']}; FP8 GEMMs run on {found['gemm']}"
+            if SERVE_CACHE in found["ms"]:
+                words += f"; of {SERVE_CACHE!r}, keys and values lie in E4M3 and are read as they lie"
+            parts += [f"{words}:", grid("| decode | ms a token | quartiles | of BF16 | dB of logits |", rows(found))]
     if "kernels" in result:
         parts.append(
             details(

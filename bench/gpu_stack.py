@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import record
 import torch
 import torch.nn.functional as F
 from gpu_ceilings import F_, KV, LAYERS, K, T
-from gpu_timing import interleaved, sqnr, summary
+from gpu_timing import interleaved, own_code, sqnr, summary
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -146,13 +145,6 @@ class Runner:
         self.model.zero_grad()
         self.x.grad = None
         return [y.detach(), found]
-
-
-def own_code(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with a forward of its own: torch.compile keeps what it compiles, and counts it, by code object."""
-    forward = cls.forward
-    copy = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
-    return type(cls.__name__, (cls,), {"forward": copy})
 
 
 def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:

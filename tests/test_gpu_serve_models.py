@@ -9,7 +9,16 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
-from gpu_serve_models import build_bf16, build_fp8, caches, compile_layers, forward, held
+from gpu_serve_models import (
+    build_bf16,
+    build_fp8,
+    caches,
+    compile_layers,
+    forward,
+    forward_again,
+    held,
+    quantized_caches,
+)
 from gpu_timing import sqnr
 
 from octavo.serve.packed_fused import fuse
@@ -60,6 +69,22 @@ def test_packed_it_is_near_and_half_as_large(wide):
     assert rest == packed_rest
 
 
+def test_keys_and_values_in_fp8_are_those_of_the_full_cache(wide):
+    packed, text = build_fp8(wide, "cpu"), ids(1)
+    fuse(packed)
+    kept = caches(wide, 2, 16, "cpu")
+    exact = forward(packed, text, 15, kept)
+    held_in_fp8 = quantized_caches(packed, kept)
+    found = forward_again(packed, text, 15, held_in_fp8)
+    assert 20 < sqnr(exact, found) < 60
+    assert {layer.store.keys.dtype for layer in held_in_fp8} == {torch.float8_e4m3fn}
+    assert {int(layer.store.length) for layer in held_in_fp8} == {15}
+    compile_layers(packed, backend="aot_eager")
+    for _ in range(2):
+        assert sqnr(found, forward_again(packed, text, 15, held_in_fp8)) > 60
+    assert wide.config._attn_implementation == "sdpa"
+
+
 def test_one_layers_code_serves_all(wide):
     torch.compiler.reset()
     counters.clear()
@@ -71,3 +96,5 @@ def test_one_layers_code_serves_all(wide):
         forward(model, ids(16))
         forward(model, ids(1), 15, kept)
         assert counters["stats"]["unique_graphs"] == graphs
+    forward_again(packed, ids(1), 15, quantized_caches(packed, kept))
+    assert counters["stats"]["unique_graphs"] == 5

@@ -182,7 +182,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
         (q, k, v), x = self.qkv(x, delta)
-        attended = self.self_attn(q, k, v.contiguous(), cos, sin, cache)  # attention keeps v: not all of q, k, v for it
+        if v.requires_grad:
+            v = v.contiguous()  # attention keeps it for backward: not all of q, k, v for it
+        attended = self.self_attn(q, k, v, cos, sin, cache)
         delta, x = self.mlp(x, self.post_attention_layernorm, attended)
         return x, delta
 

@@ -73,7 +73,7 @@ class DecoderLayer(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = parts[0]
         # Attention keeps v as it is for its backward pass: a view would keep all of the stacked q, k, v.
-        branches = Branches(hidden_states, self.qkv.linears, (q, k, v.contiguous()))
+        branches = Branches(hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = self.self_attn(hidden_states=branches, **kwargs)
         y, z = self.mlp(hidden_states, self.post_attention_layernorm, attention)
         return z + y

@@ -1,7 +1,8 @@
 """The norms as Triton kernels: a program holds whole rows in registers.
 
 Forward reads x (and the residual) once and writes the sum and one byte an element. Backward lets each program walk
-over many rows and keep its part of the weight's gradient in registers until the end.
+over many rows and keep its part of the gradients of weight and bias in registers until the end; a second launch adds
+the parts, in a fixed order.
 """
 
 from __future__ import annotations
@@ -75,19 +76,22 @@ def norm_backward(
     m, k = x.shape
     dx = torch.empty_like(x)
     programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    dweight = x.new_empty((programs, k), dtype=torch.float32)
-    dbias = torch.empty_like(dweight) if center else None
+    parts = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
+    dweight, dbias = (x.new_empty(size, dtype=torch.float32) for size in (k, k if center else 0))
     block, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
-        dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k,
+        dn, x, weight, mean, rstd, residual, dx, parts, m, k,
         CENTER=center, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return dx, dweight.sum(0), dbias.sum(0) if dbias is not None else dweight.new_zeros(0)
+    launcher(_sum_kernel, (triton.cdiv(parts.shape[1], 32),))(
+        parts, dweight, dbias, programs, k, CENTER=center, ROWS=32, COLS=32
+    )
+    return dx, dweight, dbias
 
 
 @triton.jit
 def _backward_kernel(
-    dn, x, weight, mean, rstd, residual, dx, dweight, dbias, m, k,
+    dn, x, weight, mean, rstd, residual, dx, parts, m, k,
     CENTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
@@ -113,7 +117,22 @@ def _backward_kernel(
         if residual is not None:
             d += tl.load(residual + at, here, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
-    at = tl.program_id(0).to(tl.int64) * k + col
-    tl.store(dweight + at, dw, here)
+    part = parts + tl.program_id(0).to(tl.int64) * (2 * k if CENTER else k) + col
+    tl.store(part, dw, here)
     if CENTER:
-        tl.store(dbias + at, db, here)
+        tl.store(part + k, db, here)
+
+
+@triton.jit
+def _sum_kernel(parts, dweight, dbias, count, k, CENTER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    width = 2 * k if CENTER else k
+    row = tl.arange(0, ROWS)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, count, ROWS):
+        here = (start + row < count)[:, None] & (col < width)[None, :]
+        sums += tl.load(parts + (start + row)[:, None] * width + col[None, :], here, other=0.0)
+    total = tl.sum(sums, 0)
+    tl.store(dweight + col, total, col < k)
+    if CENTER:
+        tl.store(dbias + col - k, total, (col >= k) & (col < width))

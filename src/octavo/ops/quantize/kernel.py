@@ -6,7 +6,7 @@
     tensor          two passes, the first for the amax: 4 read, 1 written
 
 A relative floor under row scales needs the largest scale of all before the first byte: rows are cast as if there were
-none, and a second launch casts again those few that lie below it.
+none, and a second launch, each of whose programs looks over all scales, casts again those few that lie below it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.ops.kernels import power_of_two_above, row_tile
 from octavo.ops.lowering import launcher
 
 FLAT = 8192  # elements a program of the tensor-wide kernels
-FLOOR_ROWS = 64  # rows a program looks over for scales below the floor
+FLOOR_PROGRAMS = 256  # that look for rows below the floor, at most
 
 
 def quantize(x: Tensor, how: Cast, column_scale: Tensor | None, row_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,25 +83,27 @@ def _rows(
     constants = {"POWER_OF_TWO": how.power_of_two, "BLOCK": block, "num_warps": warps}
     if not how.relative_floor:
         launcher(_row_kernel, (triton.cdiv(m, rows),))(
-            x, data, scale, column_scale, row_scale, None, first, m, k,
-            FORMAT_MAX=how.fmt.max, E8M0=how.scale == "e8m0", ROWS=rows, **constants,
+            x, data, scale, column_scale, row_scale, first, m, k,
+            FORMAT_MAX=how.fmt.max, UNROUNDED=False, E8M0=how.scale == "e8m0", ROWS=rows, **constants,
         )  # fmt: skip
         return
-    largest, own = x.new_zeros(1, dtype=torch.int32), torch.empty_like(scale)
+    own = torch.empty_like(scale)
     launcher(_row_kernel, (triton.cdiv(m, rows),))(
-        x, data, own, column_scale, row_scale, largest, first, m, k,
-        FORMAT_MAX=how.fmt.max, E8M0=False, ROWS=rows, **constants,
+        x, data, own, column_scale, row_scale, first, m, k,
+        FORMAT_MAX=how.fmt.max, UNROUNDED=True, E8M0=False, ROWS=rows, **constants,
     )  # fmt: skip
-    launcher(_floor_kernel, (triton.cdiv(m, FLOOR_ROWS),))(
-        x, data, own, scale, column_scale, row_scale, largest, first, m, k,
-        FLOOR=how.relative_floor, ROWS=FLOOR_ROWS, **constants,
+    share = power_of_two_above(max(64, triton.cdiv(m, FLOOR_PROGRAMS)))
+    launcher(_floor_kernel, (triton.cdiv(m, share),))(
+        x, data, own, scale, column_scale, row_scale, first, m, k,
+        FLOOR=how.relative_floor, ROWS=share, **constants,
     )  # fmt: skip
 
 
 @triton.jit
 def _row_kernel(
-    x, data, scale, column_scale, row_scale, largest, first, m, k,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, data, scale, column_scale, row_scale, first, m, k,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -109,33 +111,41 @@ def _row_kernel(
     v = _load(x, column_scale, row_scale, row[:, None], col[None, :], row[:, None] < m, k)
     bits = amax_bits(v, 1)
     s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
-    if largest is not None:
-        unrounded = scale_from_amax(bits, FORMAT_MAX, False).to(tl.int32, bitcast=True)
-        tl.atomic_max(largest, tl.max(tl.where((bits < INFINITY_BITS) & (row < m), unrounded, 0), 0))
     at = (first + row)[:, None] * k + col[None, :]
     tl.store(data + at, (v * inverse(s)[:, None]).to(data.dtype.element_ty), here)
+    if UNROUNDED:
+        s = scale_from_amax(bits, FORMAT_MAX, False)
     store_scale(scale + first + row, s, row < m, E8M0)
 
 
 @triton.jit
 def _floor_kernel(
-    x, data, own, scale, column_scale, row_scale, largest, first, m, k,
+    x, data, own, scale, column_scale, row_scale, first, m, k,
     FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # Reads the rows' own scales from other memory than it writes to: the warps of a program do not wait for each other.
+    largest = tl.zeros((1024,), tl.float32)
+    for start in range(0, m, 1024):
+        at = start + tl.arange(0, 1024)
+        s = tl.load(own + first + at, at < m, other=0.0)
+        largest = tl.where(s > largest, s, largest)  # NaN is not
+    least = tl.max(largest, 0) * FLOOR
     begin = tl.program_id(0).to(tl.int64) * ROWS
     rows = begin + tl.arange(0, ROWS)
-    least = tl.load(largest).to(tl.float32, bitcast=True) * FLOOR
-    if POWER_OF_TWO:
-        least = ceil_power_of_two(least)
-    s = tl.load(own + first + rows, rows < m, other=float("inf"))
-    tl.store(scale + first + rows, tl.where(s < least, least, s), rows < m)  # NaN stays
+    least = _rounded(least, POWER_OF_TWO)
+    s = _rounded(tl.load(own + first + rows, rows < m, other=float("inf")), POWER_OF_TWO)
+    tl.store(scale + first + rows, tl.where(s < least, least, s), rows < m)
     if tl.min(s, 0) < least:
         col = tl.arange(0, BLOCK)
         for row in range(begin, tl.minimum(begin + ROWS, m)):
-            if tl.load(own + first + row) < least:
+            if _rounded(tl.load(own + first + row), POWER_OF_TWO) < least:
                 v = _load(x, column_scale, row_scale, row, col, True, k)
                 tl.store(data + (first + row) * k + col, (v * tl.div_rn(1.0, least)).to(data.dtype.element_ty), col < k)
+
+
+@triton.jit
+def _rounded(scale, POWER_OF_TWO: tl.constexpr):
+    return tl.where(scale == scale, ceil_power_of_two(scale), scale) if POWER_OF_TWO else scale
 
 
 @triton.jit
@@ -246,13 +256,13 @@ def quantize_transposed(x: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
     tile = power_of_two_above(size)
     cols = max(1, 8192 // tile)
     data = x.new_empty((k, m), dtype=how.fmt.dtype)
-    scale = _new_scale(x, (k, m), how)
-    launcher(_group_transposed_kernel, (triton.cdiv(k, cols), scale.shape[1]))(
+    scale = _new_scale(x, (k, m), how).view(-1, k)  # [M / group, K]: those of a program lie beside each other
+    launcher(_group_transposed_kernel, (triton.cdiv(k, cols), scale.shape[0]))(
         x, data, scale, m, k, size,
         FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
         TILE=tile, COLS=cols, num_warps=4,
     )  # fmt: skip
-    return data, _as_scale(scale)
+    return data, _as_scale(scale.t().contiguous())
 
 
 @triton.jit
@@ -268,4 +278,4 @@ def _group_transposed_kernel(
     s = scale_from_amax(amax_bits(v, 0), FORMAT_MAX, POWER_OF_TWO)
     q = (v * inverse(s)[None, :]).to(data.dtype.element_ty)
     tl.store(data + col[:, None] * m + row[None, :], tl.trans(q), tl.trans(here))
-    store_scale(scale + col * tl.num_programs(1) + tl.program_id(1), s, col < k, E8M0)
+    store_scale(scale + tl.program_id(1).to(tl.int64) * k + col, s, col < k, E8M0)
