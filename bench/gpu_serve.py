@@ -83,7 +83,7 @@ def check(wide: Any, packed: Any) -> dict[str, float]:
     fused = forward(packed, ids)
     found = {"fused against bf16": sqnr(exact, fused), "fused against layer by layer": sqnr(apart, fused)}
     found["layer by layer against bf16"] = sqnr(exact, apart)
-    assert min(found.values()) > 10, found
+    assert all(db > 10 for db in found.values()), found
     return found
 
 
@@ -105,7 +105,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     steps: dict[str, Step] = {name: partial(forward, model, ids) for name, model in models.items()}
     exact = steps[BASE]()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
-    assert min(quality.values()) > 10, quality
+    assert all(db > 10 for db in quality.values()), quality  # NaN is not
     steps[SERVE_GRAPH] = captured(steps[SERVE_OURS])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
     return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
@@ -121,11 +121,12 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
         compile_layers(model)
         steps[name] = captured(partial(forward, model, ids, CONTEXT - 1, kept))
     attention = packed.config._attn_implementation
-    steps[SERVE_CACHE] = captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
+    quantized = quantized_caches(packed, kept)  # the graph writes there, and keeps nothing alive
+    steps[SERVE_CACHE] = captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized))
     packed.set_attn_implementation(attention)  # as what is measured next has it
     exact = steps[BASE]().clone()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
-    assert min(quality.values()) > 10, quality
+    assert all(db > 10 for db in quality.values()), quality  # NaN is not
     times = interleaved(dict(steps), rounds=8, repeat=8, warmup=2)
     backend = " and ".join(sorted({runs(batch, n) for n, _ in SHAPES}))
     ms = {name: summary(t) for name, t in times.items()}

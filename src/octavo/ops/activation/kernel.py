@@ -33,7 +33,7 @@ def activation_quantize(u: Tensor, kind: str, how: Cast) -> tuple[Tensor, Tensor
     chunk = _chunk(f, 2 * LONGEST_CHUNK)
     launcher(_forward_kernel, (u.shape[0],))(
         u, data, scale, f, FORMAT_MAX=how.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
-        CHUNK=chunk, ONCE=chunk >= f, num_warps=max(8 if kind == "swiglu" else 4, chunk // 1024),
+        CHUNK=chunk, ONCE=chunk >= f, num_warps=max(8, chunk // 1024) if kind == "swiglu" else _warps(f, chunk),
     )  # fmt: skip
     return data, scale
 
@@ -55,11 +55,10 @@ def activation_backward(
     scale = u.new_empty((m, 1), dtype=torch.float32)
     wide = torch.empty_like(u) if keep else None
     chunk = _chunk(f, LONGEST_CHUNK)
-    alone = LONGEST_CHUNK // 2 < f <= LONGEST_CHUNK  # so many registers that no other program has room beside it
     launcher(_backward_kernel, (m,))(
         dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f,
         FORMAT_MAX=how.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=how.power_of_two,
-        CHUNK=chunk, ONCE=chunk >= f, num_warps=32 if alone else max(4, chunk // 1024),
+        CHUNK=chunk, ONCE=chunk >= f, num_warps=_warps(f, chunk),
     )  # fmt: skip
     return data, scale, h_data, wide if wide is not None else u.new_empty(0)
 
@@ -86,6 +85,11 @@ def _reciprocal(x):
         is_pure=True,
         pack=1,
     )
+
+
+def _warps(f: int, chunk: int) -> int:
+    alone = chunk // 2 < f <= chunk == LONGEST_CHUNK  # so many registers that no other program has room beside it
+    return 32 if alone else max(4, chunk // 1024)
 
 
 @triton.jit

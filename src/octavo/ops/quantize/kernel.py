@@ -34,6 +34,7 @@ from octavo.ops.kernels import power_of_two_above, row_tile
 from octavo.ops.lowering import launcher
 
 FLAT = 8192  # elements a program of the tensor-wide kernels
+TRANSPOSED_TILE, TRANSPOSED_WARPS = 8192, 4  # elements and warps of a program that transposes what it quantizes
 FLOOR_PROGRAMS = 256  # that look for rows below the floor, at most
 
 
@@ -254,15 +255,15 @@ def quantize_transposed(x: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
     size = how.granularity.cols
     assert size is not None
     tile = power_of_two_above(size)
-    cols = max(1, 8192 // tile)
+    cols = max(1, TRANSPOSED_TILE // tile)
     data = x.new_empty((k, m), dtype=how.fmt.dtype)
-    scale = _new_scale(x, (k, m), how).view(-1, k)  # [M / group, K]: those of a program lie beside each other
-    launcher(_group_transposed_kernel, (triton.cdiv(k, cols), scale.shape[0]))(
+    scale = _new_scale(x, (k, m), how)
+    launcher(_group_transposed_kernel, (triton.cdiv(k, cols), scale.shape[1]))(
         x, data, scale, m, k, size,
         FORMAT_MAX=how.fmt.max, POWER_OF_TWO=how.power_of_two, E8M0=how.scale == "e8m0",
-        TILE=tile, COLS=cols, num_warps=4,
+        TILE=tile, COLS=cols, num_warps=TRANSPOSED_WARPS,
     )  # fmt: skip
-    return data, _as_scale(scale.t().contiguous())
+    return data, _as_scale(scale)
 
 
 @triton.jit
@@ -278,4 +279,4 @@ def _group_transposed_kernel(
     s = scale_from_amax(amax_bits(v, 0), FORMAT_MAX, POWER_OF_TWO)
     q = (v * inverse(s)[None, :]).to(data.dtype.element_ty)
     tl.store(data + col[:, None] * m + row[None, :], tl.trans(q), tl.trans(here))
-    store_scale(scale + tl.program_id(1).to(tl.int64) * k + col, s, col < k, E8M0)
+    store_scale(scale + col * tl.num_programs(1) + tl.program_id(1), s, col < k, E8M0)
