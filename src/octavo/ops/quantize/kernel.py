@@ -34,7 +34,7 @@ from octavo.ops.kernels import power_of_two_above, row_tile
 from octavo.ops.lowering import launcher
 
 FLAT = 8192  # elements a program of the tensor-wide kernels
-TRANSPOSED_TILE, TRANSPOSED_WARPS = 8192, 4  # elements and warps of a program that transposes what it quantizes
+TRANSPOSED_TILE, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that transposes what it quantizes
 FLOOR_PROGRAMS = 256  # that look for rows below the floor, at most
 
 
