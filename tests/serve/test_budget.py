@@ -22,7 +22,7 @@ from octavo import serve
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.ops import quantize, scaled_mm
-from octavo.serve.budget import groups
+from octavo.serve.groups import groups
 from octavo.serve.prompts import open_tokenizer, read_prompts
 from octavo.serve.source import open_source
 from octavo.serve.switched import SwitchedModel
@@ -240,16 +240,6 @@ def test_what_is_no_budget(text: str) -> None:
 def test_what_is_a_budget() -> None:
     assert serve.Budget.parse("kl=0.01") == serve.Budget("kl", 0.01)
     assert serve.Budget.parse("ppl=0.5%") == serve.Budget.parse("ppl=0.005") == serve.Budget("ppl", 0.005)
-
-
-def test_groups() -> None:
-    assert groups([f"a.{name}" for name in NAMES]) == [
-        tuple(f"a.self_attn.{p}_proj" for p in "qkv"),
-        ("a.self_attn.o_proj",),
-        ("a.mlp.gate_proj", "a.mlp.up_proj"),
-        ("a.mlp.down_proj",),
-    ]
-    assert groups(["0.q_proj", "1.q_proj", "0.k_proj"]) == [("0.q_proj", "0.k_proj"), ("1.q_proj",)]
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from octavo import serve
 from octavo.artifact.scheme import SCHEMES
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError
-from octavo.serve.weight_scales import FUSED
+from octavo.serve.groups import TOGETHER
 
 WAYS = [(scheme, "compressed-tensors") for scheme in SCHEMES if scheme != "static"] + [("block", "fp8")]
 
@@ -99,12 +99,12 @@ def test_transformers_opens_what_we_pack(
 def test_several_schemes_in_one_model(sources: dict[str, Path], tmp_path: Path) -> None:
     report = serve.pack(
         sources["llama"], tmp_path / "out", scheme="block",
-        layers={"*.down_proj": "mx", "*.layers.0.*": "channel"}, skip=["*.layers.1.mlp.up_proj"],
+        layers={"*.down_proj": "mx", "*.layers.0.*": "channel"}, skip=["*.layers.1.mlp.*"],
     )  # fmt: skip
     assert report.packed["model.layers.0.mlp.down_proj"] == "mx"
     assert report.packed["model.layers.0.mlp.up_proj"] == "channel"
     assert report.packed["model.layers.1.self_attn.q_proj"] == "block"
-    assert "model.layers.1.mlp.up_proj" in report.skipped
+    assert {f"model.layers.1.mlp.{leaf}_proj" for leaf in ("gate", "up", "down")} <= report.skipped.keys()
     truth = outputs(open_theirs(sources["llama"], torch.float32))
     ours, theirs = outputs(serve.load(tmp_path / "out").model), outputs(open_theirs(tmp_path / "out"))
     assert distance(ours, truth) < 0.2
@@ -116,7 +116,7 @@ def test_a_scale_a_tensor_is_shared_by_what_consumers_fuse(sources: dict[str, Pa
     stored = load_file(tmp_path / "out" / "model.safetensors")
     plain = load_file(sources["mistral"] / "model.safetensors")
     for layer in range(2):
-        for block, group in zip(("self_attn", "mlp"), FUSED, strict=True):
+        for block, group in zip(("self_attn", "mlp"), TOGETHER[:2], strict=True):
             names = [f"model.layers.{layer}.{block}.{leaf}" for leaf in group]
             (scale,) = {float(stored[f"{name}.weight_scale"]) for name in names}
             amax = max(float(plain[f"{name}.weight"].abs().max()) for name in names)
@@ -263,6 +263,12 @@ def test_what_the_model_has_no_place_for_is_left_out(sources: dict[str, Path], t
         ({"skip": ["*.nothing"]}, "matches no linear layer"),
         ({"scheme": "static"}, "stores the scales of inputs: give --calibration"),
         ({"step": 3}, "is a model, not a run of octavo train"),
+        (
+            {"skip": ["*.1.*.k_proj"]},
+            "layers.1.self_attn: layers that consumers run as one GEMM need one scheme, they have q_proj channel, "
+            "k_proj BF16, v_proj channel: name all of them in --skip or --layer",
+        ),
+        ({"layers": {"*.gate_proj": "block"}}, "layers.0.mlp: .* they have gate_proj block, up_proj channel"),
     ],
 )
 def test_what_cannot_be_asked_for(sources: dict[str, Path], tmp_path: Path, how: dict[str, Any], message: str) -> None:
@@ -274,12 +280,11 @@ def test_what_cannot_be_asked_for(sources: dict[str, Path], tmp_path: Path, how:
 def test_sizes_that_a_scheme_cannot_have(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 2})).bfloat16().save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=r"k_proj: \[64, 128\] is no multiple of 128 x 128.*--layer .*k_proj=channel"):
+    message = r"k_proj: \[64, 128\] is no multiple of 128 x 128.*--layer .*q_proj=channel' --layer .*k_proj=channel"
+    with pytest.raises(ValueError, match=message):
         serve.pack(tmp_path / "source", tmp_path / "out", scheme="block")
-    report = serve.pack(
-        tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.k_proj": "channel", "*.v_proj": "channel"}
-    )
-    assert sorted(report.packed.values()) == ["block"] * 10 + ["channel"] * 4
+    report = serve.pack(tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.[qkv]_proj": "channel"})
+    assert sorted(report.packed.values()) == ["block"] * 8 + ["channel"] * 6
 
 
 def test_sources_that_cannot_be_packed(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ READERS = [
     ("llama", {"scheme": "channel"}, 0.0),
     ("mistral", {"scheme": "tensor"}, 0.0),
     ("qwen2", {"scheme": "block"}, 0.0),
-    ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.q_proj": "block"}}, None),
+    ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}, None),
     ("qwen2", {"scheme": "block", "layout": "fp8"}, None),
     ("opt", {"scheme": "channel"}, None),  # its MLP's inputs have no batch dimension
     ("opt", {"scheme": "mx"}, None),

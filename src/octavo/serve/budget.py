@@ -25,16 +25,15 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.folder import check_absent
+from octavo.serve.groups import groups
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
 from octavo.serve.quality import Estimate, LogitQuality, compare_logits, compare_many
 from octavo.serve.source import Source, open_source
 from octavo.serve.switched import SwitchedModel
-from octavo.serve.weight_scales import FUSED
 
 Progress = Callable[[str, int, int], None]
 MEASURES = {"kl": "KL, nats a token", "ppl": "perplexity, relative"}
-_TOGETHER = (*FUSED, ("query", "key", "value"))  # BERT's
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,6 @@ def pack_within(
         progress=_named(progress, "packing"), **settings,
     )  # fmt: skip
     return done, kept
-
-
-def groups(names: Sequence[str] | Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The layers `names` in groups that consumers run as one, in their order."""
-    found: dict[tuple[str, Sequence[str]], list[str]] = {}
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        together = next((leaves for leaves in _TOGETHER if leaf in leaves), (leaf,))
-        found.setdefault((parent, together), []).append(name)
-    return [tuple(layers) for layers in found.values()]
 
 
 def find_kept(

@@ -35,6 +35,7 @@ from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
 from octavo.serve.conv1d import describe_model
+from octavo.serve.groups import check_groups, groups
 from octavo.serve.source import Source, open_source
 from octavo.serve.static_scales import StaticScales, calibrated_scales, check_cache, trained_scales
 from octavo.serve.tensor_parallel import check_degrees
@@ -104,7 +105,8 @@ def pack(
         layers: other schemes for some, by globs of their names; the first that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
             block), autofp8 (static or tensor).
-        skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped.
+        skip: globs of layers to leave in BF16, beside output heads, routers and what the run skipped. As of `layers`,
+            all or none of those that consumers run as one (`octavo.serve.groups`).
         calibration: the folder that `octavo calibrate` made of this model, for `kv_cache` and the scheme static, where
             a run that was trained with `delayed` needs none.
         rule: what the scales from it are of: amax, percentile (99.99) or mse.
@@ -134,6 +136,7 @@ def pack(
     schemes = _choose(conversion.converted, scheme, layers or {})
     check_layout(layout, schemes.values(), check_cache(kv_cache))
     static, unscaled = _static_scales(opened, schemes, calibration, rule, kv_cache)
+    check_groups((row.name for row in conversion.rows), schemes)
     own = {} if static is None else static.weights
     plan = _Plan(opened, schemes, layout, static, WeightScales(opened, schemes, WeightRule(weights, pow2, share), own))
     plan.check_split(tensor_parallel)
@@ -278,7 +281,9 @@ class _Plan:
             n, k = spec.shape
             parts = len(self.linears[module])
             if reason := self.schemes[module].misfit(n // parts, k):
-                raise ValueError(f"{module}: {reason} (--layer '{module}=channel'), or leave it in BF16 (--skip)")
+                mates = next(group for group in groups(self.schemes) if module in group)
+                options = " ".join(f"--layer '{mate}=channel'" for mate in mates)
+                raise ValueError(f"{module}: {reason} ({options}), or leave it in BF16 (--skip)")
 
 
 def _describe(plan: _Plan, target: PackedFolder) -> None:

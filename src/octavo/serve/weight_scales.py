@@ -12,7 +12,7 @@ keeps its own unless sharing is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor
 from octavo.artifact.scheme import Scheme
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
+from octavo.serve.groups import groups
 from octavo.serve.least_squares import Found, cast_by, least_squares, least_squares_of_all
 from octavo.serve.source import Source
 
 WEIGHT_RULES = ("amax", "mse")
-# Layers that consumers run as one: a scale for each tensor must be one scale for all of them.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Recipes that scale a weight as a whole: a run of theirs packs each weight's own scale.
 _OWN_SCALES = ("tensorwise", "delayed")
 
@@ -131,17 +130,12 @@ class WeightScales:
         exact = cast_by(w, found.scale, cast)
         return replace(exact, scale=found.scale.to(q.scale.dtype))
 
-    def _groups(self) -> Iterator[list[str]]:
+    def _groups(self) -> list[tuple[str, ...]]:
         """The layers that consumers fuse and that have a scale for each tensor."""
         wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
-        for module in wholes:
-            parent, _, leaf = module.rpartition(".")
-            names = next((names for names in FUSED if leaf == names[0]), ())
-            mates = [f"{parent}.{mate}" for mate in names if f"{parent}.{mate}" in wholes]
-            if len(mates) > 1:
-                yield mates
+        return [mates for mates in groups(wholes) if len(mates) > 1]
 
-    def _one_scale(self, mates: list[str]) -> Tensor:
+    def _one_scale(self, mates: tuple[str, ...]) -> Tensor:
         cast = self.rule.cast(self.schemes[mates[0]])
         if all(mate in self.own for mate in mates):
             return torch.stack([self.own[mate] for mate in mates]).amax(0)
@@ -155,6 +149,6 @@ class WeightScales:
     def _weight(self, module: str) -> Tensor:
         return self.source.get(f"{module}.weight")
 
-    def _note(self, modules: list[str], found: Found) -> None:
+    def _note(self, modules: Sequence[str], found: Found) -> None:
         for module, before, after in zip(modules, found.before.tolist(), found.after.tolist(), strict=True):
             self.gains[module] = 0.0 if before == after else 10 * math.log10(before / after) if after else math.inf
