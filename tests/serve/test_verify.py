@@ -25,6 +25,7 @@ from octavo.serve.quality import EmbeddingQuality, LogitQuality
 from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify import Budget, Report, verify
 from octavo.serve.verify_bytes import Bytes, read_bytes
+from octavo.serve.verify_cache import cache_scales
 from octavo.serve.verify_check import check_folder
 from octavo.serve.verify_model import StreamedModel, required_by
 from octavo.serve.verify_reference import PackedLayers
@@ -296,6 +297,52 @@ def test_weights_are_widened_one_at_a_time(
         monkeypatch.setattr(cls, "get", counted)
     run(tmp_path / "out", models["llama"], models["text"])
     assert most == 1  # MODEL's and the packed one of the same layer
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "opt"])
+def test_keys_and_values_are_rounded_as_transformers_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    serve.calibrate(models[name], [str(models["text"])], tmp_path / "c", samples=8, context=64)
+    plain, cached = tmp_path / "plain", tmp_path / "cached"
+    serve.pack(models[name], plain)
+    serve.pack(models[name], cached, calibration=tmp_path / "c", kv_cache="fp8")
+    change_tensors(
+        cached, lambda t: t.update({key: 9 * s for key, s in t.items() if key.endswith(("k_scale", "v_scale"))})
+    )
+    before, after = (run(folder, models[name], models["text"]) for folder in (plain, cached))
+    assert not after.findings
+    assert "keys and values are rounded by the folder's scales, as its cache does" in after.remarks
+    theirs, ours = after.consumers[:2]
+    assert (theirs.outcome, ours.outcome) == ("agrees", "agrees")
+    assert theirs.distance is not None
+    if name != "opt":  # its MLP's inputs have no batch dimension
+        assert theirs.distance < 1e-5
+    assert isinstance(before.quality, LogitQuality)
+    assert isinstance(after.quality, LogitQuality)
+    assert before.quality.kl.value < after.quality.kl.value < 2
+
+
+def test_scales_of_keys_and_values_by_every_name(models: dict[str, Path], tmp_path: Path) -> None:
+    serve.calibrate(models["llama"], [str(models["text"])], tmp_path / "c", samples=8, context=64)
+    found = []
+    for layout in ("compressed-tensors", "modelopt", "autofp8"):
+        how = {"scheme": "static", "calibration": tmp_path / "c", "kv_cache": "fp8", "layout": layout}
+        serve.pack(models["llama"], tmp_path / layout, **how)
+        found.append(cache_scales(read_bytes(tmp_path / layout)))
+    assert list(found[0]) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    for other in found[1:]:
+        assert other == found[0]
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".k_scale")]:
+            tensors[f"{name.removesuffix('k_scale')}kv_scale"] = tensors.pop(name)
+            del tensors[f"{name.removesuffix('k_scale')}v_scale"]
+
+    change_tensors(tmp_path / "autofp8", rename)
+    assert {name: k for name, (k, v) in cache_scales(read_bytes(tmp_path / "autofp8")).items() if k == v} == {
+        name: k for name, (k, _) in found[0].items()
+    }
+    change_tensors(tmp_path / "autofp8", lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
+    assert cache_scales(read_bytes(tmp_path / "autofp8")) == {}
 
 
 def test_layouts_of_other_writers(models: dict[str, Path], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from octavo.serve.prompts import open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingQuality, LogitQuality, LogitSums, embedding_quality, pooled_cosine
 from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify_bytes import Bytes, Finding, read_bytes
+from octavo.serve.verify_cache import cache_scales, rounded_cache
 from octavo.serve.verify_check import Shape, check_folder, check_weights
 from octavo.serve.verify_consumers import Consumer, make_probe, try_consumers
 from octavo.serve.verify_forecast import Forecast, Sizes, forecast, measure_sizes
@@ -197,8 +198,11 @@ class _Work:
     told: Progress
     report: Report
 
-    def packed(self, compute: Linear, dtype: torch.dtype = torch.float32) -> StreamedModel:
-        return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype)
+    def packed(self, rounding: bool = True, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        compute = PackedLayers(self.read, self.layers, self.device, rounding)
+        scales = cache_scales(self.read) if rounding else {}
+        cache = partial(rounded_cache, scales) if scales else None
+        return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype, cache)
 
     def plain(self, compute: Linear) -> StreamedModel:
         return StreamedModel(self.model.folder, self.model.get_bf16, self.model.shapes, compute, self.device)
@@ -213,7 +217,7 @@ class _Work:
             raise ArtifactError(f"the tokenizer of {self.model.folder} gives the id {int(ids.max())}, {rows} are there")
 
         def run(rounding: bool, dtype: torch.dtype) -> Tensor:
-            return self.packed(self._layers(rounding), dtype)(ids)
+            return self.packed(rounding, dtype)(ids)
 
         asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, is_causal(skeleton.model), run)
         for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
@@ -224,8 +228,11 @@ class _Work:
 
     def quality(self) -> None:
         """Run BF16, packed and INT8 on the prompts, a batch at a time."""
-        watched = WatchedLayers(self.model.get_bf16, self._layers(), self.layers, self.device, not self.read.folded)
-        reference, packed = self.plain(watched), self.packed(self._layers())
+        layers = PackedLayers(self.read, self.layers, self.device)
+        watched = WatchedLayers(self.model.get_bf16, layers, self.layers, self.device, not self.read.folded)
+        reference, packed = self.plain(watched), self.packed()
+        if cache_scales(self.read):
+            self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
         causal = reference.causal
         sums, cosines = [LogitSums(), LogitSums()], [[], []]  # type: tuple[list[LogitSums], list[list[Tensor]]]
@@ -247,9 +254,6 @@ class _Work:
         ]
         self.report.quality, self.report.int8 = found_quality
         self.report.layers = [_with(layer, watched.sums.get(layer.name)) for layer in self.report.layers]
-
-    def _layers(self, rounding: bool = True) -> PackedLayers:
-        return PackedLayers(self.read, self.layers, self.device, rounding)
 
 
 def _with(layer: LayerReport, seen: LayerSums | None) -> LayerReport:

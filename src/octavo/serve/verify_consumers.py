@@ -9,8 +9,7 @@ is measured on the same prompts, as a distance |y - reference| / |reference|:
 A reader in float32 must be within 1.25 of the first (transformers' emulation gives 0), one in BF16 within 1.5 of the
 larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
 differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. The
-reference keeps keys and values as they are: where the folder stores scales of a KV cache, which transformers then uses,
-the wider tolerance holds.
+reference rounds keys and values where the folder stores scales of a KV cache, as transformers does then.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Probe:
 
     def tolerance(self, float32: bool) -> float:
         """How far a right reader may be from the reference."""
-        exact = float32 and not self.settings.get("kv_cache_scheme")
-        allowed = FLOAT32_FACTOR * self.unrounded if exact else BF16_FACTOR * max(self.unrounded, self.bf16)
+        allowed = FLOAT32_FACTOR * self.unrounded if float32 else BF16_FACTOR * max(self.unrounded, self.bf16)
         return min(allowed + LEAST, MOST)
 
     @property

@@ -44,6 +44,7 @@ class StreamedModel:
         stored: the names that there are.
         compute: what a linear layer does; it may be changed between runs.
         device, dtype: of everything else.
+        cache: makes the cache that a call keeps its keys and values in; None keeps none.
 
     Attributes:
         layers: the linear layers that `compute` runs.
@@ -61,10 +62,12 @@ class StreamedModel:
         compute: Linear,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        cache: Callable[[], Any] | None = None,
     ) -> None:
         model: Any = transformers_skeleton(folder).model.to(dtype)
         model.config.use_cache = False
         self.compute, self.device, self.causal = compute, torch.device(device), is_causal(model)
+        self._cache = cache
         self.layers: list[str] = []
         tied = _ties(model)
         for name, module in list(model.named_modules()):
@@ -80,12 +83,13 @@ class StreamedModel:
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits float32 [B, T, V] of ids int64 [B, T]; of an encoder the last hidden states [B, T, width]."""
-        return outputs(self._model, ids.to(self.device), self.causal)
+        kept = {} if self._cache is None else {"past_key_values": self._cache()}
+        return outputs(self._model, ids.to(self.device), self.causal, **kept)
 
 
-def outputs(model: Any, ids: Tensor, causal: bool) -> Tensor:
+def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
     """What a model is judged by, in float32: logits, or the last hidden states of what is no language model."""
-    result = model(ids) if causal else getattr(model, "base_model", model)(ids)
+    result = model(ids, **given) if causal else getattr(model, "base_model", model)(ids, **given)
     if isinstance(result, Tensor):
         return result.float()
     chosen: Tensor = result.logits if causal else result.last_hidden_state
