@@ -30,7 +30,7 @@ from octavo import serve
 from octavo.numerics.codec import cast
 from octavo.numerics.formats import E4M3
 from octavo.serve.prompts import open_tokenizer, read_prompts
-from octavo.serve.quality import Outputs, compare_many
+from octavo.serve.quality import LogitSums, Outputs, compare_many
 from octavo.train.config import Config
 from octavo.train.start import start
 
@@ -101,7 +101,7 @@ def measure(source: Path, root: Path) -> list[dict[str, Any]]:
         model = open_model(folder)
         scales = {name: found.sites[site].amax for name, site in found.layers.items()}
         candidates = {"none": run(model), **{name: quantized(model, name, scales) for name in CASTS}}
-        quality = compare_many(run(open_model(source)), candidates, batches)
+        quality = compare_many(run(open_model(source)), candidates, batches, LogitSums)
         assert quality["none"].kl.value < 1e-3, f"{source.name}, {fold}: not the same model"
         for name in candidates:
             kl, ppl = quality[name].kl, quality[name].perplexity_ratio

@@ -22,7 +22,7 @@ import octavo
 from octavo import serve
 from octavo.serve.cache import QuantizedKVCache, calibrated_scales
 from octavo.serve.prompts import open_tokenizer, read_prompts
-from octavo.serve.quality import Outputs, compare_many
+from octavo.serve.quality import LogitSums, Outputs, compare_many
 
 CHUNK, SAMPLES, CONTEXT, BATCH = 16, 64, 256, 8
 Cache = Callable[[Any, int], QuantizedKVCache]
@@ -40,7 +40,7 @@ def main() -> None:
         whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
         batches = [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
         ways = {name: in_chunks(packed, make) for name, make in caches.items()}
-        quality = compare_many(in_chunks(packed, cache("bf16", None)), ways, batches)
+        quality = compare_many(in_chunks(packed, cache("bf16", None)), ways, batches, LogitSums)
     rows = {name: found.to_dict() for name, found in quality.items()}
     for name, row in rows.items():
         print(name, row)

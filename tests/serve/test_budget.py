@@ -215,8 +215,12 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
     with pytest.raises(ValueError, match="a budget is measured: give --data"):
         serve.pack_within(model, tmp_path / "out", KL, [])
     bert = write_model(tmp_path / "bert", "bert")
-    with pytest.raises(ValueError, match="BertModel gives no logits for each token"):
+    with pytest.raises(
+        ValueError, match="kl and ppl are for language models, those of cosine for encoders.*an encoder"
+    ):
         serve.pack_within(bert, tmp_path / "out", KL, data, context=40, samples=6)
+    with pytest.raises(ValueError, match="llama is a language model"):
+        serve.pack_within(model, tmp_path / "out", serve.Budget("cosine", 0.99), data, context=40, samples=6)
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "a"}')
     with pytest.raises(ValueError, match="every prompt is one token long"):
@@ -231,13 +235,16 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
         serve.pack_within(model, tmp_path / "out", KL, data)
 
 
-@pytest.mark.parametrize("text", ["kl", "kl=", "kl=x", "kl=-1", "kl=nan", "kl=inf", "kl=1%", "loss=1", "ppl=%"])
+@pytest.mark.parametrize(
+    "text", ["kl", "kl=", "kl=x", "kl=-1", "kl=nan", "kl=inf", "kl=1%", "loss=1", "ppl=%", "cosine=1", "cosine=99%"]
+)
 def test_what_is_no_budget(text: str) -> None:
     with pytest.raises(ValueError, match=r"a budget reads kl=0.01 \(nats a token\) or ppl=0.5%"):
         serve.Budget.parse(text)
 
 
 def test_what_is_a_budget() -> None:
+    assert serve.Budget.parse("cosine=0.999") == serve.Budget("cosine", 0.999)
     assert serve.Budget.parse("kl=0.01") == serve.Budget("kl", 0.01)
     assert serve.Budget.parse("ppl=0.5%") == serve.Budget.parse("ppl=0.005") == serve.Budget("ppl", 0.005)
 

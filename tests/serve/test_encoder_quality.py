@@ -1,5 +1,6 @@
 """A pretrained sentence encoder (all-MiniLM-L6-v2), packed: how far its embeddings move."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from octavo import serve
+from octavo.serve.quality import EmbeddingQuality
 
 MLPS = ("*.intermediate.dense", "encoder.layer.?.output.dense")
 
@@ -62,3 +64,18 @@ def test_embeddings_keep_their_direction(
     cosines = F.cosine_similarity(found, exact)
     assert cosines.min() > least
     assert cosines.mean() < 0.99999  # something was rounded
+
+
+def test_a_budget_of_cosine_is_held(folder: Path, exact: Tensor, tmp_path: Path) -> None:
+    """Measured by other paragraphs than it was asked for: they are as far off, within what twelve of them say."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in paragraphs(48)[12:]))
+    budget = serve.Budget.parse("cosine=0.999")
+    report, kept = serve.pack_within(folder, tmp_path / "packed", budget, [str(rows)], samples=16, context=256)
+    assert isinstance(kept.quality, EmbeddingQuality)
+    assert isinstance(kept.all_packed, EmbeddingQuality)
+    assert kept.all_packed.cosine.value < 0.999 <= kept.quality.cosine.value
+    assert 0 < len(report.packed) < 37
+    assert len(report.packed) + len(kept.skip) == 37
+    found = embed(serve.load(tmp_path / "packed").model, folder)
+    assert F.cosine_similarity(found, exact).mean() > 0.9985

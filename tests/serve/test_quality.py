@@ -54,7 +54,7 @@ def test_logits_against_scipy(batches: list[Tensor]) -> None:
 
 
 def test_a_model_against_itself(batches: list[Tensor]) -> None:
-    found = quality.compare_many(REFERENCE, {"same": REFERENCE, "other": candidate}, batches)
+    found = quality.compare_many(REFERENCE, {"same": REFERENCE, "other": candidate}, batches, quality.LogitSums)
     same = found["same"]
     assert same.kl == quality.Estimate(0, 0, 0)
     assert same.top1 == quality.Estimate(1, 1, 1)

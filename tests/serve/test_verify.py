@@ -225,8 +225,17 @@ def test_budgets(models: dict[str, Path], tmp_path: Path) -> None:
     assert run(tmp_path / "out", models["llama"], models["text"], budget=Budget(kl=1, perplexity=1)).ok
     with pytest.raises(ValueError, match="a budget is judged on prompts: give --data"):
         verify(tmp_path / "out", models["llama"], budget=Budget(kl=1))
-    with pytest.raises(ValueError, match="which an encoder does not have"):
+    with pytest.raises(
+        ValueError, match="budgets of KL and perplexity are for language models, those of cosine for encoders"
+    ):
         run(tmp_path / "out", models["bert"], models["text"], budget=Budget(kl=1))
+    with pytest.raises(ValueError, match="those of cosine for encoders"):
+        run(tmp_path / "out", models["llama"], models["text"], budget=Budget(cosine=0.9))
+    serve.pack(models["bert"], tmp_path / "bert")
+    assert run(tmp_path / "bert", models["bert"], models["text"], budget=Budget(cosine=0.9)).ok
+    (finding,) = run(tmp_path / "bert", models["bert"], models["text"], budget=Budget(cosine=0.99999999)).findings
+    assert (finding.kind, finding.where) == ("budget", "cosine")
+    assert "1 was the least allowed" in str(finding)
 
 
 def test_without_data(models: dict[str, Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def print_budget(console: Console, found: serve.Kept) -> None:
 
 def _table(found: serve.Kept) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("layers", "kl alone", "MB saved", "stays in"):
+    for column in ("layers", found.harm.replace("_", " "), "MB saved", "stays in"):
         table.add_column(column, justify="left" if column in ("layers", "stays in") else "right", overflow="fold")
     shown = max(_ROWS, found.kept + 2)
     for i, group in enumerate(found.ranking[:shown]):

@@ -31,6 +31,9 @@ def verify(
     ] = None,
     budget_kl: Annotated[float | None, typer.Option(help="The most nats of KL a token, such as 0.01.")] = None,
     budget_ppl: Annotated[str | None, typer.Option(help="The most that perplexity may rise, such as 0.5%.")] = None,
+    budget_cosine: Annotated[
+        float | None, typer.Option(help="Of an encoder: the least mean cosine of its embeddings, such as 0.999.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Prompts to take.")] = 64,
     context: Annotated[int, typer.Option(help="Tokens of a prompt, at most.")] = 512,
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
@@ -52,7 +55,7 @@ def verify(
       octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
     """
     console = Console()
-    budget = Budget(budget_kl, None if budget_ppl is None else _part(budget_ppl))
+    budget = Budget(budget_kl, None if budget_ppl is None else _part(budget_ppl), budget_cosine)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("reading model and prompts", total=None)

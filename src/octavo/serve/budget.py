@@ -1,6 +1,6 @@
 """Which layers stay in BF16 so that a packed model is as good as was asked for: by measurement, not by rule.
 
-    harm(g)  = KL of the model with the group g alone packed, from the model in BF16
+    harm(g)  = KL of the model with the group g alone packed, from the model in BF16; of an encoder 1 - cosine
     ranking  = groups by harm(g) / bytes saved(g), the worst first
     kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget
 
@@ -28,50 +28,61 @@ from octavo.artifact.folder import check_absent
 from octavo.serve.groups import groups
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
-from octavo.serve.quality import Estimate, LogitQuality, compare_logits, compare_many
+from octavo.serve.quality import EmbeddingSums, Estimate, LogitQuality, LogitSums, Quality, compare_many
 from octavo.serve.source import Source, open_source
-from octavo.serve.switched import SwitchedModel
+from octavo.serve.switched import SwitchedModel, gives_logits
 
 Progress = Callable[[str, int, int], None]
-MEASURES = {"kl": "KL, nats a token", "ppl": "perplexity, relative"}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What packing may cost: `measure` is kl (nats a token, at most `limit`) or ppl (perplexity, at most so much worse,
-    relative)."""
+    """What packing may cost: `measure` is kl (nats a token, at most `limit`), ppl (perplexity, at most so much worse,
+    relative), or of an encoder cosine (of mean-pooled last hidden states, in the mean at least `limit`)."""
 
     measure: str
     limit: float
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """kl=0.01, ppl=0.005 or ppl=0.5%; a ValueError for anything else."""
+        """kl=0.01, ppl=0.005 or ppl=0.5%, cosine=0.999; a ValueError for anything else."""
         measure, _, limit = text.partition("=")
         try:
             value = float(limit.removesuffix("%")) / (100 if limit.endswith("%") else 1)
         except ValueError:
             value = math.nan
-        if measure not in MEASURES or not 0 <= value < math.inf or (measure == "kl" and "%" in limit):
-            raise ValueError(f"a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), got {text!r}")
+        most = {"kl": math.inf, "ppl": math.inf, "cosine": 1}.get(measure, 0)
+        if not 0 <= value < most or ("%" in limit and measure != "ppl"):
+            raise ValueError(
+                "a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), and for an encoder "
+                f"cosine=0.999, got {text!r}"
+            )
         return cls(measure, value)
 
-    def estimate(self, quality: LogitQuality) -> Estimate:
+    @property
+    def of_logits(self) -> bool:
+        """Whether it is for language models; else it is for encoders."""
+        return self.measure != "cosine"
+
+    def estimate(self, quality: Quality) -> Estimate:
         """The measured value."""
+        if not isinstance(quality, LogitQuality):
+            return quality.cosine
         return quality.kl if self.measure == "kl" else quality.perplexity_ratio
 
-    def holds(self, quality: LogitQuality) -> bool:
+    def holds(self, quality: Quality) -> bool:
         """Whether it is within the limit."""
-        return self.estimate(quality).value <= self.limit
+        value = self.estimate(quality).value
+        return value <= self.limit if self.of_logits else value >= self.limit
 
     def show(self, value: float) -> str:
         """For a message."""
-        return f"kl={value:.4g}" if self.measure == "kl" else f"ppl={value:.3%}"
+        return f"ppl={value:.3%}" if self.measure == "ppl" else f"{self.measure}={value:.{4 if self.of_logits else 6}g}"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are packed together; `harm` is the KL with them alone packed, `saved` bytes."""
+    """Layers that are packed together; `harm` is the KL (the cosine lost) with them alone packed, `saved` bytes."""
 
     layers: tuple[str, ...]
     harm: float
@@ -100,14 +111,19 @@ class Kept:
     budget: Budget
     ranking: Sequence[Group]
     kept: int
-    quality: LogitQuality
-    all_packed: LogitQuality
+    quality: Quality
+    all_packed: Quality
     data: Mapping[str, object]
 
     @property
     def skip(self) -> list[str]:
         """The layers that stay in BF16."""
         return [layer for group in self.ranking[: self.kept] for layer in group.layers]
+
+    @property
+    def harm(self) -> str:
+        """What the harm of a group is called."""
+        return "kl_alone" if self.budget.of_logits else "cosine_lost_alone"
 
     def to_dict(self) -> dict[str, object]:
         """For octavo.json."""
@@ -118,7 +134,7 @@ class Kept:
             "with_all_packed": self.budget.estimate(self.all_packed).value,
             "quality": self.quality.to_dict(),
             "kept_in_bf16": [list(group.layers) for group in self.ranking[: self.kept]],
-            "groups": [{"layers": list(g.layers), "kl_alone": g.harm, "bytes_saved": g.saved} for g in self.ranking],
+            "groups": [{"layers": list(g.layers), self.harm: g.harm, "bytes_saved": g.saved} for g in self.ranking],
             "data": dict(self.data),
         }
 
@@ -159,6 +175,11 @@ def pack_within(
     shutil.rmtree(trial, ignore_errors=True)
     try:
         opened = open_source(source, step)
+        if budget.of_logits != gives_logits(opened):
+            raise ValueError(
+                f"budgets of kl and ppl are for language models, those of cosine for encoders: {source} is "
+                f"{'a language model' if gives_logits(opened) else 'an encoder'}"
+            )
         prompts, batches = _read(opened, data, samples, context, batch, seed)
         report = pack(source, trial, skip=skip, step=step, progress=_named(progress, "packing"), **settings)
         model = SwitchedModel(opened, trial, report.packed, device)
@@ -192,12 +213,12 @@ def find_kept(
         ValueError: it cannot be held; the message says what is reached.
     """
     ranking = _rank(model, layers, batches, progress)
-    measured: dict[int, LogitQuality] = {}
+    measured: dict[int, Quality] = {}
 
-    def measure(kept: int) -> LogitQuality:
+    def measure(kept: int) -> Quality:
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
-            measured[kept] = compare_logits(model.with_packed(()), model.with_packed(packed), batches)
+            measured[kept] = _compare(model, {"": model.with_packed(packed)}, batches)[""]
             if progress is not None:
                 progress("measuring the whole", len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)))
         return measured[kept]
@@ -225,18 +246,31 @@ def _rank(
     def counted(names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
         run = model.with_packed(names)
 
-        def logits(ids: Tensor) -> Tensor:
+        def outputs(ids: Tensor) -> Tensor:
             nonlocal seen
             seen += 1
             if progress is not None:
                 progress("measuring each group", seen, len(layers) * len(batches))
             return run(ids)
 
-        return logits
+        return outputs
 
-    alone = compare_many(model.with_packed(()), {g[0]: counted(g) for g in layers}, batches)
-    ranked = [Group(g, alone[g[0]].kl.value, sum(model.saved[layer] for layer in g)) for g in layers]
+    alone = _compare(model, {g[0]: counted(g) for g in layers}, batches)
+    ranked = [Group(g, _harm(alone[g[0]]), sum(model.saved[layer] for layer in g)) for g in layers]
     return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
+
+
+def _compare(
+    model: SwitchedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
+) -> Mapping[str, Quality]:
+    plain = model.with_packed(())
+    if model.causal:
+        return compare_many(plain, candidates, batches, LogitSums)
+    return compare_many(plain, candidates, batches, EmbeddingSums)
+
+
+def _harm(quality: Quality) -> float:
+    return quality.kl.value if isinstance(quality, LogitQuality) else 1 - quality.cosine.value
 
 
 def _read(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,6 +79,18 @@ class EmbeddingQuality:
         return asdict(self)
 
 
+Quality = LogitQuality | EmbeddingQuality
+Found_co = TypeVar("Found_co", LogitQuality, EmbeddingQuality, covariant=True)
+
+
+class Sums(Protocol[Found_co]):
+    """What is gathered of a candidate, batch by batch."""
+
+    def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None: ...
+
+    def quality(self) -> Found_co: ...
+
+
 class LogitSums:
     """What `LogitQuality` is computed from, gathered batch by batch, for a caller who has the logits at hand."""
 
@@ -117,47 +130,51 @@ class LogitSums:
         )
 
 
+class EmbeddingSums:
+    """What `EmbeddingQuality` is computed from, as `LogitSums` is for `LogitQuality`."""
+
+    def __init__(self) -> None:
+        self._cosines: list[float] = []
+        self._tokens = 0
+
+    def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
+        """Take in a batch: ids int64 [B, T], last hidden states of the two [B, T, width]."""
+        a, b = (hidden.double().mean(1) for hidden in (reference, candidate.to(reference.device)))
+        self._cosines += torch.nn.functional.cosine_similarity(a, b, dim=-1).tolist()
+        self._tokens += ids.numel()
+
+    def quality(self) -> EmbeddingQuality:
+        """Of all that was added; a ValueError where that is nothing."""
+        if not self._cosines:
+            raise ValueError("no batch of prompts was given: nothing can be said of the quality")
+        count = len(self._cosines)
+        return EmbeddingQuality(ratio(self._cosines, [1.0] * count), min(self._cosines), count, self._tokens)
+
+
 def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:
     """A language model against another on batches of prompts, each ids int64 [B, T], T >= 2, without padding."""
-    return compare_many(reference, {"": candidate}, batches)[""]
+    return compare_many(reference, {"": candidate}, batches, LogitSums)[""]
+
+
+def compare_embeddings(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> EmbeddingQuality:
+    """An encoder against another on batches of prompts, each ids int64 [B, T], without padding."""
+    return compare_many(reference, {"": candidate}, batches, EmbeddingSums)[""]
 
 
 @torch.inference_mode()
 def compare_many(
-    reference: Outputs, candidates: Mapping[str, Outputs], batches: Iterable[Tensor]
-) -> dict[str, LogitQuality]:
-    """`compare_logits` of several candidates, for which the reference is run once."""
-    sums = {name: LogitSums() for name in candidates}
+    reference: Outputs,
+    candidates: Mapping[str, Outputs],
+    batches: Iterable[Tensor],
+    gather: Callable[[], Sums[Found_co]],
+) -> dict[str, Found_co]:
+    """Several candidates, for which the reference is run once; `gather` is `LogitSums` or `EmbeddingSums`."""
+    sums = {name: gather() for name in candidates}
     for ids in batches:
         truth = reference(ids)
         for name, candidate in candidates.items():
             sums[name].add(ids, truth, candidate(ids))
     return {name: gathered.quality() for name, gathered in sums.items()}
-
-
-@torch.inference_mode()
-def compare_embeddings(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> EmbeddingQuality:
-    """An encoder against another on batches of prompts, each ids int64 [B, T], without padding."""
-    cosines: list[Tensor] = []
-    tokens = 0
-    for ids in batches:
-        cosines.append(pooled_cosine(reference(ids), candidate(ids)))
-        tokens += ids.numel()
-    return embedding_quality(cosines, tokens)
-
-
-def pooled_cosine(reference: Tensor, candidate: Tensor) -> Tensor:
-    """Cosine, float64 [B], of the means over tokens of hidden states [B, T, width]."""
-    a, b = (hidden.double().mean(1) for hidden in (reference, candidate.to(reference.device)))
-    return torch.nn.functional.cosine_similarity(a, b, dim=-1).cpu()
-
-
-def embedding_quality(cosines: Sequence[Tensor], tokens: int) -> EmbeddingQuality:
-    """Of the cosines of all prompts; a ValueError where there is none."""
-    if not cosines:
-        raise ValueError("no batch of prompts was given: nothing can be said of the quality")
-    every = torch.cat(list(cosines)).tolist()
-    return EmbeddingQuality(ratio(every, [1.0] * len(every)), min(every), len(every), tokens)
 
 
 def sqnr(signal: float, noise: float) -> float:

@@ -19,6 +19,7 @@ from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.skeleton import fill_model
 from octavo.serve.source import Source
+from octavo.serve.verify_model import is_causal, outputs
 
 
 class SwitchedModel:
@@ -26,9 +27,10 @@ class SwitchedModel:
 
     Attributes:
         saved: the bytes that packing each layer saves, by its name.
+        causal: whether it is a language model, which has logits of the next token.
 
     Raises:
-        ArtifactError: a tensor is damaged, or the model has no head that gives logits.
+        ArtifactError: a tensor is damaged, or the model gives nothing to measure.
     """
 
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
@@ -37,6 +39,7 @@ class SwitchedModel:
         packing, specs = tensors.packing, tensors.reader.specs
         in_model = source.skeleton.in_model(_tensors(tensors))
         self._model = _fill(source)
+        self.causal = gives_logits(source)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
         for name in names:
@@ -57,19 +60,27 @@ class SwitchedModel:
         return int(embedding.num_embeddings)
 
     def with_packed(self, names: Collection[str]) -> Callable[[Tensor], Tensor]:
-        """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V]."""
+        """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V], or of an
+        encoder the last hidden states [B, T, width]."""
 
-        def logits(ids: Tensor) -> Tensor:
+        def run(ids: Tensor) -> Tensor:
             for name, forms in self._forms.items():
                 parent, _, leaf = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, forms[name in names])
-            out = self._model(ids.to(self._device))
-            found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-            if found is None or found.shape[:-1] != ids.shape:
-                raise ArtifactError(f"{type(self._model).__name__} gives no logits for each token: nothing to measure")
+            found = outputs(self._model, ids.to(self._device), self.causal)
+            if found.shape[:-1] != ids.shape:
+                raise ArtifactError(
+                    f"{type(self._model).__name__} gives {list(found.shape)} for {list(ids.shape)} tokens: nothing to "
+                    "measure"
+                )
             return found
 
-        return logits
+        return run
+
+
+def gives_logits(source: Source) -> bool:
+    """Whether it is a language model: of ours, or of transformers and not an encoder."""
+    return source.skeleton.config is not None or is_causal(source.skeleton.model)
 
 
 def _tensors(packed: PackedTensors) -> dict[str, Tensor]:

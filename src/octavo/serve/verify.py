@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.prompts import open_tokenizer, read_prompts
-from octavo.serve.quality import EmbeddingQuality, LogitQuality, LogitSums, embedding_quality, pooled_cosine
+from octavo.serve.quality import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, Quality
 from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify_bytes import Bytes, Finding, read_bytes
 from octavo.serve.verify_cache import cache_scales, rounded_cache
@@ -36,7 +36,6 @@ from octavo.serve.verify_reference import LayerSums, PackedLayers, WatchedLayers
 from octavo.serve.verify_words import Words
 
 Progress = Callable[[str, int, int], None]
-Quality = LogitQuality | EmbeddingQuality
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that packing may cost: nats of KL a token, and the part by which perplexity may rise; None: anything."""
+    """The most that packing may cost: nats of KL a token, the part by which perplexity may rise, and of an encoder the
+    least that the mean cosine may be; None: anything."""
 
     kl: float | None = None
     perplexity: float | None = None
+    cosine: float | None = None
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether something is asked that a language model alone has."""
+        return self.kl is not None or self.perplexity is not None
 
 
 def verify(
@@ -120,19 +126,19 @@ def verify(
     Raises:
         FileNotFoundError, ArtifactError, ImportError: of MODEL, which must be whole.
         PromptError: the data.
-        ValueError: a setting; a budget without data, or one of perplexity for an encoder.
+        ValueError: a setting; a budget without data, or one that is not for this kind of model.
     """
     budget = Budget() if budget is None else budget
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, and torch sees no CUDA GPU here: take cpu")
-    if not data and (budget.kl is not None or budget.perplexity is not None):
+    if not data and budget != Budget():
         raise ValueError("a budget is judged on prompts: give --data")
     told = progress or (lambda stage, done, of: None)
     model = Against(against)
-    if (budget.kl is not None or budget.perplexity is not None) and not model.causal:
-        raise ValueError("budgets are of KL and perplexity, which an encoder does not have: verify it without")
+    if budget.cosine is not None if model.causal else budget.of_logits:
+        raise ValueError("budgets of KL and perplexity are for language models, those of cosine for encoders")
     prompts = _read(model, data, samples, context, batch, seed)
     report = Report(packed, against)
     read = read_bytes(packed)
@@ -234,25 +240,16 @@ class _Work:
         if cache_scales(self.read):
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
-        causal = reference.causal
-        sums, cosines = [LogitSums(), LogitSums()], [[], []]  # type: tuple[list[LogitSums], list[list[Tensor]]]
+        sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in range(2)]
         for done, ids in enumerate(self.prompts):
             self.told("running prompts", done, len(self.prompts))
             reference.compute = watched
             truth = reference(ids)
             found = packed(ids)
             reference.compute = baseline
-            for candidate, gathered, pooled in zip((found, reference(ids)), sums, cosines, strict=True):
-                if causal:
-                    gathered.add(ids, truth, candidate)
-                else:
-                    pooled.append(pooled_cosine(truth, candidate))
-        tokens = sum(ids.numel() for ids in self.prompts)
-        found_quality: list[Quality] = [
-            gathered.quality() if causal else embedding_quality(pooled, tokens)
-            for gathered, pooled in zip(sums, cosines, strict=True)
-        ]
-        self.report.quality, self.report.int8 = found_quality
+            for candidate, gathered in zip((found, reference(ids)), sums, strict=True):
+                gathered.add(ids, truth, candidate)
+        self.report.quality, self.report.int8 = (gathered.quality() for gathered in sums)
         self.report.layers = [_with(layer, watched.sums.get(layer.name)) for layer in self.report.layers]
 
 
@@ -275,10 +272,14 @@ def said_of(consumer: Consumer) -> str:
 
 
 def over_budget(quality: Quality | None, budget: Budget) -> list[Finding]:
-    """A finding for each budget that was exceeded, of a language model."""
+    """A finding for each budget that was exceeded."""
+    findings: list[Finding] = []
+    if isinstance(quality, EmbeddingQuality):
+        found, least = quality.cosine.value, budget.cosine
+        if least is not None and not found >= least:
+            findings.append(Finding("budget", "cosine", f"{found:.5f} in the mean, {least:g} was the least allowed"))
     if not isinstance(quality, LogitQuality):
-        return []
-    findings = []
+        return findings
     kl, ppl = quality.kl.value, quality.perplexity_ratio.value
     if budget.kl is not None and not kl <= budget.kl:
         findings.append(Finding("budget", "kl", f"{kl:.4g} nats a token, {budget.kl:g} were allowed"))
