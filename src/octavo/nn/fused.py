@@ -125,7 +125,7 @@ class _NormLinear(torch.autograd.Function):
         dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
-        norm_gradients = _norm_gradients(dgamma, dbeta, gamma, beta)
+        norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
         return None, None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.layers.split(dw, dy)
 
 
@@ -238,7 +238,7 @@ class _MLP(torch.autograd.Function):
             return *[None] * 7, dn.to(ctx.x_dtype).view(ctx.shape), None, None, None, *gradients
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
-        norm_gradients = _norm_gradients(dgamma, dbeta, gamma, beta)
+        norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
         return *[None] * 7, dx, dx if ctx.has_residual else None, *norm_gradients, *gradients
 
 
@@ -259,7 +259,3 @@ def _rows(x: Any) -> Any:
     # Within the functions: x and the residual get one tensor as their gradient, and autograd must see that it is one,
     # or a leaf would add to the other's.
     return None if x is None else x.reshape(-1, x.shape[-1])
-
-
-def _norm_gradients(dgamma: Tensor, dbeta: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return dgamma.to(gamma.dtype), None if beta is None else dbeta.to(beta.dtype)

@@ -69,7 +69,7 @@ def norm_backward(
         center: as in `norm_quantize`.
 
     Returns:
-        dx [M, K] in x's dtype, dweight [K] and dbias [K] in float32 (dbias empty unless `center`).
+        dx [M, K] in x's dtype, dweight [K] and dbias [K] in weight's, summed in float32 (dbias empty unless `center`).
 
     Raises:
         ValueError: for another shape or dtype.
@@ -156,5 +156,5 @@ def _(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_backward(dn, x, weight, mean, rstd, residual)
-    dweight = x.new_empty(x.shape[1], dtype=torch.float32)
-    return x.new_empty(x.shape), dweight, x.new_empty(x.shape[1] if center else 0, dtype=torch.float32)
+    dweight = weight.new_empty(x.shape[1])
+    return x.new_empty(x.shape), dweight, weight.new_empty(x.shape[1] if center else 0)

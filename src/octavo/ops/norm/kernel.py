@@ -77,7 +77,7 @@ def norm_backward(
     dx = torch.empty_like(x)
     programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
     parts = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
-    dweight, dbias = (x.new_empty(size, dtype=torch.float32) for size in (k, k if center else 0))
+    dweight, dbias = (weight.new_empty(size) for size in (k, k if center else 0))
     block, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
         dn, x, weight, mean, rstd, residual, dx, parts, m, k,
@@ -133,6 +133,6 @@ def _sum_kernel(parts, dweight, dbias, count, k, CENTER: tl.constexpr, ROWS: tl.
         here = (start + row < count)[:, None] & (col < width)[None, :]
         sums += tl.load(parts + (start + row)[:, None] * width + col[None, :], here, other=0.0)
     total = tl.sum(sums, 0)
-    tl.store(dweight + col, total, col < k)
+    tl.store(dweight + col, total.to(dweight.dtype.element_ty), col < k)
     if CENTER:
-        tl.store(dbias + col - k, total, (col >= k) & (col < width))
+        tl.store(dbias + col - k, total.to(dbias.dtype.element_ty), (col >= k) & (col < width))

@@ -45,7 +45,7 @@ def _row_sum(x: Tensor) -> Tensor:
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (plus `residual`, the gradient that came to the sum directly), weight and bias (float32)."""
+    """Gradients of x (plus `residual`, the gradient that came to the sum directly), weight and bias."""
     dn = dn.float()
     unit = (x.float() - mean) * rstd
     dunit = dn * weight.float()
@@ -55,4 +55,5 @@ def norm_backward(
     dx = dx * rstd
     if residual is not None:
         dx = dx + residual.float()
-    return dx.to(x.dtype), (dn * unit).sum(0), dn.sum(0) if center else dn.new_zeros(0)
+    dbias = dn.sum(0) if center else dn.new_zeros(0)
+    return dx.to(x.dtype), (dn * unit).sum(0).to(weight.dtype), dbias.to(weight.dtype)
