@@ -94,7 +94,7 @@ def _warps(f: int, chunk: int) -> int:
 
 @triton.jit
 def _exp2(x):
-    """2^x, and 0 where that is subnormal: as torch.exp2 has it on this device, elsewhere."""
+    """2^x: the bits of torch.exp2 on this device, but 0 where that is subnormal."""
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 

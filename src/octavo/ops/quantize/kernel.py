@@ -114,7 +114,7 @@ def _row_kernel(
     s = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     at = (first + row)[:, None] * k + col[None, :]
     tl.store(data + at, (v * inverse(s)[:, None]).to(data.dtype.element_ty), here)
-    if UNROUNDED:
+    if UNROUNDED:  # for the floor, which is of the largest scale before that is rounded
         s = scale_from_amax(bits, FORMAT_MAX, False)
     store_scale(scale + first + row, s, row < m, E8M0)
 
