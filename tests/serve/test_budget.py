@@ -118,6 +118,20 @@ def test_the_record(tmp_path: Path, model: Path, data: list[str]) -> None:
     assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
 
 
+def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) -> None:
+    """But for no group by itself: they are as far off whichever layers are packed."""
+    source = write_model(tmp_path / "llama", "llama")
+    serve.calibrate(source, data, tmp_path / "c", samples=8, context=40)
+    loose = serve.Budget("kl", 9)
+    how: dict[str, Any] = {"context": 40, "samples": 10}
+    _, plain = serve.pack_within(source, tmp_path / "plain", loose, data, **how)
+    _, cached = serve.pack_within(
+        source, tmp_path / "cached", loose, data, calibration=tmp_path / "c", kv_cache="fp8", **how
+    )
+    assert cached.quality.kl.value > 1.02 * plain.quality.kl.value
+    assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
+
+
 def test_a_budget_that_holds_at_once_keeps_nothing(tmp_path: Path, model: Path, data: list[str]) -> None:
     report, kept = serve.pack_within(model, tmp_path / "out", serve.Budget.parse("kl=9"), data, context=40, samples=10)
     assert kept.skip == []

@@ -2,7 +2,8 @@
 
     harm(g)  = KL of the model with the group g alone packed, from the model in BF16; of an encoder 1 - cosine
     ranking  = groups by harm(g) / bytes saved(g), the worst first
-    kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget
+    kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget,
+               its keys and values rounded where the folder has scales for them
 
 A group is what consumers run as one GEMM (q, k, v; gate, up), or one layer; it is packed or it is not. Groups are
 measured alone since errors of independent roundings add up in the square and KL is quadratic in the error: harms nearly
@@ -218,7 +219,7 @@ def find_kept(
     def measure(kept: int) -> Quality:
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
-            measured[kept] = _compare(model, {"": model.with_packed(packed)}, batches)[""]
+            measured[kept] = _compare(model, {"": model.with_packed(packed, cache=True)}, batches)[""]
             if progress is not None:
                 progress("measuring the whole", len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)))
         return measured[kept]

@@ -19,6 +19,7 @@ from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.skeleton import fill_model
 from octavo.serve.source import Source
+from octavo.serve.verify_cache import rounded_cache
 from octavo.serve.verify_model import is_causal, outputs
 
 
@@ -42,6 +43,7 @@ class SwitchedModel:
         self.causal = gives_logits(source)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
+        self._kv_scales = tensors.kv_scales
         for name in names:
             linear: Any = self._model.get_submodule(name)
             layer = PackedLinear(linear, packing.schemes[on_disk[name][0]], len(on_disk[name]))
@@ -59,15 +61,18 @@ class SwitchedModel:
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embedding
         return int(embedding.num_embeddings)
 
-    def with_packed(self, names: Collection[str]) -> Callable[[Tensor], Tensor]:
+    def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
         """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V], or of an
-        encoder the last hidden states [B, T, width]."""
+        encoder the last hidden states [B, T, width]. With `cache` keys and values are rounded where the folder has
+        scales for them."""
+        scales = self._kv_scales if cache else {}
 
         def run(ids: Tensor) -> Tensor:
             for name, forms in self._forms.items():
                 parent, _, leaf = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, forms[name in names])
-            found = outputs(self._model, ids.to(self._device), self.causal)
+            kept = {"past_key_values": rounded_cache(scales)} if scales else {}
+            found = outputs(self._model, ids.to(self._device), self.causal, **kept)
             if found.shape[:-1] != ids.shape:
                 raise ArtifactError(
                     f"{type(self._model).__name__} gives {list(found.shape)} for {list(ids.shape)} tokens: nothing to "
