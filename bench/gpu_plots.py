@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
-OWNERS = {"ours": BLUE, "torchao": ORANGE, "bf16": GREY}
+OWNERS = {"ours": BLUE, "torchao": ORANGE, "Transformer Engine": PINK, "bf16": GREY}
 MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}
 STYLE = {
     "svg.hashsalt": "octavo",
@@ -57,12 +57,13 @@ def stack(result: Result) -> Any:
     rows = result["modes"][::-1]  # the first on top
     figure = Figure(figsize=(8, 0.3 * len(rows) + 1.1), layout="constrained")
     axes = figure.subplots()
-    colors = [OWNERS[owner(row["mode"])] for row in rows]
+    owners = [owner(row["mode"]) for row in rows]
+    colors = [OWNERS[name] for name in owners]
     axes.barh([row["mode"] for row in rows], [row["median"] for row in rows], color=colors, height=0.7)
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
         ink = "black" if color == ORANGE else "white"
         axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
-    marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items()]
+    marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items() if name in owners]
     for label, ms, line in (
         (BASE, gpu_aims.medians(result).get(BASE), "-"),
         ("floor", result["floors"]["cast"]["total"], "--"),

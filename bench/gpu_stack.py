@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import record
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpu_ceilings import F_, KV, LAYERS, K, T
 from gpu_timing import interleaved, own_code, sqnr, summary
+from gpu_transformer_engine import RECIPES, transformer_engine
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -76,6 +78,18 @@ class Plain(nn.Module):
         return x
 
 
+class Engine(Plain):
+    """`Plain`, once its blocks are Transformer Engine's."""
+
+    autocast: Callable[[], AbstractContextManager[None]]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        with self.autocast():
+            for block in self.layers:
+                x = block(x, cos, sin)
+        return x
+
+
 def ours(model: nn.Module, recipe: str) -> None:
     octavo.convert(model, recipe)
 
@@ -101,7 +115,9 @@ MODES: dict[str, Mode] = {
     "torchao: tensorwise, compile": (Plain, torchao, "tensorwise", True),
     "torchao: rowwise_with_gw_hp, compile": (Plain, torchao, "rowwise_with_gw_hp", True),
     "torchao: rowwise, compile": (Plain, torchao, "rowwise", True),
+    **{f"Transformer Engine: {how}, compile": (Engine, transformer_engine, how, True) for how in RECIPES},
 }
+NEEDS = {"torchao": "torchao", "Transformer Engine": "transformer-engine"}  # packages of the modes that begin so
 BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
 PROFILED = (BASE, HEAD, "ours plain: rowwise, compile")
 
@@ -119,7 +135,7 @@ class Runner:
                 nn.init.normal_(p, std=0.02)
         if convert is not None:
             convert(self.model, recipe)
-        self.delayed = recipe == "delayed"
+        self.delayed = convert is ours and recipe == "delayed"
         self.model.__class__ = own_code(cls)
         self.call = torch.compile(self.model) if compiled else self.model
         generator = torch.Generator("cuda").manual_seed(1)
@@ -207,7 +223,7 @@ def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[
 
 def main() -> None:
     quick = "--quick" in sys.argv
-    modes = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
+    modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
     runners, peaks = build(modes)
     checks = check(runners)
     steps: dict[str, Callable[[], None]] = {name: runner.step for name, runner in runners.items()}

@@ -26,7 +26,7 @@ def facts() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "octavo": __version__,
         "torch": torch.__version__,
-        **{name: installed(name) for name in ("triton", "torchao") if gpu and installed(name)},
+        **{name: installed(name) for name in ("triton", "torchao", "transformer-engine") if gpu and installed(name)},
         "python": platform.python_version(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),

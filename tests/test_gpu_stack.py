@@ -1,0 +1,122 @@
+"""The modes of bench/gpu_stack.py that no machine of ours has: Transformer Engine's, with a stand-in in its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import gpu_stack
+from gpu_plots import OWNERS, owner
+from gpu_transformer_engine import RECIPES, transformer_engine
+
+from octavo.models.llama import LlamaConfig, rope_tables
+
+WIDTH, KV, MLP, TOKENS = 256, 128, 384, 16
+
+
+class LayerNormLinear(nn.Linear):
+    """As Transformer Engine's: the weight of the norm beside the layer's."""
+
+    def __init__(
+        self, k: int, n: int, *, eps: float, normalization: str, params_dtype: torch.dtype, **how: Any
+    ) -> None:
+        super().__init__(k, n, dtype=params_dtype, **how)
+        assert normalization == "RMSNorm"
+        self.eps, self.layer_norm_weight = eps, nn.Parameter(torch.zeros(k, dtype=params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps))
+
+
+class Linear(nn.Linear):
+    def __init__(self, k: int, n: int, *, params_dtype: torch.dtype, **how: Any) -> None:
+        super().__init__(k, n, dtype=params_dtype, **how)
+
+
+class LayerNormMLP(nn.Module):
+    """As Transformer Engine's: the first half of what the first layer gives is the gate."""
+
+    def __init__(
+        self, k: int, f: int, *, activation: str, eps: float, normalization: str, bias: bool,
+        params_dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert (activation, normalization, bias) == ("swiglu", "RMSNorm", False)
+        self.eps = eps
+        for name, shape in (("layer_norm_weight", (k,)), ("fc1_weight", (2 * f, k)), ("fc2_weight", (k, f))):
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=params_dtype, device=device)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps), self.fc1_weight).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.fc2_weight)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The recipes that were entered, with the stand-in installed."""
+    found: list[object] = []
+
+    @contextmanager
+    def autocast(*, enabled: bool, recipe: object) -> Iterator[None]:
+        assert enabled
+        found.append(recipe)
+        yield
+
+    engine, recipes = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.common.recipe")
+    parts = (LayerNormLinear, Linear, LayerNormMLP, autocast)
+    engine.__dict__.update({part.__name__: part for part in parts})
+    recipes.__dict__.update({name: type(name, (), {}) for name in RECIPES.values()})
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
+    for name, size in (("K", WIDTH), ("KV", KV), ("F_", MLP)):
+        monkeypatch.setattr(gpu_stack, name, size)
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_blocks_of_transformer_engine_compute_what_the_plain_ones_do(entered: list[object], recipe: str) -> None:
+    torch.manual_seed(0)
+    model = gpu_stack.Engine()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1, mean=float(p.ndim == 1))
+    config = LlamaConfig(
+        vocabulary=8, layers=1, width=WIDTH, heads=2, kv_heads=1, mlp_width=MLP, context=TOKENS, rope_theta=1e4
+    )
+    x, tables = torch.randn(1, TOKENS, WIDTH), rope_tables(config, 0, TOKENS, torch.device("cpu"))
+    required = gpu_stack.Plain.forward(model, x, *tables)
+    transformer_engine(model, recipe)
+    found = model(x, *tables)
+    torch.testing.assert_close(found, required)
+    assert [type(how).__name__ for how in entered] == [RECIPES[recipe]]
+    assert not any(isinstance(block, gpu_stack.PlainBlock) for block in model.layers)
+
+
+def test_every_mode_has_a_colour() -> None:
+    assert {owner(mode) for mode in gpu_stack.MODES} == set(OWNERS)
+
+
+def test_modes_need_what_they_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def build(names: list[str]) -> Any:
+        asked.append(names)
+        raise InterruptedError
+
+    monkeypatch.setattr(gpu_stack, "build", build)
+    for there in ((), ("torchao",), ("torchao", "transformer-engine")):
+        monkeypatch.setattr(gpu_stack.record, "installed", lambda name, there=there: "1.0" if name in there else "")
+        with pytest.raises(InterruptedError):
+            gpu_stack.main()
+    counts = [len(names) for names in asked]
+    assert counts == [len(gpu_stack.MODES) - 6, len(gpu_stack.MODES) - 3, len(gpu_stack.MODES)]
