@@ -42,10 +42,10 @@ def main() -> None:
     for k in (4096, 14336, 28672):
         for kernel in kernels(k):
             check(kernel)
-            ms, copy = replayed(kernel.run), copy_ms(int(kernel.elements * kernel.bytes))
-            rows.append(
-                {"kernel": kernel.name, "shape": [T, k], "us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
-            )
+            moved = int(kernel.elements * kernel.bytes)
+            ms, copy = replayed(kernel.run), copy_ms(moved)
+            times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
+            rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
             print(f"{kernel.name:34} {T} x {k:<6} {1e3 * ms:8.1f} us  {copy / ms:6.1%} of copy", flush=True)
     print(record.write("gpu_kernels", {"kernels": rows}))
 
