@@ -60,6 +60,17 @@ def test_bias_is_added_before_the_one_rounding():
     assert y.item() == 1 + 2.0**-7
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_residual_is_added_to_what_was_rounded(dtype):
+    a, b = operands("row", 33, 48, 80)
+    bias, residual = torch.randn(80), torch.randn(80, 33).to(dtype).t()
+    found = scaled_mm(a, b, bias=bias, residual=residual, out_dtype=dtype)
+    assert torch.equal(found, scaled_mm(a, b, bias=bias, out_dtype=dtype) + residual)
+    for other in (residual.half(), residual[:1]):
+        with pytest.raises(ValueError, match=rf"residual must be {dtype} \[33, 80\], got"):
+            scaled_mm(a, b, residual=other, out_dtype=dtype)
+
+
 def test_bf16_is_the_default_and_fast_accumulation_is_exact_here():
     a, b = operands("row", 17, 130, 33)
     y = scaled_mm(a, b)
@@ -119,8 +130,8 @@ def test_operands_are_left_alone():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_opcheck(pair, with_bias):
     a, b = operands(pair, 3, 64, 5)
-    bias = torch.ones(5) if with_bias else None
-    args = (a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, bias, torch.bfloat16, False, "emulated")
+    more = (torch.ones(5), torch.ones(3, 5).bfloat16()) if with_bias else (None, None)
+    args = (a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, *more, torch.bfloat16, False, "emulated")
     torch.library.opcheck(torch.ops.octavo.scaled_mm.default, args, test_utils=OPCHECKS)
 
 

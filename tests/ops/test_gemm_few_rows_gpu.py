@@ -26,11 +26,13 @@ SIZES = [(16, 16), (80, 48), (129, 515), (1031, 77), (4096, 64), (14336, 4096), 
 PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
 
 
-def product(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=()) -> torch.Tensor:
+def product(
+    a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None
+) -> torch.Tensor:
     kernel = kernels_of("gemm")
     poison()
     how = kernel.Tiling(*tiling) if tiling else None
-    return kernel.scaled_mm(a.data, a.scale, b.data, b.scale, bias, dtype, fast, how)
+    return kernel.scaled_mm(a.data, a.scale, b.data, b.scale, bias, dtype, fast, how, residual)
 
 
 def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, fast=True) -> None:
@@ -51,6 +53,16 @@ def test_worst_row(pair, size, m):
         check(y, a, b, fast=fast)
         for _ in range(3):
             assert torch.equal(product(gpu_a, gpu_b, fast=fast), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 515), (5, 4096, 515), (1, 14336, 4096), (16, 80, 48), (3, 0, 7)])
+def test_a_residual_is_added_as_after_it(m, k, n, dtype):
+    """By whole rows, by tiles, cut up, short, and with nothing to add up."""
+    a, b = (on_gpu(t) for t in operands("row", m, k, n))
+    bias, residual = (torch.randn(shape, device="cuda").to(dtype) for shape in ((n,), (m, n)))
+    found = product(a, b, bias, dtype, residual=residual)
+    assert torch.equal(found, product(a, b, bias, dtype) + residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

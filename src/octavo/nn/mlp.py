@@ -59,6 +59,11 @@ class SwiGLU(nn.Module):
         y, total = self._run(x, norm, residual)
         return y if norm is None else (y, total)
 
+    def added(self, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
+        """x + residual + y [..., width]: what a decoder layer hands on."""
+        y, total = self._run(x, norm, residual)
+        return total + y
+
     def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         linears, known = self._converted(), None if norm is None else norm_of(norm)
         if linears is None or x.numel() == 0 or (norm is not None and known is None):

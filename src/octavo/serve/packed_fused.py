@@ -44,18 +44,37 @@ class PackedMLP(SwiGLU):
 
     stack: PackedStack
 
+    def added(self, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
+        """As `SwiGLU.added`; the last GEMM adds."""
+        found = self._hidden(x, norm, residual)
+        if found is None or found[0].dtype != compute_dtype(x):
+            return super().added(x, norm, residual)
+        total, h_q = found
+        return self._last(h_q, x, _rows(total))
+
     def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        outer = self.outer
-        known = norm is None or norm_of(norm) is not None
-        if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(outer):
+        found = self._hidden(x, norm, residual)
+        if found is None:
             return super()._run(x, norm, residual)
-        assert isinstance(outer, PackedLinear)
-        dtype, shape = compute_dtype(x), x.shape
+        total, h_q = found
+        return self._last(h_q, x), total
+
+    def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
+        """x + residual, and what the last layer reads [T, F]; None where that cannot be."""
+        known = norm is None or norm_of(norm) is not None
+        if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(self.outer):
+            return None
         total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if norm is None else _normed(x, residual, norm)
-        u = self.stack(n_q, dtype)  # [T,K] @ [2F,K]^T
-        h_q = activation_quantize(u, self.activation, CHANNEL.inputs)
+        u = self.stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
+        return total, activation_quantize(u, self.activation, CHANNEL.inputs)
+
+    def _last(self, h_q: QTensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
+        outer = self.outer
+        assert isinstance(outer, PackedLinear)
         w_q = outer.scheme.packed_weight(outer.weight, outer.weight_scale)
-        return outer.product(h_q, w_q, dtype).view(*shape[:-1], -1), total  # [T,F] @ [K,F]^T
+        y = outer.product(h_q, w_q, compute_dtype(x), residual)  # [T,F] @ [K,F]^T
+        return y.view(*x.shape[:-1], -1)
 
 
 def fuse(model: nn.Module) -> None:

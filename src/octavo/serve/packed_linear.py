@@ -83,9 +83,11 @@ class PackedLinear(PackedModule):
         x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
         return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
-    def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype) -> Tensor:
-        """y [T, N] of an input [T, K] that is quantized, and the weight."""
-        return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
+    def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """y [T, N] of an input [T, K] that is quantized, and the weight; plus a residual [T, N]."""
+        return scaled_mm(
+            x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
+        )  # [T,K] @ [N,K]^T
 
     def merge_scales(self) -> None:
         """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale."""

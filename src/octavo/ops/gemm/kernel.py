@@ -1,6 +1,6 @@
 """The scaled GEMM of few rows, as Triton kernels: its time is that of reading b [N, K], once.
 
-    y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias
+    y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
 
 One row of a, not too long: a program multiplies whole rows of b with it in float32 registers, and adds up at the end.
 Else the tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where
@@ -44,31 +44,34 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     tiling: Tiling | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """As the door's, for scales by tensor or by row, and few rows of a; `tiling`: None chooses one."""
+    """As the door's, for scales by tensor or by row, few rows of a and a contiguous residual; `tiling`: None chooses
+    one."""
     (m, k), n = a.shape, b.shape[0]
     a, b, scale_a, scale_b = (t.contiguous() for t in (a, b, scale_a, scale_b))
     y = a.new_empty((m, n), dtype=out_dtype)
     if y.numel() == 0 or k == 0:
-        return y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+        return y if residual is None else y + residual
     steps = {"STEP_A": int(scale_a.shape[0] > 1), "STEP_B": int(scale_b.shape[0] > 1)}
     tiling = tiling or choose(m, n, k, a.device)
     tile = {"ROWS": tiling.rows, "TERMS": tiling.terms, "STAGES": tiling.stages, "num_warps": tiling.warps}
     tiles = triton.cdiv(n, tiling.rows)
     if _by_rows(m, k):
-        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, y, n, K=k, **steps, **tile)
+        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **steps, **tile)
         return y
     blocks = triton.cdiv(triton.cdiv(k, tiling.terms), tiling.splits)  # of a part
     splits = triton.cdiv(k, blocks * tiling.terms)
     parts = y.new_empty((splits, m, n), dtype=torch.float32) if splits > 1 else None
     promote = 0 if fast_accumulation else min(128, tiling.terms)  # terms; 0: never
     launcher(_tile_kernel, (tiles, splits))(
-        a, b, scale_a, scale_b, bias, y, parts, m, n,
+        a, b, scale_a, scale_b, bias, residual, y, parts, m, n,
         K=k, PART=blocks * tiling.terms, COLUMNS=max(16, power_of_two_above(m)), PROMOTE=promote, **steps, **tile,
     )  # fmt: skip
     if parts is not None:
         launcher(_combine_kernel, (triton.cdiv(n, COMBINED), m))(
-            parts, scale_a, scale_b, bias, y, m, n, SPLITS=splits, BLOCK=COMBINED, **steps, num_warps=4
+            parts, scale_a, scale_b, bias, residual, y, m, n, SPLITS=splits, BLOCK=COMBINED, **steps, num_warps=4
         )
     return y
 
@@ -100,7 +103,7 @@ def _terms(k: int, most: int) -> int:
 
 @triton.jit
 def _row_kernel(
-    a, b, scale_a, scale_b, bias, y, n,
+    a, b, scale_a, scale_b, bias, residual, y, n,
     K: tl.constexpr, STEP_A: tl.constexpr, STEP_B: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -118,12 +121,12 @@ def _row_kernel(
             v = tl.load(begin[:, None] + (k + term)[None, :], here[None, :], other=0.0)
         sums += v.to(tl.float32) * u.to(tl.float32)[None, :]
     total = tl.sum(sums, 1) * tl.load(scale_a)
-    _store(total, 0, row, y, scale_b, bias, n, STEP_B)
+    _store(total, 0, row, y, scale_b, bias, residual, n, STEP_B)
 
 
 @triton.jit
 def _tile_kernel(
-    a, b, scale_a, scale_b, bias, y, parts, m, n,
+    a, b, scale_a, scale_b, bias, residual, y, parts, m, n,
     K: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, PROMOTE: tl.constexpr,
     STEP_A: tl.constexpr, STEP_B: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -148,12 +151,12 @@ def _tile_kernel(
         tl.store(parts + at, sums, here[None, :])
     else:
         sums *= tl.load(scale_a + token * STEP_A, here, other=0.0)[None, :]
-        _store(sums, token[None, :], row[:, None], y, scale_b, bias, n, STEP_B, here[None, :])
+        _store(sums, token[None, :], row[:, None], y, scale_b, bias, residual, n, STEP_B, here[None, :])
 
 
 @triton.jit
 def _combine_kernel(
-    parts, scale_a, scale_b, bias, y, m, n,
+    parts, scale_a, scale_b, bias, residual, y, m, n,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, STEP_A: tl.constexpr, STEP_B: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
@@ -161,13 +164,16 @@ def _combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLITS):
         total += tl.load(parts + (part * m + token).to(tl.int64) * n + column)
-    _store(total * tl.load(scale_a + token * STEP_A), token, column, y, scale_b, bias, n, STEP_B)
+    _store(total * tl.load(scale_a + token * STEP_A), token, column, y, scale_b, bias, residual, n, STEP_B)
 
 
 @triton.jit
-def _store(total, token, column, y, scale_b, bias, n, STEP_B: tl.constexpr, here=True):
+def _store(total, token, column, y, scale_b, bias, residual, n, STEP_B: tl.constexpr, here=None):
     """Store sums, scaled by s_a already, to y[token, column]. Programs write a last column several times, the same."""
     total *= tl.load(scale_b + column * STEP_B)
     if bias is not None:
         total += tl.load(bias + column).to(tl.float32)
-    tl.store(y + token * n + column, total.to(y.dtype.element_ty), here)
+    at = token * n + column
+    if residual is not None:
+        total = total.to(y.dtype.element_ty).to(tl.float32) + tl.load(residual + at, here).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), here)
