@@ -244,6 +244,8 @@ def test_a_residual_needs_a_norm() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="a residual needs a norm: pass both, or add it to x"):
                 block.mlp(tokens(3), residual=tokens(3))
+            with pytest.raises(ValueError, match="a residual needs a norm"):
+                block.mlp(tokens(3), added=True)
             octavo.convert(block)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fused_oracle import sqnr
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import octavo
+from octavo.nn import SwiGLU
 
 SIZES = {
     "vocab_size": 99,
@@ -161,6 +163,22 @@ def test_checkpointed_layers_give_the_same_gradients():
     found = gradients(model)
     for key, gradient in required.items():
         assert torch.equal(found[key], gradient), key
+
+
+def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
+    """What wraps a part of a fused layer is called, and not the part behind its back."""
+    model = make("llama").train()
+    octavo.convert(model, "rowwise")
+    required, runs = gradients(model), []
+    run = SwiGLU._run
+    monkeypatch.setattr(SwiGLU, "_run", lambda *given: runs.append(1) or run(*given))
+    for layer in model.model.layers:
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+    found = gradients(model)
+    assert len(runs) == 2 * 2
+    for key, gradient in required.items():
+        parts = key.split(".mlp.")
+        assert torch.equal(found[".mlp._checkpoint_wrapped_module.".join(parts)], gradient), key
 
 
 def test_weights_are_cast_once():

@@ -52,15 +52,19 @@ class SwiGLU(nn.Module):
         gate, up = u
         return F.silu(gate) * up
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Any:
-        """y [..., width] of x [..., width]; with a norm, y and x + residual (x itself where there is none)."""
-        if residual is not None and norm is None:
+    def forward(
+        self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, *, added: bool = False
+    ) -> Any:
+        """y [..., width] of x [..., width]; with a norm, y and x + residual (x itself where there is none), or their
+        sum where they shall be `added`."""
+        if norm is None and (residual is not None or added):
             raise ValueError("a residual needs a norm: pass both, or add it to x")
+        if added:
+            return self._sum(x, norm, residual)
         y, total = self._run(x, norm, residual)
         return y if norm is None else (y, total)
 
-    def added(self, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
-        """x + residual + y [..., width]: what a decoder layer hands on."""
+    def _sum(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
         y, total = self._run(x, norm, residual)
         return total + y
 

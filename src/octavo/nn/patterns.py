@@ -75,4 +75,4 @@ class DecoderLayer(nn.Module):
         # Attention keeps v as it is for its backward pass: a view would keep all of the stacked q, k, v.
         branches = Branches(hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = self.self_attn(hidden_states=branches, **kwargs)
-        return self.mlp.added(hidden_states, self.post_attention_layernorm, attention)
+        return self.mlp(hidden_states, self.post_attention_layernorm, attention, added=True)

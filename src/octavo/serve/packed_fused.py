@@ -44,13 +44,12 @@ class PackedMLP(SwiGLU):
 
     stack: PackedStack
 
-    def added(self, x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
-        """As `SwiGLU.added`; the last GEMM adds."""
+    def _sum(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
         found = self._hidden(x, norm, residual)
         if found is None or found[0].dtype != compute_dtype(x):
-            return super().added(x, norm, residual)
+            return super()._sum(x, norm, residual)
         total, h_q = found
-        return self._last(h_q, x, _rows(total))
+        return self._last(h_q, x, _rows(total))  # the GEMM adds
 
     def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
