@@ -20,7 +20,7 @@ import record
 import torch
 import torch.nn.functional as F
 from gpu_kernels import copy_ms
-from gpu_timing import interleaved, replayed, sqnr, summary
+from gpu_timing import Captured, interleaved, replayed, sqnr, summary
 from torch import Tensor
 
 from octavo.artifact.scheme import CHANNEL
@@ -233,20 +233,10 @@ def fill() -> dict[str, list[LayerKVCache]]:
     return caches
 
 
-def capture(
-    model: Model, token: Tensor, caches: list[LayerKVCache], attend: Callable[..., Tensor]
-) -> Callable[[], None]:
+def capture(model: Model, token: Tensor, caches: list[LayerKVCache], attend: Callable[..., Tensor]) -> Captured:
     """A step as a CUDA graph, which chooses the likeliest tokens as the next ones."""
     token = token.clone()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model.step(token, caches, attend)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        token.copy_(model.step(token, caches, attend).argmax(1))
-    return graph.replay
+    return Captured(lambda: token.copy_(model.step(token, caches, attend).argmax(1)))
 
 
 if __name__ == "__main__":

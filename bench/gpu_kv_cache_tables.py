@@ -30,7 +30,7 @@ def steps(decode: Result) -> list[str]:
     sizes = ", ".join(f"{kind} {size / 1e9:.1f} GB" for kind, size in decode["bytes"].items())
     words = (
         f"Whole steps of {decode['layers']} layers of Llama-3-8B's shape, batch {decode['batch']}, a context of "
-        f"{decode['context']:,} tokens, BF16 weights, each step a CUDA graph. The caches: {sizes}. Decibels of the "
+        f"{decode['context']:,} tokens, FP8 weights, each step a CUDA graph. The caches: {sizes}. Decibels of the "
         "logits are against a BF16 cache, ours; keys and values are random."
     )
     head = "| mode | ms | quartiles | tokens a second | speed of a BF16 cache, ours | dB |"

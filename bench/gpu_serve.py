@@ -30,7 +30,7 @@ from gpu_serve_models import (
     held,
     quantized_caches,
 )
-from gpu_timing import interleaved, replayed, sqnr, summary
+from gpu_timing import Captured, interleaved, replayed, sqnr, summary
 from torch import Tensor
 
 from octavo.numerics import ROW, Cast
@@ -106,7 +106,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     exact = steps[BASE]()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not
-    steps[SERVE_GRAPH] = captured(steps[SERVE_OURS])
+    steps[SERVE_GRAPH] = Captured(steps[SERVE_OURS])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
     return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
 
@@ -119,10 +119,9 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     for name, model in ((BASE, wide), (SERVE_OURS, packed)):
         compile_layers(model)
-        steps[name] = captured(partial(forward, model, ids, CONTEXT - 1, kept))
+        steps[name] = Captured(partial(forward, model, ids, CONTEXT - 1, kept))
     attention = packed.config._attn_implementation
-    quantized = quantized_caches(packed, kept)  # the graph writes there, and keeps nothing alive
-    steps[SERVE_CACHE] = captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized))
+    steps[SERVE_CACHE] = Captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
     packed.set_attn_implementation(attention)  # as what is measured next has it
     exact = steps[BASE]().clone()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
@@ -131,25 +130,6 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     backend = " and ".join(sorted({runs(batch, n) for n, _ in SHAPES}))
     ms = {name: summary(t) for name, t in times.items()}
     return {"batch": batch, "context": CONTEXT, "gemm": backend, "sqnr": quality, "ms": ms}
-
-
-def captured(step: Step) -> Step:
-    """The step as one CUDA graph; what it returns is overwritten by the next call."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return found
-
-    return replay
 
 
 # --- The GEMM alone --------------------------------------------------------------------------------------------

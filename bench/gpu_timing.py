@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 Step = Callable[[], Any]
 
 
-def interleaved(steps: dict[str, Step], *, rounds: int, repeat: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: int = 3) -> dict[str, list[float]]:
     """Milliseconds a step of each variant, one entry a round."""
     for step in steps.values():
         for _ in range(warmup):
@@ -50,6 +50,28 @@ def once(step: Step, repeat: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / repeat
+
+
+class Captured:
+    """A step as one CUDA graph, after a few calls as they are; what it returns is overwritten by the next call.
+
+    It holds the step, whose memory the graph reads and writes and does not keep.
+    """
+
+    def __init__(self, step: Step) -> None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.step, self.graph = step, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.found = step()
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.found
 
 
 def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:

@@ -31,7 +31,8 @@ from octavo.serve.pack import PackReport, pack
 from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingSums, Estimate, LogitQuality, LogitSums, Quality, compare_many
 from octavo.serve.source import Source, open_source
-from octavo.serve.switched import SwitchedModel, gives_logits
+from octavo.serve.switched import SwitchedModel
+from octavo.serve.verify_model import gives_logits
 
 Progress = Callable[[str, int, int], None]
 

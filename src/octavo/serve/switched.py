@@ -20,7 +20,7 @@ from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.skeleton import fill_model
 from octavo.serve.source import Source
 from octavo.serve.verify_cache import rounded_cache
-from octavo.serve.verify_model import is_causal, outputs
+from octavo.serve.verify_model import gives_logits, outputs
 
 
 class SwitchedModel:
@@ -81,11 +81,6 @@ class SwitchedModel:
             return found
 
         return run
-
-
-def gives_logits(source: Source) -> bool:
-    """Whether it is a language model: of ours, or of transformers and not an encoder."""
-    return source.skeleton.config is not None or is_causal(source.skeleton.model)
 
 
 def _tensors(packed: PackedTensors) -> dict[str, Tensor]:

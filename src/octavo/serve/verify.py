@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -204,10 +204,14 @@ class _Work:
     told: Progress
     report: Report
 
+    @cached_property
+    def kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of the folder's cache of keys and values, if it has them all."""
+        return cache_scales(self.read)
+
     def packed(self, rounding: bool = True, dtype: torch.dtype = torch.float32) -> StreamedModel:
         compute = PackedLayers(self.read, self.layers, self.device, rounding)
-        scales = cache_scales(self.read) if rounding else {}
-        cache = partial(rounded_cache, scales) if scales else None
+        cache = partial(rounded_cache, self.kv_scales) if rounding and self.kv_scales else None
         return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype, cache)
 
     def plain(self, compute: Linear) -> StreamedModel:
@@ -237,7 +241,7 @@ class _Work:
         layers = PackedLayers(self.read, self.layers, self.device)
         watched = WatchedLayers(self.model.get_bf16, layers, self.layers, self.device, not self.read.folded)
         reference, packed = self.plain(watched), self.packed()
-        if cache_scales(self.read):
+        if self.kv_scales:
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
         sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in range(2)]

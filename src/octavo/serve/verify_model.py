@@ -102,6 +102,11 @@ def is_causal(model: Any) -> bool:
     return bool(named.endswith(("ForCausalLM", "LMHeadModel")))
 
 
+def gives_logits(source: Source) -> bool:
+    """Whether it is a language model: of ours, or of transformers and not an encoder."""
+    return source.skeleton.config is not None or is_causal(source.skeleton.model)
+
+
 def required_by(skeleton: Skeleton) -> Required:
     """What the files of a model must hold."""
     model = skeleton.model
@@ -152,8 +157,7 @@ class Against:
         self._source: Source = open_source(path)
         self.folder = self._source.description
         self.context = self._source.skeleton.context
-        ours = self._source.skeleton.config is not None
-        self.causal = ours or is_causal(self._source.skeleton.model)
+        self.causal = gives_logits(self._source)
         self.shapes: dict[str, Shape] = {}
         self._ours: dict[str, str] = {}
         for name, spec in self._source.specs.items():
