@@ -1,9 +1,13 @@
 """Shared by all tests: those marked gpu need a device, and every test starts from the same seed."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores: each with a thread for every core is far slower
+    torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -200,9 +200,10 @@ def no_garbage() -> Iterator[None]:
 
 def held(block: Block, *given: Tensor) -> int:
     """Bytes asked for in the forward pass that live until the backward pass; the outputs are among them."""
-    for _ in range(2):
-        outputs = block(*given)
-        torch.autograd.grad(outputs[0].sum(), given)
+    with torch.autograd.set_multithreading_enabled(False):  # another thread may still hold what the pass needed
+        for _ in range(2):
+            outputs = block(*given)
+            torch.autograd.grad(outputs[0].sum(), given)
     del outputs
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
