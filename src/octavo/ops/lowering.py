@@ -15,6 +15,7 @@ PyTorch's scaled GEMM is as new to it as ours.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -30,6 +31,10 @@ from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Function = Callable[..., Any]
+# Inductor launches kernels of its own from C++, and those of users so only if this is set before its first compilation,
+# when it starts the processes that compile.
+os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
+
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
 

@@ -2,10 +2,10 @@
 
     y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
 
-One row of a, not too long: a program multiplies whole rows of b with it in float32 registers, and adds up at the end.
-Else the tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where
-N has too few tiles for the multiprocessors the reduction is cut, and a second launch adds the parts in their order, so
-that the result does not depend on who was first.
+One row of a: a program multiplies whole rows of b with it in float32 registers, and adds up at the end. More: the
+tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where N has too
+few tiles for the multiprocessors the reduction is cut, and a second launch adds the parts in their order, so that the
+result does not depend on who was first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 from octavo.ops.kernels import power_of_two_above
 from octavo.ops.lowering import launcher
 
-LONGEST_ROW = 8192  # terms; on an H100 4,096 rows of 14,336 take 28.6 us so, and 24.6 us by tiles
 COMBINED = 256  # columns of y that a program of the second launch adds up
 MOST_SPLITS = 8
 
@@ -58,7 +57,7 @@ def scaled_mm(
     tiling = tiling or choose(m, n, k, a.device)
     tile = {"ROWS": tiling.rows, "TERMS": tiling.terms, "STAGES": tiling.stages, "num_warps": tiling.warps}
     tiles = triton.cdiv(n, tiling.rows)
-    if _by_rows(m, k):
+    if m == 1:
         launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **steps, **tile)
         return y
     blocks = triton.cdiv(triton.cdiv(k, tiling.terms), tiling.splits)  # of a part
@@ -78,8 +77,8 @@ def scaled_mm(
 
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for these sizes."""
-    if _by_rows(m, k):
-        return Tiling(rows=4, terms=_terms(k, 1024), stages=4, warps=4)
+    if m == 1:
+        return Tiling(rows=8, terms=_terms(k, 512), stages=4, warps=4)
     rows, terms = 64, _terms(k, 256 if m <= 32 else 128)
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count
     tiles, blocks = -(-n // rows), -(-k // terms)
@@ -88,11 +87,6 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
         return -(-tiles * splits // programs) * -(-blocks // splits)
 
     return Tiling(rows, terms, stages=4, warps=4, splits=min(range(1, MOST_SPLITS + 1), key=time))
-
-
-def _by_rows(m: int, k: int) -> bool:
-    """Whether a program multiplies whole rows; of long ones too few are under way, and the cut reduction is faster."""
-    return m == 1 and k <= LONGEST_ROW
 
 
 def _terms(k: int, most: int) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,14 +17,11 @@ ROWS, COLS = 64, 256
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     """As the twin's `transpose`, for data [M, K] contiguous."""
     m, k = data.shape
-    dtype = data.dtype
-    if shift is None:  # bytes are moved, whatever they mean
-        data = data.view(torch.uint8)
     result = data.new_empty((k, m))
     launcher(_transpose_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
         data, result, shift, m, k, ROWS=ROWS, COLS=COLS, num_warps=8
     )
-    return result.view(dtype)
+    return result
 
 
 @triton.jit
