@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores: each with a thread for every core is far slower
-    torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

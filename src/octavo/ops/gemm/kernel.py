@@ -2,10 +2,10 @@
 
     y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
 
-One row of a: a program multiplies whole rows of b with it in float32 registers, and adds up at the end. More: the
-tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where N has too
-few tiles for the multiprocessors the reduction is cut, and a second launch adds the parts in their order, so that the
-result does not depend on who was first.
+One row of a: a program multiplies whole rows of b with it in float32 registers, and adds up at the end. More rows: the
+tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where N has
+too few tiles for the multiprocessors the reduction is cut, and a second launch adds the parts in their order, so that
+the result does not depend on who was first.
 """
 
 from __future__ import annotations
