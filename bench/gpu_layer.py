@@ -1,7 +1,8 @@
 """Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K and outputs N: where FP8 pays.
 
 Every cell compiles every mode anew, which costs more than measuring it: the cells come in an order that covers the
-range first, and the run ends after `--seconds`. The result holds the cells that were measured.
+range first, and the run ends after `--seconds`. The result holds the rounds of the cells that were measured, for modes
+are compared round by round: the time of a short step is the host's, which wavers more than they differ.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import record
 import torch
-from gpu_timing import interleaved, own_code, summary
+from gpu_aims import paired
+from gpu_timing import interleaved, own_code
 from torch import Tensor, nn
 
 import octavo
@@ -36,13 +38,14 @@ class Layer(nn.Module):
 
 def main() -> None:
     seconds = float(sys.argv[sys.argv.index("--seconds") + 1]) if "--seconds" in sys.argv else 3600
-    began, rows = time.monotonic(), []
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
     for m, k, n in order():
         if time.monotonic() - began > seconds:
             break
-        times = cell(m, k, n)
-        rows.append({"m": m, "k": k, "n": n, "ms": times})
-        print(m, k, n, {mode: round(times["bf16"] / ms, 2) for mode, ms in times.items()}, flush=True)
+        rounds = cell(m, k, n)
+        rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
+        print(m, k, n, {mode: round(paired(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
     print(record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}))
 
 
@@ -54,16 +57,16 @@ def order() -> list[tuple[int, int, int]]:
     return sorted(cells, key=lambda cell: not set(cell) <= ends)
 
 
-def cell(m: int, k: int, n: int) -> dict[str, float]:
-    """Milliseconds of each mode."""
+def cell(m: int, k: int, n: int) -> dict[str, list[float]]:
+    """Milliseconds of each mode, one a round."""
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     steps = {name: step(convert, m, x, dy) for name, convert in MODES.items() if name != "torchao" or HAS_TORCHAO}
-    repeat = max(2, min(20, (1 << 36) // (m * k * n)))
-    times = interleaved(steps, rounds=3 + repeat, repeat=repeat, warmup=3)  # short steps are the host's, and it wavers
-    return {name: summary(t)["median"] for name, t in times.items()}
+    share = (1 << 41) // (m * k * n)  # of a time that is long enough
+    times = interleaved(steps, rounds=max(5, min(30, share)), repeat=max(2, min(20, share)))
+    return {name: [round(ms, 4) for ms in found] for name, found in times.items()}
 
 
 def step(convert: Callable[[nn.Module, int], Any], m: int, x: Tensor, dy: Tensor) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import gpu_aims
 import matplotlib
-from gpu_aims import BASE, Result
+from gpu_aims import BASE, Result, paired
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -83,7 +83,7 @@ def owner(mode: str) -> str:
 
 def layer(result: Result) -> Any:
     """The gain of ours over BF16 by inputs K and outputs N, a panel for each number of tokens M."""
-    cells = {(c["m"], c["k"], c["n"]): c["ms"]["bf16"] / c["ms"]["ours"] for c in result["cells"]}
+    cells = {(c["m"], c["k"], c["n"]): paired(c, "ours", "bf16") for c in result["cells"]}
     sizes = sorted({size for cell in cells for size in cell})
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     panels = figure.subplots(2, -(-len(sizes) // 2), sharex=True, sharey=True, squeeze=False)

@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("layout", [ROW, TENSOR], ids=["row", "tensor"])
 def test_few_rows_run_on_our_kernel_and_more_on_cublaslt(hopper, layout):
     assert find_backend(CUDA, layout, layout, E4M3).name == "cublaslt"  # what a layer runs on, asked without a batch
-    for columns, most in ((1, FEW_ROWS), (4096, FEW_ROWS), (4097, 16), (8192, 16), (8193, 1), (128_256, 1)):
+    for columns, most in ((1, FEW_ROWS), (4096, FEW_ROWS), (4097, 16), (8192, 16), (8193, 8), (128_256, 8)):
         assert few_rows(columns) == most
         for rows, name in ((0, "triton"), (1, "triton"), (most, "triton"), (most + 1, "cublaslt")):
             found = find_backend(CUDA, layout, layout, E4M3, (rows, columns))

@@ -17,6 +17,7 @@ from octavo.ops.kernels import FORMATS, HAS_TRITON
 # Columns of y, at most -> rows, at most, for the kernel that reads b at the speed of memory. As measured on an H100, at
 # the sizes of Llama-3-8B (docs/performance.md): of many columns cuBLASLt makes tiles enough to read b as fast.
 _FEW_ROWS = {4096: 64, 8192: 16}
+_FEWEST_ROWS = 8  # of any number of columns
 FEW_ROWS = max(_FEW_ROWS.values())
 SQUARE = block(128, 128)
 STRIP = group(128)
@@ -62,7 +63,7 @@ def find_backend(
 
 def few_rows(columns: int) -> int:
     """Rows of a, at most, for which our kernel is the faster, where y has so many columns."""
-    return next((rows for most, rows in _FEW_ROWS.items() if columns <= most), 1)
+    return next((rows for most, rows in _FEW_ROWS.items() if columns <= most), _FEWEST_ROWS)
 
 
 def _cuda_backend(
