@@ -41,9 +41,10 @@ def layer_result() -> dict:
     return {"machine": MACHINE, "cells": [{"m": 1024, "k": 8192, "n": 1024, "rounds": slow}, *cells], "of": 216}
 
 
-def rounds(guarded: float, **ms: float) -> dict[str, list[float]]:
+def rounds(bf16: float, ours: float, guarded: float, torchao: float) -> dict[str, list[float]]:
     """Three, of a host that is slower from each to the next."""
-    return {mode: [t / 4, t, 9 * t] for mode, t in (ms | {"ours, only if faster": guarded}).items()}
+    ms = {"bf16": bf16, "ours": ours, "ours, only if faster": guarded, "torchao": torchao}
+    return {mode: [t / 4, t, 9 * t] for mode, t in ms.items()}
 
 
 def parity_result() -> dict:
