@@ -18,6 +18,7 @@ from octavo import serve
 from octavo.serve import verify_consumers
 from octavo.serve.verify import verify
 from octavo.serve.verify_consumers import Consumer, Probe, next_logprobs, try_consumers
+from octavo.serve.verify_reference import distance
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +78,7 @@ def test_what_transformers_finds_missing(packed: Path, tmp_path: Path) -> None:
     """Past our own check, which would have stopped it: a head that is named nowhere."""
     bad = shutil.copytree(packed, tmp_path / "bad")
     change_config(bad, ignore=[])
-    settings = {"quant_method": "compressed-tensors"}
-    ids = torch.zeros(1, 4).long()
-    probe = Probe(bad, {}, settings, True, ids, torch.randn(1, 4, 256), 0.1, 0.1)
-    theirs = next(iter(try_consumers(probe, "cpu")))
+    theirs = next(iter(try_consumers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
     assert theirs.outcome == "failed"
     assert theirs.note.startswith("missing_keys: lm_head.weight_scale")
 
@@ -94,6 +92,13 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
     assert report.ok
     assert (report.consumers[0].outcome, report.consumers[1].outcome) == ("not run", "agrees")
     assert "compressed-tensors, which is not installed" in report.consumers[0].note
+
+
+def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
+    """Of random logits, from which the others are so far."""
+    torch.manual_seed(0)
+    reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
+    return Probe(folder, {}, settings, True, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
 
 
 class FakeVllm:
@@ -131,21 +136,30 @@ def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pyte
 
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
-    ids = torch.zeros(1, 4).long()
     for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
-        probe = Probe(Path("gone"), {}, settings, True, ids, torch.randn(1, 4, 256), 0.1, 0.1)
-        theirs = next(iter(try_consumers(probe, "cpu")))
+        theirs = next(iter(try_consumers(probe_of(Path("gone"), settings), "cpu")))
         assert (theirs.outcome, theirs.note) == ("not run", "it does not read this layout, which is vLLM's")
 
 
 def test_tolerances_can_fail() -> None:
-    ids = torch.zeros(1, 4).long()
-    probe = Probe(Path("gone"), {}, {}, True, ids, torch.randn(1, 4, 256), 0.04, 0.1)
+    probe = probe_of(Path("gone"), {}, 0.04, 0.1)
     assert probe.tolerance(float32=True) == pytest.approx(0.05, abs=2e-4)
     assert probe.tolerance(float32=False) == pytest.approx(0.15, abs=2e-4)
-    wild = Probe(Path("gone"), {}, {}, True, ids, probe.reference, 3, 9)
-    assert wild.tolerance(float32=False) == 0.5
+    assert probe_of(Path("gone"), {}, 3, 9).tolerance(float32=False) == 0.5
     moved = probe.reference + 7  # the same distribution of tokens
-    assert probe.judge("x", "1", moved, probe.reference, True, "").outcome == "agrees"
-    assert probe.judge("x", "1", probe.reference * 1.06, probe.reference, True, "").outcome == "disagrees"
-    assert probe.judge("x", "1", probe.reference[:, :3], probe.reference, True, "").outcome == "disagrees"
+    assert probe.judge("x", "1", moved, True, "").outcome == "agrees"
+    assert probe.judge("x", "1", probe.reference * 1.06, True, "").outcome == "disagrees"
+    assert probe.judge("x", "1", probe.reference[:, :3], True, "").outcome == "disagrees"
+
+
+def test_what_is_compared_has_a_tolerance_of_its_own() -> None:
+    """The square of a token's largest logit moves by more than twice as much as the logits do."""
+    probe = probe_of(Path("gone"), {}, 0.04, 0.1)
+
+    def largest(logits: torch.Tensor) -> torch.Tensor:
+        return logits.amax(-1).square()
+
+    exact, bf16 = largest(probe.reference), largest(probe.bf16)
+    found = probe.judge("x", "1", bf16, False, "", largest)
+    assert found.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
+    assert found.tolerance > 2 * probe.tolerance(float32=False)

