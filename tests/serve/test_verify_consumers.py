@@ -94,11 +94,13 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
     assert "compressed-tensors, which is not installed" in report.consumers[0].note
 
 
-def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
+def probe_of(
+    folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1, cache: bool = False
+) -> Probe:
     """Of random logits, from which the others are so far."""
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
-    return Probe(folder, {}, settings, True, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
+    return Probe(folder, {}, settings, True, cache, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
 
 
 class FakeVllm:
@@ -146,6 +148,9 @@ def test_tolerances_can_fail() -> None:
     assert probe.tolerance(float32=True) == pytest.approx(0.05, abs=2e-4)
     assert probe.tolerance(float32=False) == pytest.approx(0.15, abs=2e-4)
     assert probe_of(Path("gone"), {}, 3, 9).tolerance(float32=False) == 0.5
+    with_cache = probe_of(Path("gone"), {}, 0.04, 0.1, cache=True)
+    assert with_cache.tolerance(float32=True) == probe.tolerance(float32=True)
+    assert with_cache.tolerance(float32=False) == pytest.approx(0.2, abs=2e-4)
     moved = probe.reference + 7  # the same distribution of tokens
     assert probe.judge("x", "1", moved, True, "").outcome == "agrees"
     assert probe.judge("x", "1", probe.reference * 1.06, True, "").outcome == "disagrees"

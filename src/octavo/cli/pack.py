@@ -144,6 +144,8 @@ def _table(report: serve.PackReport) -> Table:
         table.add_row("left out", f"{name}: the model has no place for it")
     table.add_row("in e4m3, with scales", f"{report.packed_bytes / 1e6:.2f} MB ({report.ratio:.3f} of it)")
     table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
+    if any(scheme.startswith("group") for scheme in report.packed.values()):
+        table.add_row("not for vLLM", "it knows no groups of float32 scales; transformers and octavo do")
     if report.gains:
         gains = sorted(report.gains.values())
         table.add_row(

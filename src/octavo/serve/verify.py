@@ -229,7 +229,8 @@ class _Work:
         def run(rounding: bool, dtype: torch.dtype) -> Tensor:
             return self.packed(rounding, dtype)(ids)
 
-        asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, is_causal(skeleton.model), run)
+        causal, cache = is_causal(skeleton.model), bool(self.kv_scales)
+        asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, causal, cache, run)
         for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
             self.told("opening with every consumer", done, 4)
             self.report.consumers.append(consumer)

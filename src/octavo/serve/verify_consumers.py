@@ -10,7 +10,8 @@ A reader in float32 must be within 1.25 of the first (transformers' emulation gi
 larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
 differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. One
 that gives log-probabilities, and no logits, is measured by those, and so is what is allowed. The reference rounds keys
-and values where the folder stores scales of a KV cache, as transformers does then.
+and values where the folder stores scales of a KV cache, as transformers does then. For a reader in BF16 it is 2 of the
+larger there: attention over a cache in eight bits may round more than what it caches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from octavo.serve.verify_words import Words
 from octavo.version import __version__
 
 View = Callable[[Tensor], Tensor]
-FLOAT32_FACTOR, BF16_FACTOR = 1.25, 1.5
+FLOAT32_FACTOR, BF16_FACTOR, CACHE_FACTOR = 1.25, 1.5, 2.0
 LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
 
 
@@ -73,6 +74,7 @@ class Probe:
         layers: those packed.
         settings: the quantization_config.
         causal: whether it has logits of the next token.
+        cache: whether it stores scales of a KV cache.
         ids: int64 [B, T].
         reference: its logits or hidden states [B, T, width].
         unrounded, bf16: what it gives otherwise, see above.
@@ -82,6 +84,7 @@ class Probe:
     layers: Mapping[str, Words]
     settings: Mapping[str, Any]
     causal: bool
+    cache: bool
     ids: Tensor
     reference: Tensor
     unrounded: Tensor
@@ -91,8 +94,8 @@ class Probe:
         """How far a right reader may be from the reference, in what `of` makes of their outputs."""
         wanted = of(self.reference)
         unrounded, bf16 = (distance(of(output), wanted) for output in (self.unrounded, self.bf16))
-        allowed = FLOAT32_FACTOR * unrounded if float32 else BF16_FACTOR * max(unrounded, bf16)
-        return min(allowed + LEAST, MOST)
+        in_bf16 = (CACHE_FACTOR if self.cache else BF16_FACTOR) * max(unrounded, bf16)
+        return min((FLOAT32_FACTOR * unrounded if float32 else in_bf16) + LEAST, MOST)
 
     @property
     def vllm_only(self) -> bool:
@@ -227,8 +230,9 @@ def make_probe(
     settings: Mapping[str, Any],
     ids: Tensor,
     causal: bool,
+    cache: bool,
     run: Callable[[bool, torch.dtype], Tensor],
 ) -> Probe:
     """Run the reference on `ids`: `run(rounding, dtype)` gives its logits."""
     ways = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
-    return Probe(folder, layers, settings, causal, ids, *(run(*way).cpu() for way in ways))
+    return Probe(folder, layers, settings, causal, cache, ids, *(run(*way).cpu() for way in ways))
