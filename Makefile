@@ -57,4 +57,4 @@ docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the file
 	$(BIN)/python bench/gpu_tables.py
 
 clean:
-	rm -rf .venv runs build
+	rm -rf .venv .venv-vllm runs build
