@@ -30,11 +30,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-Function = Callable[..., Any]
 # Inductor launches kernels of its own from C++, and those of users so only if this is set before its first compilation,
 # when it starts the processes that compile.
 os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
 
+Function = Callable[..., Any]
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
 
