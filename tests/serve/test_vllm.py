@@ -63,6 +63,7 @@ def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
         ("qwen2", {"scheme": "channel"}),
         ("qwen3", {"scheme": "static"}),
         ("opt", {"scheme": "channel"}),
+        ("gpt2", {"scheme": "channel"}),
         ("llama", {"scheme": "tensor"}),
         ("llama", {"scheme": "static"}),
         ("llama", {"scheme": "block"}),

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -38,6 +40,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "opt": (OPTForCausalLM, OPTConfig, OPT),
     "bert": (BertModel, BertConfig, {}),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {}),
 }
 
 
