@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,15 @@ from verify_examples import change_config, make_model
 from octavo import serve
 from octavo.serve import verify_consumers
 from octavo.serve.verify import verify
-from octavo.serve.verify_consumers import Consumer, Probe, next_logprobs, try_consumers
+from octavo.serve.verify_consumers import (
+    BF16,
+    BF16_WITH_CACHE,
+    FLOAT32,
+    Consumer,
+    Probe,
+    next_logprobs,
+    try_consumers,
+)
 from octavo.serve.verify_reference import distance
 
 
@@ -94,13 +103,11 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
     assert "compressed-tensors, which is not installed" in report.consumers[0].note
 
 
-def probe_of(
-    folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1, cache: bool = False
-) -> Probe:
+def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
     """Of random logits, from which the others are so far."""
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
-    return Probe(folder, {}, settings, True, cache, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
+    return Probe(folder, {}, settings, True, False, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
 
 
 class FakeVllm:
@@ -137,6 +144,19 @@ def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pyte
     assert found.outcome == ("disagrees" if wrong else "agrees")
 
 
+@pytest.mark.parametrize(("cache", "factors"), [(False, BF16), (True, BF16_WITH_CACHE)])
+def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, cache: bool, factors: tuple[float, float]
+) -> None:
+    probe, fake = replace(probe_of(Path("gone"), {}), cache=cache), FakeVllm(False)
+    fake.model, fake.LLM = lambda ids: probe.reference, lambda **settings: fake
+    monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
+    found = verify_consumers._vllm(probe, "1", "cpu")
+    assert found.outcome == "agrees"
+    assert found.tolerance == probe.tolerance(factors, lambda logits: next_logprobs(logits, probe.ids))
+    assert probe.tolerance(BF16_WITH_CACHE) > probe.tolerance(BF16)
+
+
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
     for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
         theirs = next(iter(try_consumers(probe_of(Path("gone"), settings), "cpu")))
@@ -145,16 +165,14 @@ def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
 
 def test_tolerances_can_fail() -> None:
     probe = probe_of(Path("gone"), {}, 0.04, 0.1)
-    assert probe.tolerance(float32=True) == pytest.approx(0.05, abs=2e-4)
-    assert probe.tolerance(float32=False) == pytest.approx(0.15, abs=2e-4)
-    assert probe_of(Path("gone"), {}, 3, 9).tolerance(float32=False) == 0.5
-    with_cache = probe_of(Path("gone"), {}, 0.04, 0.1, cache=True)
-    assert with_cache.tolerance(float32=True) == probe.tolerance(float32=True)
-    assert with_cache.tolerance(float32=False) == pytest.approx(0.2, abs=2e-4)
+    assert probe.tolerance(FLOAT32) == pytest.approx(0.05, abs=2e-4)
+    assert probe.tolerance(BF16) == pytest.approx(0.15, abs=2e-4)
+    assert probe_of(Path("gone"), {}, 3, 9).tolerance(BF16) == 0.5
+    assert probe.tolerance(BF16_WITH_CACHE) == pytest.approx(0.2, abs=2e-4)
     moved = probe.reference + 7  # the same distribution of tokens
-    assert probe.judge("x", "1", moved, True, "").outcome == "agrees"
-    assert probe.judge("x", "1", probe.reference * 1.06, True, "").outcome == "disagrees"
-    assert probe.judge("x", "1", probe.reference[:, :3], True, "").outcome == "disagrees"
+    assert probe.judge("x", "1", moved, FLOAT32, "").outcome == "agrees"
+    assert probe.judge("x", "1", probe.reference * 1.06, FLOAT32, "").outcome == "disagrees"
+    assert probe.judge("x", "1", probe.reference[:, :3], FLOAT32, "").outcome == "disagrees"
 
 
 def test_what_is_compared_has_a_tolerance_of_its_own() -> None:
@@ -165,6 +183,6 @@ def test_what_is_compared_has_a_tolerance_of_its_own() -> None:
         return logits.amax(-1).square()
 
     exact, bf16 = largest(probe.reference), largest(probe.bf16)
-    found = probe.judge("x", "1", bf16, False, "", largest)
+    found = probe.judge("x", "1", bf16, BF16, "", largest)
     assert found.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
-    assert found.tolerance > 2 * probe.tolerance(float32=False)
+    assert found.tolerance > 2 * probe.tolerance(BF16)

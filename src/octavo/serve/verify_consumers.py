@@ -10,8 +10,8 @@ A reader in float32 must be within 1.25 of the first (transformers' emulation gi
 larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
 differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. One
 that gives log-probabilities, and no logits, is measured by those, and so is what is allowed. The reference rounds keys
-and values where the folder stores scales of a KV cache, as transformers does then. For a reader in BF16 it is 2 of the
-larger there: attention over a cache in eight bits may round more than what it caches.
+and values where the folder stores scales of a KV cache, as transformers does then. vLLM, which has its cache in eight
+bits there, may be within 2 of the larger: its attention may round more than what it caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from octavo.serve.verify_words import Words
 from octavo.version import __version__
 
 View = Callable[[Tensor], Tensor]
-FLOAT32_FACTOR, BF16_FACTOR, CACHE_FACTOR = 1.25, 1.5, 2.0
+Factors = tuple[float, float]  # of the two distances above; the larger product is allowed
+FLOAT32, BF16, BF16_WITH_CACHE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
 LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
 
 
@@ -90,12 +91,11 @@ class Probe:
     unrounded: Tensor
     bf16: Tensor
 
-    def tolerance(self, float32: bool, of: View = _whole) -> float:
+    def tolerance(self, factors: Factors, of: View = _whole) -> float:
         """How far a right reader may be from the reference, in what `of` makes of their outputs."""
-        wanted = of(self.reference)
-        unrounded, bf16 = (distance(of(output), wanted) for output in (self.unrounded, self.bf16))
-        in_bf16 = (CACHE_FACTOR if self.cache else BF16_FACTOR) * max(unrounded, bf16)
-        return min((FLOAT32_FACTOR * unrounded if float32 else in_bf16) + LEAST, MOST)
+        wanted, others = of(self.reference), (self.unrounded, self.bf16)
+        allowed = max(factor * distance(of(other), wanted) for factor, other in zip(factors, others, strict=True))
+        return min(allowed + LEAST, MOST)
 
     @property
     def vllm_only(self) -> bool:
@@ -103,12 +103,12 @@ class Probe:
         method = self.settings.get("quant_method")
         return method == "modelopt" or (method == "fp8" and self.settings.get("weight_block_size") is None)
 
-    def judge(self, name: str, version: str, found: Tensor, float32: bool, note: str, of: View = _whole) -> Consumer:
+    def judge(self, name: str, version: str, found: Tensor, factors: Factors, note: str, of: View = _whole) -> Consumer:
         """What is said of a consumer that gave `found`: its outputs, or what `of` makes of outputs."""
         wanted = of(self.reference)
         if found.shape != wanted.shape:
             return Consumer(name, version, "disagrees", f"gave {list(found.shape)}, wanted {list(wanted.shape)}")
-        off, allowed = distance(found, wanted), self.tolerance(float32, of)
+        off, allowed = distance(found, wanted), self.tolerance(factors, of)
         return Consumer(name, version, "agrees" if off <= allowed else "disagrees", note, off, allowed)  # NaN disagrees
 
 
@@ -158,7 +158,7 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
     note = "emulated in float32" if float32 else "in BF16"
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
-    return probe.judge("transformers", version, found, float32, note)
+    return probe.judge("transformers", version, found, FLOAT32 if float32 else BF16, note)
 
 
 def _architecture(transformers: Any, folder: Path) -> Any:
@@ -195,7 +195,7 @@ def _octavo(probe: Probe, version: str, device: str) -> Consumer:
     model = load(probe.folder, device).model
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)
-    return probe.judge("octavo", version, found, float32=False, note=f"in BF16, on {device}")
+    return probe.judge("octavo", version, found, BF16, f"in BF16, on {device}")
 
 
 def _vllm(probe: Probe, version: str, device: str) -> Consumer:
@@ -214,8 +214,9 @@ def _vllm(probe: Probe, version: str, device: str) -> Consumer:
             for result, row in zip(results, probe.ids.tolist(), strict=True)
         ]
     )
+    factors = BF16_WITH_CACHE if probe.cache else BF16
     note = "in BF16, log-probabilities of the prompts"
-    return probe.judge("vllm", version, found, False, note, lambda logits: next_logprobs(logits, probe.ids))
+    return probe.judge("vllm", version, found, factors, note, lambda logits: next_logprobs(logits, probe.ids))
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
