@@ -17,7 +17,8 @@ BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
 EAGER, PLAIN = "ours fused: rowwise, eager", "ours plain: rowwise, compile"
 
 SERVE_OURS, SERVE_TORCHAO, SERVE_GRAPH = "ours, compile", "torchao, compile", "ours, compile, CUDA graph"
-SERVE_CACHE, CACHED = "ours, FP8 KV cache", "fp8 cache, ours"
+SERVE_CACHE = "ours, FP8 KV cache"
+STEP_BF16, STEP_FP8 = "bf16 cache, ours", "fp8 cache, ours"
 DECODES = {"decode 1": 1.75, "decode 64": 1.5}  # the result's part, for so many texts -> the speed of BF16 aimed at
 
 STEP = "stack, fused rowwise, compile"
@@ -198,7 +199,7 @@ def cache_aim(result: Result) -> Aim:
     ms = {row["mode"]: row["median"] for row in result.get("decode", {"modes": []})["modes"]}
     base = min((time for mode, time in ms.items() if mode.startswith("bf16")), default=None)
     claim = "decode of 8 at 32,768 tokens, cache in FP8: speed of one in BF16"
-    return bound(claim, ratio(base, ms.get(CACHED)), "≥", 1.40)
+    return bound(claim, ratio(base, ms.get(STEP_FP8)), "≥", 1.40)
 
 
 def serve_ms(serve: Result, part: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any
 import record
 import torch
 import torch.nn.functional as F
+from gpu_aims import STEP_BF16, STEP_FP8
 from gpu_kernels import copy_ms
 from gpu_timing import Captured, interleaved, replayed, sqnr, summary
 from torch import Tensor
@@ -193,8 +194,8 @@ def torchs(cache: LayerKVCache, q: Tensor) -> Tensor:
 
 MODES: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "bf16 cache, torch's attention": ("bf16", torchs),
-    "bf16 cache, ours": ("bf16", ours),
-    "fp8 cache, ours": ("fp8", ours),
+    STEP_BF16: ("bf16", ours),
+    STEP_FP8: ("fp8", ours),
 }
 
 
@@ -204,7 +205,7 @@ def decode() -> dict[str, Any]:
     model = Model()
     token = torch.randint(VOCABULARY, (BATCH,), device="cuda")
     logits = {name: model.step(token, caches[kind], attend).clone() for name, (kind, attend) in MODES.items()}
-    exact = logits["bf16 cache, ours"]
+    exact = logits[STEP_BF16]
     found = {name: sqnr(exact, y) for name, y in logits.items() if y is not exact}
     print("dB against a BF16 cache, ours:", found, flush=True)
     assert all(db > 10 for db in found.values()), found  # NaN is not
@@ -212,7 +213,7 @@ def decode() -> dict[str, Any]:
     times = interleaved(graphs, rounds=8, repeat=4, warmup=2)
     assert all(int(kept[0].length) <= CONTEXT + STEPS for kept in caches.values()), "the caches overflowed"
     modes = []
-    base = summary(times["bf16 cache, ours"])["median"]
+    base = summary(times[STEP_BF16])["median"]
     for name, each in times.items():
         s = summary(each)
         modes.append({"mode": name, **s, "tokens_per_second": 1e3 * BATCH / s["median"], "ratio": base / s["median"]})

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_aims import Result
+from gpu_aims import STEP_BF16, Result
 from tables import grid
-
-BASE = "bf16 cache, ours"
 
 
 def kv_cache(result: Result) -> list[str]:
@@ -41,7 +39,7 @@ def steps(decode: Result) -> list[str]:
             f"{mode['low']:.2f} to {mode['high']:.2f}",
             f"{mode['tokens_per_second']:.0f}",
             f"{mode['ratio']:.3f}x",
-            "–" if mode["mode"] == BASE else f"{decode['sqnr'][mode['mode']]:.1f}",
+            "–" if mode["mode"] == STEP_BF16 else f"{decode['sqnr'][mode['mode']]:.1f}",
         ]
         for mode in decode["modes"]
     )

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from gpu_aims import ONLY_IF_FASTER, Result, gains, ratio
+from gpu_aims import ONLY_IF_FASTER, Result, gains, paired, ratio
 from tables import details, grid, machine, number
 
 # --- One layer -------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def layer(result: Result) -> list[str]:
     ]
     rows = [
         [str(cell["m"]), str(cell["k"]), str(cell["n"]), f"{statistics.median(cell['rounds']['bf16']):.3f}"]
-        + [number(next(iter(gains([cell], mode, "bf16")), None), "{:.3f}x") for mode in modes]
+        + [number(paired(cell, mode, "bf16") if mode in cell["rounds"] else None, "{:.3f}x") for mode in modes]
         for cell in sorted(cells, key=lambda cell: (cell["m"], cell["k"], cell["n"]))
     ]
     return [
