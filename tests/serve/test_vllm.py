@@ -20,7 +20,6 @@ from octavo import serve
 pytest.importorskip("vllm")
 
 Made = Callable[[str], Path]
-NEEDS_CALIBRATION = {"scheme": "static"}, {"kv_cache": "fp8"}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def pack(model: Path, folder: Path, how: dict[str, Any]) -> Path:
-    calibration = model.with_name(f"{model.name}-calibrated")
-    needed = any(need.items() <= how.items() for need in NEEDS_CALIBRATION)
-    return serve.pack(model, folder, calibration=calibration if needed else None, **how).folder
+    return serve.pack(model, folder, calibration=model.with_name(f"{model.name}-calibrated"), **how).folder
 
 
 def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
