@@ -77,7 +77,7 @@ def test_a_run_and_its_continuation(octavo, here):
     assert sorted(path.name for path in (here / "run").glob("step-*")) == [f"step-0000000{n}" for n in (2, 4, 6)]
 
 
-@pytest.mark.parametrize("words", [["--steps", "3"], ["--steps=3"], ["--steps", "9", "--steps", "3"]])
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--steps=3"]])
 def test_settings_may_come_first_and_without_a_file(octavo, here, words):
     tiny = [f"--{key}={value}" for key, value in re.findall(r"(\w+) = \"?(\w+)", TINY) if key != "steps"]
     code, out, err = octavo("train", *words, *tiny, "--data", "text.txt", "--recipe", "bf16", "--out", "run")
@@ -164,7 +164,8 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(octavo, here, words, essen
     (here / "short.txt").write_text("short")
     (here / "full").mkdir()
     (here / "full" / "notes.txt").write_text("mine")
-    message = refused(octavo, here, "tiny.toml", "--data=text.txt", "--out=run", *words)
+    usual = [word for word in ("--data=text.txt", "--out=run") if not words[0].startswith(word.split("=")[0])]
+    message = refused(octavo, here, "tiny.toml", *usual, *words)
     for essential in essentials:
         assert essential in message
 

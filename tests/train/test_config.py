@@ -35,9 +35,8 @@ def test_lists_take_values_to_the_next_key():
     assert config.replace(["--skip="]).skip == ()
 
 
-def test_equals_sign_may_occur_in_a_value_and_the_last_override_wins():
-    config = Config.load(None, ["--data=hf:x?column=code", "--seed", "1", "--seed=2"])
-    assert (config.data, config.seed) == (("hf:x?column=code",), 2)
+def test_equals_sign_may_occur_in_a_value():
+    assert Config.load(None, ["--data=hf:x?column=code"]).data == ("hf:x?column=code",)
 
 
 def test_numbers_of_the_command_line():
@@ -111,6 +110,19 @@ def test_describe_covers_every_setting_with_help():
 )
 def test_bad_command_line(overrides, essentials):
     fails(*essentials, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["--data", "a", "b", "--data", "c"], ["--data=a", "--layers", "3", "--data", "b", "c"], ["--data", "a", "b", "c"]],
+)
+def test_a_list_given_again_takes_the_values_of_both(overrides):
+    assert Config.load(None, overrides).data == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("again", [["--steps", "30"], ["--steps=40"]])
+def test_a_setting_that_is_no_list_is_given_once(again):
+    fails("--steps must be given once", overrides=["--steps", "30", "--layers", "2", *again])
 
 
 @pytest.mark.parametrize(

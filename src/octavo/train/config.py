@@ -127,7 +127,7 @@ class Config:
         """Merge the defaults, the TOML file at `path` (None: no file) and command-line `overrides`.
 
         Overrides are `--key value` or `--key=value`; booleans are `true` or `false`; a list takes all values up to
-        the next `--key`, and `--key=` empties it.
+        the next `--key`, may be given again to add more, and is empty if only `--key=` is given.
         """
         values = {} if path is None else _known(_read_toml(Path(path)), str(path))
         return cls(**(values | _parse(overrides)))
@@ -218,7 +218,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    """Command-line words to typed values by key; a later override of a key wins."""
+    """Command-line words to typed values by key."""
     groups: list[tuple[str, list[str]]] = []
     for word in overrides:
         if word.startswith("--"):
@@ -228,7 +228,13 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             groups[-1][1].append(word)
         else:
             raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
-    return {key: _parse_words(key, words) for key, words in groups}
+    values: dict[str, Any] = {}
+    for key, words in groups:
+        value = _parse_words(key, words)
+        if key in values and not isinstance(value, tuple):
+            raise ConfigError(f"--{key.replace('_', '-')} must be given once; got it more than once")
+        values[key] = values.get(key, ()) + value if isinstance(value, tuple) else value
+    return values
 
 
 def _parse_words(key: str, words: list[str]) -> Any:
