@@ -146,3 +146,51 @@ def test_folder_without_a_model(begin, source, tmp_path):
 
 def test_folder_that_is_not_there(begin, tmp_path):
     refuses(begin, tmp_path, FileNotFoundError, tmp_path / "nothing", model=str(tmp_path / "nothing"))
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """folder_of(model): a folder with this model and a tokenizer of bytes."""
+
+    def save(model):
+        model.save_pretrained(tmp_path / "source")
+        ByteTokenizer().save(tmp_path / "source")
+        return tmp_path / "source"
+
+    return save
+
+
+BERT = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
+
+
+def test_an_encoder_is_refused_because_it_sees_the_answer(begin, folder_of, tmp_path):
+    source = folder_of(transformers.BertForMaskedLM(transformers.BertConfig(**BERT)))
+    says = ("BertLMHeadModel", "not causal", "earlier tokens", "choose such a model", source)
+    refuses(begin, tmp_path, ConfigError, *says, model=str(source), recipe="bf16")
+
+
+@llama_only
+def test_missing_weights_are_not_drawn_at_random(begin, source, tmp_path):
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    del weights[name]
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    refuses(begin, tmp_path, ConfigError, "lacks weights", name, "1 in all", model=str(source))
+
+
+@llama_only
+def test_a_folder_that_needs_its_own_code_is_refused_by_that_reason(begin, source, tmp_path):
+    described = json.loads((source / "config.json").read_text())
+    described |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.My"}}
+    (source / "config.json").write_text(json.dumps(described))
+    (source / "code.py").write_text("raise SystemExit('this code was run')")
+    refuses(begin, tmp_path, ConfigError, "auto_map", "runs no code", model=str(source))
+
+
+@llama_only
+def test_the_log_has_no_bars_and_tables_of_transformers(begin, source, capfd):
+    transformers.utils.logging.enable_progress_bar()
+    begin(model=str(source))
+    out, err = capfd.readouterr()
+    assert "Loading weights" not in out + err
+    assert transformers.utils.logging.is_progress_bar_enabled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
+from octavo.models.causal import logits_of
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Texts
+from octavo.train.hugging_face import open_language_model
 
 Forward = Callable[..., Any]  # a model, or what torch.compile made of it
 
@@ -39,7 +40,7 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
         model = build(_built_in(config, vocabulary))
         model.checkpoint_activations = config.checkpoint_activations
         return model
-    return _from_hugging_face(config, saved)
+    return open_language_model(config, saved)
 
 
 def check_vocabulary(model: nn.Module, highest: int) -> None:
@@ -68,9 +69,7 @@ def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, fol
 
 def logits(model: Forward, tokens: Tensor) -> Tensor:
     """[B, T, V] from int64 tokens [B, T], whichever family the model is of."""
-    out = model(tokens)
-    result: Tensor = out if isinstance(out, Tensor) else out.logits
-    return result
+    return logits_of(model(tokens))
 
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:
@@ -87,30 +86,3 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
         tied=config.tied,
         rope_theta=config.rope_theta,
     )
-
-
-def _from_hugging_face(config: Config, saved: Path) -> nn.Module:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(f'model={config.model!r} is a Hugging Face folder: pip install "octavo[hf]"') from error
-    source = Path(config.model)
-    if not saved.exists() and not (source / "config.json").is_file():
-        raise ConfigError(
-            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {config.model!r}"
-        )
-    auto = transformers.AutoModelForCausalLM
-    if saved.exists():
-        model = auto.from_config(transformers.AutoConfig.from_pretrained(saved), dtype=torch.float32)
-    else:
-        model = auto.from_pretrained(source, dtype=torch.float32, local_files_only=True)
-    limit = getattr(model.config, "max_position_embeddings", None) or config.context
-    if config.context > limit:
-        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
-    model.config.use_cache = False
-    if config.checkpoint_activations:
-        # transformers renames it within its version 5
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    trained: nn.Module = model
-    return trained

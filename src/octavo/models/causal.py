@@ -1,0 +1,47 @@
+"""Whether a language model is causal, found by what it computes and not by its name.
+
+Training on the next token means something only where the logits of a token depend on that token and the ones before
+it. In an encoder they depend on the later ones too, the answer included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_TOKENS = 8
+_TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, what attention lets through about 1e-3
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module, vocabulary: int) -> bool:
+    """Whether the logits of a token stay the same when the last token of the sequence changes.
+
+    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens. The model must compute in float32 and without
+    dynamic quantization over a whole tensor, which makes every logit depend on every token: call this before
+    `octavo.convert`.
+
+    Args:
+        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
+        vocabulary: tokens from 0 to this number, at least 2, are valid.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
+    other = tokens.clone()
+    other[0, -1] = (tokens[0, -1] + vocabulary // 2) % vocabulary
+    training = model.training
+    model.eval()
+    try:
+        before, after = (logits_of(model(ids))[0].float() for ids in (tokens, other))
+    finally:
+        model.train(training)
+    allowed = _TOLERANCE * float(before.abs().max())
+    return bool((before[:-1] - after[:-1]).abs().max() <= allowed)
+
+
+def logits_of(output: object) -> Tensor:
+    """The logits [B, T, V] that a forward pass returned: a tensor, or an output object of transformers."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"a language model must return logits, got {type(output).__name__}")
+    return logits

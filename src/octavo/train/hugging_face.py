@@ -1,0 +1,97 @@
+"""A causal language model of transformers, from a local folder, for fine-tuning."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.artifact.packed import read_json
+from octavo.models import BUILT_IN_MODELS
+from octavo.models.causal import is_causal
+from octavo.train.config import Config, ConfigError
+
+
+def open_language_model(config: Config, saved: Path) -> nn.Module:
+    """The model of the folder `config.model` in FP32, with its weights.
+
+    Args:
+        config: its `model` is a folder with a config.json and safetensors files.
+        saved: the description that a resumed run keeps. Where it exists, the model has its architecture and random
+            weights: the checkpoint has the weights.
+
+    Raises:
+        ConfigError: no such folder, a folder that needs code of its own or lacks weights, a model whose attention sees
+            later tokens, or a context beyond its positions.
+        ImportError: transformers is not installed.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f'model={config.model!r} is a Hugging Face folder: pip install "octavo[hf]"') from error
+    source = Path(config.model)
+    _check_folder(saved if saved.exists() else source, config.model)
+    with _quiet(transformers):
+        model = _open(transformers.AutoModelForCausalLM, transformers.AutoConfig, source, saved)
+    limit = getattr(model.config, "max_position_embeddings", None) or config.context
+    if config.context > limit:
+        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    if config.checkpoint_activations:
+        # transformers renames it within its version 5
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    trained: nn.Module = model
+    return trained
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}")
+    if "auto_map" in read_json(folder / "config.json"):
+        raise ConfigError(
+            f"{folder / 'config.json'} has auto_map: the model needs Python code that lies in its folder, and octavo "
+            "runs no code of a model folder. Use a model that transformers implements itself"
+        )
+
+
+def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
+    if saved.exists():
+        model = auto.from_config(auto_config.from_pretrained(saved), dtype=torch.float32)
+        missing: list[str] = []
+    else:
+        model, found = auto.from_pretrained(source, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+        missing = sorted(found["missing_keys"])
+    if not is_causal(model, model.get_input_embeddings().num_embeddings):
+        raise ConfigError(
+            f"{source} is a {type(model).__name__} that is not causal: changing the last token of a sequence changes "
+            "the logits of earlier tokens, so its attention sees the token that it is to predict. octavo train "
+            "minimizes the loss of the next token, for which a causal language model is required (Llama, Qwen, "
+            "Mistral, GPT-2, ...): choose such a model"
+        )
+    if missing:
+        raise ConfigError(
+            f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
+            f"({len(missing)} in all). transformers would draw them at random: complete the folder"
+        )
+    return model
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the progress bars and tables of transformers: what they report is checked here."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
