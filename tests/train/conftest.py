@@ -95,10 +95,12 @@ def go_on():
 
 @pytest.fixture
 def spawn(settings):
-    """spawn(**overrides): the process of `octavo train` with these settings, its output piped; ended with the test."""
+    """spawn(**overrides): the process of `octavo train` with these settings, its output piped unless `stdout` or
+    `stderr` is given; ended with the test."""
     started = []
 
     def start_process(**overrides):
+        streams = {name: overrides.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
         words = [sys.executable, "-m", "octavo", "train"]
         for key, value in settings(**overrides).to_dict().items():
             values = (
@@ -106,14 +108,16 @@ def spawn(settings):
             )
             words += [f"--{key}", *map(str, values)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        piped = subprocess.PIPE
-        started.append(subprocess.Popen(words, env=environment, stdout=piped, stderr=piped, text=True))
+        started.append(subprocess.Popen(words, env=environment, text=True, **streams))
         return started[-1]
 
     yield start_process
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 @pytest.fixture

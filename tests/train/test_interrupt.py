@@ -11,7 +11,7 @@ from octavo.artifact.run import RunFolder
 from octavo.train import loop
 from octavo.train.interrupt import interrupt
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -43,6 +43,18 @@ def test_handlers_come_back_after_an_error():
     with pytest.raises(RuntimeError, match="broken"), interrupt():
         raise RuntimeError("broken")
     assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """`nohup octavo train` goes on when its terminal closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupt() as state:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert state.received is None
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def signalled(trainer, monkeypatch, where, step):

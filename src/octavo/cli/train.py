@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.train.config import Config, ConfigError, describe
+from octavo.train.log import print_line, training_console
 from octavo.train.start import resume, start
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -29,7 +30,8 @@ def train(
     The ones you meet first: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
     --layers N, --device auto|cpu|cuda, --out FOLDER.
 
-    SIGINT (Ctrl-C) and SIGTERM finish the step, write a checkpoint and exit; --resume FOLDER goes on bit for bit.
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit; --resume
+    FOLDER goes on bit for bit. A closed output pipe does not end a run.
 
     Examples:
 
@@ -39,10 +41,10 @@ def train(
 
       octavo train --resume runs/first --steps 400
     """
-    console = Console()
     if settings:
-        console.print(_settings())
+        Console().print(_settings())
         return
+    console = training_console()
     overrides = list(context.args)
     if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
         overrides, config = [str(config), *overrides], None
@@ -55,7 +57,7 @@ def train(
         message = f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}"
     else:
         message = f"done: {result.step} steps in {run}"
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, message)
 
 
 def _settings() -> Table:

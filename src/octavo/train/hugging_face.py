@@ -52,7 +52,9 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
 
 def _check_folder(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}")
+        raise ConfigError(
+            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
+        )
     if "auto_map" in read_json(folder / "config.json"):
         raise ConfigError(
             f"{folder / 'config.json'} has auto_map: the model needs Python code that lies in its folder, and octavo "
@@ -65,7 +67,9 @@ def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
         model = auto.from_config(auto_config.from_pretrained(saved), dtype=torch.float32)
         missing: list[str] = []
     else:
-        model, found = auto.from_pretrained(source, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+        model, found = auto.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
         missing = sorted(found["missing_keys"])
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM ask a run to stop after its current step; a second one stops it at once."""
+"""SIGINT, SIGTERM and SIGHUP ask a run to stop after its current step; a second signal acts at once.
+
+SIGHUP comes when a terminal closes or an ssh connection ends. A signal that is ignored when the run starts, as SIGHUP
+under `nohup`, stays ignored.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -18,20 +24,20 @@ class Interrupt:
 
 @contextmanager
 def interrupt() -> Iterator[Interrupt]:
-    """Within the block SIGINT and SIGTERM are noted instead of acted on; before and after they do as they did."""
+    """Note the signals within the block instead of acting on them; give their handlers back after it."""
     state = Interrupt()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in signals}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
         state.received = signal.Signals(number).name
-        for each in signals:
+        for each in before:
             signal.signal(each, before[each])
 
-    for number in signals:
+    for number in before:
         signal.signal(number, note)
     try:
         yield state
     finally:
-        for number in signals:
+        for number in before:
             signal.signal(number, before[number])

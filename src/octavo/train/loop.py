@@ -33,6 +33,7 @@ from octavo.train.config import Config
 from octavo.train.data import Batches
 from octavo.train.instrument import observed_dtypes, weight_ranges
 from octavo.train.interrupt import interrupt
+from octavo.train.log import print_line
 from octavo.train.metrics import Metrics, show_progress
 from octavo.train.model import Forward, logits
 from octavo.train.schedule import learning_rate
@@ -181,10 +182,10 @@ class Trainer:
     def _evaluate_and_sample(self, metrics: Metrics) -> float:
         loss = self.evaluate()
         record: dict[str, Any] = {"evaluation_loss": loss}
-        self.console.print(f"step {self.state.step}: evaluation loss {loss:.4f}", highlight=False, soft_wrap=True)
+        print_line(self.console, f"step {self.state.step}: evaluation loss {loss:.4f}")
         if self.config.sample:
             record["sample"] = self.sample(self.config.sample)
-            self.console.print(record["sample"], markup=False, highlight=False, soft_wrap=True)
+            print_line(self.console, record["sample"])
         metrics.write(self.state.step, **record)
         return loss
 

@@ -19,6 +19,7 @@ from octavo.recipe import get_recipe
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, build_corpus, load_texts
+from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.metrics import event_writer
 from octavo.train.model import check_vocabulary, make_model, make_tokenizer, save_description
@@ -59,7 +60,7 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     trainer = _prepare(config, run, console)
     load_checkpoint(newest, trainer.state)
     _write_settings(config, run)
-    console.print(f"resumed from {newest}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"resumed from {newest}")
     return trainer
 
 
@@ -112,12 +113,10 @@ def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
         tokens=config.batch * config.context,
     )
     size = sum(p.numel() for p in model.parameters())
-    console.print(
+    print_line(
+        console,
         f"{config.model}: {size / 1e6:.2f}M parameters on {device}, {config.precision}; "
         f"{len(corpus.train) / 1e6:.2f}M training tokens\n{report.summary()}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
