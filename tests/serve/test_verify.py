@@ -52,7 +52,6 @@ READERS = [
     ("qwen2", {"scheme": "block"}, 0.0),
     ("llama", {"scheme": "mx", "layers": {"*.o_proj": "channel", "*.down_proj": "block"}}, None),
     ("qwen2", {"scheme": "block", "layout": "fp8"}, None),
-    ("opt", {"scheme": "channel"}, None),  # its MLP's inputs have no batch dimension
     ("opt", {"scheme": "mx"}, None),
     ("bert", {"scheme": "channel"}, 0.0),
     ("bert", {"scheme": "block", "layout": "fp8"}, None),
@@ -323,8 +322,7 @@ def test_keys_and_values_are_rounded_as_transformers_does(models: dict[str, Path
     theirs, ours = after.consumers[:2]
     assert (theirs.outcome, ours.outcome) == ("agrees", "agrees")
     assert theirs.distance is not None
-    if name != "opt":  # its MLP's inputs have no batch dimension
-        assert theirs.distance < 1e-5
+    assert theirs.distance < 1e-5
     assert isinstance(before.quality, LogitQuality)
     assert isinstance(after.quality, LogitQuality)
     assert before.quality.kl.value < after.quality.kl.value < 2

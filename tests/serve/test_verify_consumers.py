@@ -49,15 +49,15 @@ def outcomes(model: Path, packed: Path) -> dict[str, Consumer]:
 
 
 def test_one_that_misreads_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = verify_consumers.load
+    fill = verify_consumers.fill
 
-    def misread(folder: Path, device: str) -> Any:
-        loaded = load(folder, device)
-        *_, layer = (module for module in loaded.model.modules() if isinstance(module, serve.PackedLinear))
+    def misread(*given: Any) -> Any:
+        model = fill(*given)
+        *_, layer = (module for module in model.modules() if isinstance(module, serve.PackedLinear))
         layer.weight_scale.copy_(1 / layer.weight_scale)
-        return loaded
+        return model
 
-    monkeypatch.setattr(verify_consumers, "load", misread)
+    monkeypatch.setattr(verify_consumers, "fill", misread)
     found = outcomes(model, packed)
     assert found["transformers"].outcome == "agrees"
     assert found["octavo"].outcome == "disagrees"
@@ -70,7 +70,7 @@ def test_one_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.Monke
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return torch.full((*ids.shape, 256), torch.nan)
 
-    monkeypatch.setattr(verify_consumers, "load", lambda *_: SimpleNamespace(model=Nan()))
+    monkeypatch.setattr(verify_consumers, "fill", lambda *_: Nan())
     assert outcomes(model, packed)["octavo"].outcome == "disagrees"
 
 
@@ -78,7 +78,7 @@ def test_one_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> Any:
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(verify_consumers, "load", fail)
+    monkeypatch.setattr(verify_consumers, "fill", fail)
     found = outcomes(model, packed)["octavo"]
     assert (found.outcome, found.note) == ("failed", "RuntimeError: no kernel for this")
 
@@ -107,7 +107,8 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
     """Of random logits, from which the others are so far."""
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
-    return Probe(folder, {}, settings, True, False, ids, reference, (1 + unrounded) * reference, (1 + bf16) * reference)
+    others = (reference, (1 + unrounded) * reference, (1 + bf16) * reference)
+    return Probe(folder, {}, settings, True, False, ids, reference, *others)
 
 
 class FakeVllm:

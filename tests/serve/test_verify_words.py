@@ -12,7 +12,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as theirs_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
-from octavo.serve.verify_words import Words, WordsError, read_words, round_input, widen
+from octavo.serve.verify_numbers import round_input, widen
+from octavo.serve.verify_words import Words, WordsError, read_words
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]

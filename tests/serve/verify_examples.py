@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -41,6 +43,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "opt": (OPTForCausalLM, OPTConfig, OPT),
     "bert": (BertModel, BertConfig, {}),
     "gpt2": (GPT2LMHeadModel, GPT2Config, {}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
 
 

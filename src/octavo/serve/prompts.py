@@ -63,6 +63,11 @@ class Prompts:
         return [tuple(batch) for batch in batches]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer of transformers."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def open_tokenizer(folder: Path) -> Any:
     """The transformers tokenizer in `folder`; nothing is downloaded, no code of the folder is run.
 
@@ -74,7 +79,7 @@ def open_tokenizer(folder: Path) -> Any:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError('calibration reads text through transformers: pip install "octavo[hf]"') from error
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not has_tokenizer(folder):
         raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

@@ -100,7 +100,7 @@ def transformers_skeleton(folder: Path) -> Skeleton:
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
     """Let transformers compute, on `device`, what no file holds (rotary frequencies), by the rule that its own loading
-    follows.
+    follows. That rule initializes the parameters of the same module too, so call this before any of them is filled.
 
     Raises:
         ArtifactError: it does not compute one of them.
@@ -112,6 +112,8 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
             poison = torch.nan if module._buffers[name].is_floating_point() else 0
             module._buffers[name] = torch.full_like(module._buffers[name], poison, device=device)
         if names:
+            if not all(parameter.is_meta for parameter in module.parameters()):
+                raise RuntimeError(f"{type(module).__name__} would be initialized again: compute its buffers first")
             model._init_weights(module)
         if left := [name for name in names if module._buffers[name].isnan().any()]:
             raise ArtifactError(

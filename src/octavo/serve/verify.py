@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.tensors import ArtifactError
-from octavo.serve.prompts import open_tokenizer, read_prompts
+from octavo.serve.prompts import has_tokenizer, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, Quality
 from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify_bytes import Bytes, Finding, read_bytes
@@ -32,7 +32,8 @@ from octavo.serve.verify_check import Shape, check_folder, check_weights
 from octavo.serve.verify_consumers import Consumer, make_probe, try_consumers
 from octavo.serve.verify_forecast import Forecast, Sizes, forecast, measure_sizes
 from octavo.serve.verify_model import Against, Linear, StreamedModel, is_causal, required_by
-from octavo.serve.verify_reference import LayerSums, PackedLayers, WatchedLayers, int8_layers, probe
+from octavo.serve.verify_numbers import leave_input, round_input
+from octavo.serve.verify_reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
 from octavo.serve.verify_words import Words
 
 Progress = Callable[[str, int, int], None]
@@ -148,6 +149,8 @@ def verify(
     if read.findings:
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
         return report
+    if not has_tokenizer(packed):
+        report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
     work = _Work(read, layers, model, device, prompts, told, report)
     work.consumers()
     if prompts:
@@ -209,9 +212,9 @@ class _Work:
         """Of the folder's cache of keys and values, if it has them all."""
         return cache_scales(self.read)
 
-    def packed(self, rounding: bool = True, dtype: torch.dtype = torch.float32) -> StreamedModel:
-        compute = PackedLayers(self.read, self.layers, self.device, rounding)
-        cache = partial(rounded_cache, self.kv_scales) if rounding and self.kv_scales else None
+    def packed(self, rounds: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        compute = PackedLayers(self.read, self.layers, self.device, rounds)
+        cache = partial(rounded_cache, self.kv_scales) if rounds is not leave_input and self.kv_scales else None
         return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype, cache)
 
     def plain(self, compute: Linear) -> StreamedModel:
@@ -226,8 +229,8 @@ class _Work:
         if int(ids.max()) >= rows:
             raise ArtifactError(f"the tokenizer of {self.model.folder} gives the id {int(ids.max())}, {rows} are there")
 
-        def run(rounding: bool, dtype: torch.dtype) -> Tensor:
-            return self.packed(rounding, dtype)(ids)
+        def run(rounds: RoundInput, dtype: torch.dtype) -> Tensor:
+            return self.packed(rounds, dtype)(ids)
 
         causal, cache = is_causal(skeleton.model), bool(self.kv_scales)
         asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, causal, cache, run)

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from octavo.serve.verify_bytes import Bytes
-from octavo.serve.verify_words import Words, round_input
+from octavo.serve.verify_numbers import round_input
+from octavo.serve.verify_words import Words
 
 _E4M3 = Words(0, 0, "static")
 # Below the name of an attention layer, as compressed-tensors, ModelOpt and AutoFP8 (two ways) spell them.

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from octavo.serve.quality import energies, sqnr
 from octavo.serve.verify_bytes import Bytes
-from octavo.serve.verify_words import Words, WordsError, read_words, scale_values, spread
+from octavo.serve.verify_numbers import scale_values, spread
+from octavo.serve.verify_words import Words, WordsError, read_words
 
 Shape = tuple[int, ...]
 Progress = Callable[[int, int], None]

@@ -6,6 +6,9 @@ is measured on the same prompts, as a distance |y - reference| / |reference|:
     unrounded   the reference with inputs left as they are, which some readers do
     bf16        the reference with everything between its layers in BF16
 
+transformers with compressed-tensors rounds inputs of two dimensions by one scale, where the scheme says one a token
+(`round_input_by_compressed_tensors`), so it is compared with a reference that does the same.
+
 A reader in float32 must be within 1.25 of the first (transformers' emulation gives 0), one in BF16 within 1.5 of the
 larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
 differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. One
@@ -22,7 +25,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.serve.load import load
+from octavo.serve.load import fill
+from octavo.serve.skeleton import read_skeleton
 from octavo.serve.verify_model import outputs
-from octavo.serve.verify_reference import distance
+from octavo.serve.verify_numbers import leave_input, round_input, round_input_by_compressed_tensors
+from octavo.serve.verify_reference import RoundInput, distance
 from octavo.serve.verify_words import Words
 from octavo.version import __version__
 
@@ -78,6 +83,7 @@ class Probe:
         cache: whether it stores scales of a KV cache.
         ids: int64 [B, T].
         reference: its logits or hidden states [B, T, width].
+        emulated: the same, inputs rounded as compressed-tensors rounds them.
         unrounded, bf16: what it gives otherwise, see above.
     """
 
@@ -88,6 +94,7 @@ class Probe:
     cache: bool
     ids: Tensor
     reference: Tensor
+    emulated: Tensor
     unrounded: Tensor
     bf16: Tensor
 
@@ -158,6 +165,7 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
     note = "emulated in float32" if float32 else "in BF16"
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
+        probe = replace(probe, reference=probe.emulated)
     return probe.judge("transformers", version, found, FLOAT32 if float32 else BF16, note)
 
 
@@ -192,7 +200,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _octavo(probe: Probe, version: str, device: str) -> Consumer:
-    model = load(probe.folder, device).model
+    model = fill(read_skeleton(probe.folder), probe.folder, device)
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)
     return probe.judge("octavo", version, found, BF16, f"in BF16, on {device}")
@@ -232,8 +240,11 @@ def make_probe(
     ids: Tensor,
     causal: bool,
     cache: bool,
-    run: Callable[[bool, torch.dtype], Tensor],
+    run: Callable[[RoundInput, torch.dtype], Tensor],
 ) -> Probe:
-    """Run the reference on `ids`: `run(rounding, dtype)` gives its logits."""
-    ways = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
+    """Run the reference on `ids`: `run(round_input, dtype)` gives its logits."""
+    ways = (
+        (round_input, torch.float32), (round_input_by_compressed_tensors, torch.float32),
+        (leave_input, torch.float32), (round_input, torch.bfloat16),
+    )  # fmt: skip
     return Probe(folder, layers, settings, causal, cache, ids, *(run(*way).cpu() for way in ways))

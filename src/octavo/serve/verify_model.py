@@ -76,8 +76,8 @@ class StreamedModel:
                 parent, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, Layer(name, module, self))
                 self.layers.append(name)
-        _fill(model, get, stored, self.device)
         compute_buffers(model, self.device)
+        _fill(model, get, stored, self.device)
         self._model = model.to(self.device).eval()
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch.nn.functional import linear
 from octavo.serve.int8 import int8_linear, quantize_int8
 from octavo.serve.quality import energies, sqnr
 from octavo.serve.verify_bytes import Bytes
-from octavo.serve.verify_words import Words, round_input, widen
+from octavo.serve.verify_numbers import round_input, widen
+from octavo.serve.verify_words import Words
+
+RoundInput = Callable[[Tensor, Words, Tensor | None], Tensor]
 
 
 class PackedLayers:
@@ -22,12 +25,13 @@ class PackedLayers:
         read: the folder.
         layers: those that are packed.
         device: where they run.
-        rounding: False leaves the inputs as they are.
+        round_input: how the inputs are rounded, see `octavo.serve.verify_words`.
     """
 
-    def __init__(self, read: Bytes, layers: Mapping[str, Words], device: str, rounding: bool = True) -> None:
-        self._read, self._device = read, device
-        self._layers = {name: how if rounding else replace(how, inputs="none") for name, how in layers.items()}
+    def __init__(
+        self, read: Bytes, layers: Mapping[str, Words], device: str, round_input: RoundInput = round_input
+    ) -> None:
+        self._read, self._layers, self._device, self._round_input = read, layers, device, round_input
 
     def weight(self, name: str) -> Tensor:
         """float32 [N, K]."""
@@ -46,7 +50,7 @@ class PackedLayers:
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         words = self._layers.get(name)
-        rounded = x.float() if words is None else round_input(x, words, self.input_scale(name))
+        rounded = x.float() if words is None else self._round_input(x, words, self.input_scale(name))
         return linear(rounded, self.weight(name))  # [T,K] @ [N,K]^T
 
 

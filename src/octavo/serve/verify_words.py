@@ -1,8 +1,4 @@
-"""What a quantization_config says of each linear layer, and what its bytes then mean, in plain float32.
-
-    w[N,K]  = data * scale, the scale of each block repeated over it      every scale multiplies
-    x_q     = e4m3(x / s) * s,  s = amax / 448                            of the elements that share it
-    s       = input_scale where it is stored; 2^ceil(log2(amax / 448)) where scales are powers of two
+"""What a quantization_config says of each linear layer; `octavo.serve.verify_numbers` has what its bytes then mean.
 
 Written from docs/format.md and the pages of compressed-tensors, transformers and ModelOpt, and from no code of ours.
 """
@@ -10,13 +6,10 @@ Written from docs/format.md and the pages of compressed-tensors, transformers an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
-
-import torch
-from torch import Tensor
 
 _E4M3, _INT8 = 448.0, 127.0
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision")
@@ -244,55 +237,3 @@ _MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Words(1, 0, "token", flat=True),
     "FP8_PB_WO": Words(128, 128, "token", 128, flat=True),  # vLLM rounds its inputs so
 }
-
-
-# --- Numbers ---------------------------------------------------------------------------------------------------------
-
-
-def scale_values(scale: Tensor, words: Words) -> Tensor:
-    """The scales float32 [blocks of N, blocks of K], from what is stored."""
-    if words.exponents:
-        return torch.exp2(scale.view(torch.uint8).float() - 127)
-    values = scale.float()
-    if values.ndim == 4:
-        return values[:, 0, :, 0]
-    return values.reshape(1, 1) if values.numel() == 1 else values if values.ndim == 2 else values.unsqueeze(1)
-
-
-def spread(values: Tensor, words: Words, shape: Iterable[int]) -> Tensor:
-    """The scale of each element of a weight of `shape` [N, K], from one a block."""
-    n, k = shape
-    down = values.repeat_interleave(words.rows or n, 0)[:n]
-    return down.repeat_interleave(words.columns or k, 1)[:, :k]
-
-
-def widen(data: Tensor, scale: Tensor, words: Words) -> Tensor:
-    """The weight float32 [N, K] of its stored data and scale."""
-    return data.float() * spread(scale_values(scale, words), words, data.shape)
-
-
-def round_input(x: Tensor, words: Words, input_scale: Tensor | None = None) -> Tensor:
-    """The input [..., K] as the layer sees it once it is rounded: float32, the same shape."""
-    x = x.float()
-    if words.inputs == "none":
-        return x
-    if words.inputs == "static":
-        assert input_scale is not None
-        return _rounded(x, input_scale.float().reshape(-1)[0], words)
-    if words.inputs == "tensor":
-        return _rounded(x, _input_scale(x.abs().amax(), words), words)
-    parts = x.reshape(*x.shape[:-1], -1, words.group or x.shape[-1])
-    return _rounded(parts, _input_scale(parts.abs().amax(-1, keepdim=True), words), words).reshape(x.shape)
-
-
-def _input_scale(amax: Tensor, words: Words) -> Tensor:
-    scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / words.largest
-    if not words.exponents:
-        return scale
-    mantissa, exponent = torch.frexp(scale)
-    return torch.exp2((exponent - (mantissa == 0.5).int()).float())
-
-
-def _rounded(x: Tensor, scale: Tensor, words: Words) -> Tensor:
-    q = (x / scale).clamp(-words.largest, words.largest)
-    return (q.round() if words.integers else q.to(torch.float8_e4m3fn).float()) * scale

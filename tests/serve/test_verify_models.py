@@ -1,0 +1,59 @@
+"""Verifying right folders of models that readers treat in a way of their own: every reader agrees, with a margin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verify_examples import make_model, write_text
+
+from octavo import serve
+from octavo.serve.quality import LogitQuality
+from octavo.serve.verify import verify
+
+
+def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -> None:
+    model, text = make_model(tmp_path / "model", "gemma2"), write_text(tmp_path / "text.txt")
+    serve.pack(model, tmp_path / "out")
+    report = verify(tmp_path / "out", model, [str(text)], samples=8, batch=4)
+    assert not report.findings
+    theirs, ours, _ = report.consumers
+    assert theirs.distance is not None
+    assert theirs.distance < 1e-5
+    assert ours.outcome == "agrees"
+    assert isinstance(report.quality, LogitQuality)
+    assert report.quality.kl.value < 0.1
+    assert report.quality.top1.value > 0.7
+
+
+# OPT's decoder layers flatten their MLP's input to [T, K]; compressed-tensors then scales it as one tensor.
+FLAT = [
+    ("opt", {}, 0), ("gpt2", {}, 0), ("gpt2", {}, 1), ("gpt2", {"scheme": "tensor"}, 0), ("gpt2", {"pow2": True}, 0),
+    ("gpt2", {"pow2": True}, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how", "seed"), FLAT)
+def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
+    tmp_path: Path, name: str, how: dict[str, Any], seed: int
+) -> None:
+    model = make_model(tmp_path / "model", name, seed)
+    serve.pack(model, tmp_path / "out", **how)
+    report = verify(tmp_path / "out", model)
+    assert not report.findings
+    theirs = report.consumers[0]
+    assert theirs.distance is not None
+    assert theirs.tolerance is not None
+    assert theirs.distance < theirs.tolerance / 20 < 0.01  # above 0 where a tie goes the other way
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    serve.pack(model, tmp_path / "out")
+    report = verify(tmp_path / "out", model)
+    assert report.ok
+    assert [consumer.outcome for consumer in report.consumers[:2]] == ["agrees", "agrees"]
+    assert any("has no tokenizer" in remark for remark in report.remarks)
