@@ -1,9 +1,12 @@
 """The house rules that a machine can hold: which room may import which, and that nobody hides an import.
 
-    numerics < recipe < ops < nn < (models, dist, telemetry, artifact) < (train, serve, plan) < cli
+    numerics < recipe < ops < nn < (models, dist, telemetry, artifact) < (train, serve, plan) < octavo_cli
 
 `quantize.py`, a function over ops, stands beside nn; `load.py`, which opens serve when it is called, above that;
-`version.py` below everything; the package's own `__init__`, which gathers the public names, above every room but cli.
+`version.py` below everything; the package's own `__init__`, which gathers the public names, above every room.
+
+The command line is a package of its own, `octavo_cli`, so that `octavo --help` needs no PyTorch: its files import
+`octavo` and `torch` inside functions only, and of `octavo` only `python -m octavo` imports it.
 """
 
 import ast
@@ -16,6 +19,7 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
+COMMANDS = ROOT.with_name("octavo_cli")
 ROOMS = [
     {"version"},
     {"numerics"},
@@ -26,19 +30,21 @@ ROOMS = [
     {"train", "serve", "plan"},
     {"load"},
     {""},
-    {"cli"},
     {"__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 
 
 def module_name(path: Path) -> str:
-    parts = ["octavo", *path.relative_to(ROOT).with_suffix("").parts]
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 SOURCES = {module_name(path): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 PACKAGES = {module_name(path) for path in ROOT.rglob("__init__.py")}
+
+
+COMMAND_SOURCES = {module_name(path): path.read_text() for path in sorted(COMMANDS.rglob("*.py"))}
 
 
 def room_of(module: str) -> str:
@@ -65,6 +71,22 @@ def hidden_imports(source: str, modules: set[str]) -> list[int]:
         n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ]
     return [node.lineno for f in functions for node in ast.walk(f) if list(imported(node, modules))]
+
+
+def loaded_at_import(source: str) -> set[str]:
+    """The packages that importing a file of this source imports: neither in a function nor for a type checker alone."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+        for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def upward(module: str, imports: set[str]) -> set[str]:
@@ -100,6 +122,21 @@ def test_every_import_of_ours_is_of_a_module_that_exists(name):
     assert IMPORTS[name] <= SOURCES.keys()
 
 
+@pytest.mark.parametrize("name", COMMAND_SOURCES)
+def test_the_command_line_loads_octavo_and_torch_inside_functions_only(name):
+    assert not loaded_at_import(COMMAND_SOURCES[name]) & {"octavo", "torch", "numpy", "safetensors", "transformers"}
+
+
+@pytest.mark.parametrize("name", COMMAND_SOURCES)
+def test_every_import_of_ours_in_the_command_line_is_of_a_module_that_exists(name):
+    assert imports_of(COMMAND_SOURCES[name], set(SOURCES)) <= SOURCES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"octavo.__main__"}))
+def test_octavo_never_imports_its_command_line(name):
+    assert "octavo_cli" not in SOURCES[name]
+
+
 def test_there_are_no_cycles():
     # What a package's __init__ gathers is imported with it: `from octavo.a import b` waits for all of octavo.a.
     assert cycle(IMPORTS) == []
@@ -110,9 +147,9 @@ def test_no_import_hides_in_a_function(name):
     assert hidden_imports(SOURCES[name], set(SOURCES)) == []
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_imports_are_absolute(name):
-    nodes = ast.walk(ast.parse(SOURCES[name]))
+@pytest.mark.parametrize("source", [*SOURCES.values(), *COMMAND_SOURCES.values()], ids=[*SOURCES, *COMMAND_SOURCES])
+def test_imports_are_absolute(source):
+    nodes = ast.walk(ast.parse(source))
     assert not [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
 
 
@@ -153,4 +190,6 @@ def test_the_rules_see_what_they_forbid():
     assert upward("octavo.models", {"octavo.dist", "octavo.nn"}) == {"octavo.dist"}
     assert upward("octavo.nn", {"octavo"}) == {"octavo"}
     assert hidden_imports("def f():\n    from octavo.nn import x", modules) == [2]
+    assert loaded_at_import("import torch.nn\nclass A:\n    from octavo import nn") == {"torch", "octavo"}
+    assert loaded_at_import("def f():\n    import torch\nif TYPE_CHECKING:\n    import octavo") == set()
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})

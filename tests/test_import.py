@@ -47,7 +47,7 @@ LEFT_ALONE = (
     "tensorboard",
     "matplotlib",
 )
-LEFT_ALONE += ("torch._inductor", "torch.utils.tensorboard", "octavo.cli", "octavo.train", "octavo.serve")
+LEFT_ALONE += ("torch._inductor", "torch.utils.tensorboard", "octavo_cli", "octavo.train", "octavo.serve")
 
 
 def python(code):

@@ -1,5 +1,5 @@
 """python -m octavo."""
 
-from octavo.cli import main
+from octavo_cli import main
 
 main()

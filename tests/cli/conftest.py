@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from octavo.cli import main
+from octavo_cli import main
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """octavo doctor: the machine, and what each GEMM of each recipe runs on."""
 
-import importlib
 import json
 import platform
 
@@ -11,8 +10,8 @@ import octavo as package
 from octavo.nn.gains import cache_path, read_table
 from octavo.nn.gains_table import Machine, Measurement, Table
 from octavo.ops import Backend
+from octavo_cli import doctor
 
-doctor = importlib.import_module("octavo.cli.doctor")  # the name in the package is the command's
 GEMMS = ("y", "dx", "dw")
 QUANTIZED = dict.fromkeys(package.PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
 
@@ -68,9 +67,9 @@ def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path)
     here = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0", "0.1.0")
     measured = Table(here, "made up", grid=(Measurement("rowwise", 2, 3, 4, 1.5, 1.0),))
     backends = dict.fromkeys(package.PRESETS, "cublaslt") | {"mxfp8": "none", "bf16": "bf16", "groupwise": "emulated"}
-    monkeypatch.setattr(doctor, "this_machine", lambda device: here)
+    monkeypatch.setattr("octavo.nn.gains.this_machine", lambda device: here)
     monkeypatch.setattr(
-        doctor, "gemm_backends", lambda recipe, _: dict.fromkeys(GEMMS, Backend(backends[recipe.name], ""))
+        "octavo.nn.backends.gemm_backends", lambda recipe, _: dict.fromkeys(GEMMS, Backend(backends[recipe.name], ""))
     )
     asked = []
 
@@ -79,11 +78,11 @@ def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path)
         progress(1, 1)
         return measured
 
-    monkeypatch.setattr(doctor, "measure_grid", measure_grid)
+    monkeypatch.setattr("octavo.nn.gains.measure_grid", measure_grid)
     path = doctor.measure_gains(torch.device("cuda", 0))
     assert path == cache_path(here)
     assert read_table(path) == measured
     assert set(asked) == package.PRESETS.keys() - {"mxfp8", "bf16", "groupwise"}
-    monkeypatch.setattr(doctor, "never_faster", lambda *_: "too old")
+    monkeypatch.setattr("octavo.nn.gains.never_faster", lambda *_: "too old")
     with pytest.raises(ValueError, match="Fast GPU 9000 has no FP8 GEMM to time"):
         doctor.measure_gains(torch.device("cuda", 0))

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from octavo.cli import app
+from octavo_cli.app import app
 
 
 @pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from octavo import convert, serve
 from octavo.artifact.scheme import SCHEMES
 from octavo.artifact.tensors import ArtifactError
-from octavo.cli.generate import generate
-from octavo.cli.pack import pack
 from octavo.models.stream import stream
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
 from octavo.serve.pack import SCHEME_OF
 from octavo.serve.packed_linear import swap_linears
+from octavo_cli.generate import generate
+from octavo_cli.pack import pack
 
 PROMPT = "Grüße, "
 

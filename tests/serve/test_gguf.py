@@ -27,9 +27,9 @@ from typer.testing import CliRunner
 from octavo import serve
 from octavo.artifact.folder import WriteError
 from octavo.artifact.tensors import ArtifactError
-from octavo.cli import app
 from octavo.models import Llama, LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
+from octavo_cli.app import app
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

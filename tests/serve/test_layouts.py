@@ -27,9 +27,9 @@ import octavo
 from octavo import serve
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.tensors import ArtifactError
-from octavo.cli import app
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.serve.cache import QuantizedKVCache
+from octavo_cli.app import app
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from octavo import serve
 from octavo.artifact.packed_tensors import PackedTensors
 from octavo.artifact.tensors import ArtifactError
-from octavo.cli import app
 from octavo.models.tokenizer import ByteTokenizer
+from octavo_cli.app import app
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from octavo import convert, serve, update_scales
 from octavo.artifact.run import RunFolder
 from octavo.artifact.tensors import ArtifactError
-from octavo.cli import app
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.nn.delayed import scale_state
 from octavo.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from octavo_cli.app import app
 
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(256, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=48),

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from octavo import serve
 from octavo.artifact.scheme import SCHEMES
-from octavo.cli import app
 from octavo.models.tokenizer import ByteTokenizer
+from octavo_cli.app import app
 
 SCHEME_NAMES = [name for name in SCHEMES if name != "static"]
 SIZES = {

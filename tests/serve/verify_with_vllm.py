@@ -54,7 +54,7 @@ def complete() -> None:
 
 
 if __name__ == "__main__":
-    from octavo.cli import main
+    from octavo_cli import main
 
     if not torch.cuda.is_available():
         complete()

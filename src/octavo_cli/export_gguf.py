@@ -9,14 +9,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from octavo import serve
-from octavo.serve.gguf import WEIGHTS
+from octavo_cli.choices import GGUF_WEIGHTS
 
 
 def export_gguf(
     source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder, in BF16.")],
     out: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
-    weights: Annotated[str, typer.Option(help=f"Of linear layers: {' or '.join(WEIGHTS)}.")] = WEIGHTS[0],
+    weights: Annotated[str, typer.Option(help=f"Of linear layers: {' or '.join(GGUF_WEIGHTS)}.")] = GGUF_WEIGHTS[0],
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a BPE, too.")] = True,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
 ) -> None:
@@ -29,6 +28,8 @@ def export_gguf(
 
       octavo export-gguf models/qwen qwen-q8_0.gguf
     """
+    from octavo import serve
+
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("exporting")

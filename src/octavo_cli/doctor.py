@@ -6,18 +6,15 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from octavo.nn.backends import gemm_backends
-from octavo.nn.gains import cache_path, measure_grid, never_faster, this_machine, write_table
-from octavo.recipe import PRESETS
-from octavo.version import __version__
+if TYPE_CHECKING:
+    import torch
 
 
 def doctor(
@@ -31,6 +28,8 @@ def doctor(
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
     """
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {"machine": machine(device), "recipes": recipes(device)}
     if measure:
@@ -52,6 +51,10 @@ def doctor(
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Versions, and the device that would be used."""
+    import torch
+
+    from octavo.version import __version__
+
     found: dict[str, Any] = {
         "octavo": __version__,
         "torch": torch.__version__,
@@ -71,6 +74,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def measure_gains(device: torch.device) -> Path:
     """Time the linear layers of the grid for every recipe that runs on the GPU `device`; the file that holds them."""
+    import torch
+
+    from octavo.nn.backends import gemm_backends
+    from octavo.nn.gains import cache_path, measure_grid, never_faster, this_machine, write_table
+    from octavo.recipe import PRESETS
+
     if device.type != "cuda":
         raise ValueError(
             f"--measure times FP8 against BF16 on a CUDA GPU, and this torch ({torch.__version__}) sees none: run it "
@@ -91,6 +100,9 @@ def measure_gains(device: torch.device) -> Path:
 
 def recipes(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
     """Recipe -> GEMM -> the backend's name and reason."""
+    from octavo.nn.backends import gemm_backends
+    from octavo.recipe import PRESETS
+
     return {
         name: {gemm: {"name": b.name, "reason": b.reason} for gemm, b in gemm_backends(preset(), device).items()}
         for name, preset in PRESETS.items()

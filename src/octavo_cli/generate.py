@@ -6,12 +6,8 @@ import unicodedata
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-
-from octavo import serve
-from octavo.models.stream import stream
 
 
 def generate(
@@ -31,6 +27,11 @@ def generate(
 
       octavo generate packed/first --prompt "def main():" --count 100 --seed 1
     """
+    import torch
+
+    from octavo import serve
+    from octavo.models.stream import stream
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, context = serve.load(folder, device)

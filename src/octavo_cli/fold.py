@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from octavo import serve
+if TYPE_CHECKING:
+    from octavo import serve
 
 
 def fold(
@@ -44,6 +45,8 @@ def fold(
 
       octavo fold models/llama models/llama-rotated --rotate
     """
+    from octavo import serve
+
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("folding")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from octavo import serve
-from octavo.artifact.packed import LAYOUTS, READERS
-from octavo.artifact.scheme import SCHEMES
-from octavo.cli.budget import print_budget
+from octavo_cli.budget import print_budget
+from octavo_cli.choices import LAYOUTS, SCHEMES
+
+if TYPE_CHECKING:
+    from octavo import serve
 
 Layout = Annotated[
     str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
@@ -83,6 +84,9 @@ def pack(
 
       octavo generate packed/first --prompt "def main():"
     """
+    from octavo import serve
+    from octavo.artifact.packed import READERS
+
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("packing")

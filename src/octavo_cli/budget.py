@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
-from octavo import serve
+if TYPE_CHECKING:
+    from octavo import serve
 
 _ROWS = 10
 

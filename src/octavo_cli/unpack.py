@@ -9,9 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from octavo import serve
-from octavo.artifact.packed import LAYOUTS, READERS
-from octavo.artifact.scheme import SCHEMES
+from octavo_cli.choices import LAYOUTS, SCHEMES
 
 Folder = Annotated[Path, typer.Argument(help="A packed folder.")]
 Out = Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")]
@@ -24,6 +22,8 @@ def unpack(folder: Folder, out: Out) -> None:
 
       octavo unpack packed/first models/first
     """
+    from octavo import serve
+
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("unpacking")
@@ -45,6 +45,9 @@ def convert_layout(
 
       octavo convert-layout packed/first packed/first-hf --layout fp8
     """
+    from octavo import serve
+    from octavo.artifact.packed import READERS
+
     console = Console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("converting")

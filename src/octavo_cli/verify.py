@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from octavo.serve.verify import Budget, Report
-from octavo.serve.verify import verify as run_verify
-from octavo.serve.verify_page import page
-from octavo.serve.verify_report import Section, sections, to_dict, verdict
+if TYPE_CHECKING:
+    from octavo.serve.verify import Report
+    from octavo.serve.verify_report import Section
 
 _ROWS = 12
 
@@ -54,6 +53,10 @@ def verify(
 
       octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
     """
+    from octavo.serve.verify import Budget
+    from octavo.serve.verify import verify as run_verify
+    from octavo.serve.verify_report import sections, verdict
+
     console = Console()
     budget = Budget(budget_kl, None if budget_ppl is None else _part(budget_ppl), budget_cosine)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -98,6 +101,9 @@ def _part(text: str) -> float:
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
+    from octavo.serve.verify_page import page
+    from octavo.serve.verify_report import to_dict
+
     if to_json is not None:
         to_json.write_text(json.dumps(to_dict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if to_html is not None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from octavo.serve import calibrate as run_calibration
-from octavo.serve.calibration import Calibration
-from octavo.serve.statistics import PERCENTILES
+if TYPE_CHECKING:
+    from octavo.serve.calibration import Calibration
 
 _ROWS = 10
 
@@ -38,6 +37,8 @@ def calibrate(
 
       octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
     """
+    from octavo import serve
+
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -46,7 +47,7 @@ def calibrate(
         def progress(done: int, of: int) -> None:
             bar.update(task, description="calibrating, block by block", completed=done, total=of)
 
-        found = run_calibration(
+        found = serve.calibrate(
             model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed, progress=progress
         )
     console.print(f"calibrated {model} into {out}", highlight=False, markup=False)
@@ -57,6 +58,8 @@ def calibrate(
 
 def _table(found: Calibration) -> Table:
     """The sites where a few elements take the most range from the others."""
+    from octavo.serve.statistics import PERCENTILES
+
     high = PERCENTILES[-1]
     rows = []
     for name, statistics in found.sites.items():

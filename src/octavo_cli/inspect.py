@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from octavo.artifact.packed_tensors import PackedTensors
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.artifact.packed_tensors import PackedTensors
 
 
 def inspect(
@@ -24,6 +26,8 @@ def inspect(
 
       octavo inspect packed/first
     """
+    from octavo.artifact.packed_tensors import PackedTensors
+
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
     rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.numerics.codec import decode, encode
-from octavo.numerics.formats import FORMATS, Format, get_format
+from octavo_cli.choices import FORMATS
+
+if TYPE_CHECKING:
+    from octavo.numerics.formats import Format
 
 FACTS = ("format", "layout", "bias", "max", "normal", "subnormal", "epsilon", "specials")
 SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
@@ -33,7 +34,9 @@ def formats(
 
       octavo formats -- -1e-5
     """
-    chosen = list(FORMATS.values()) if format is None else [get_format(format)]
+    from octavo.numerics.formats import get_format
+
+    chosen = [get_format(name) for name in (FORMATS if format is None else [format])]
     rows = [facts(f) if number is None else look(number, f) for f in chosen]
     if as_json:
         print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
@@ -78,6 +81,10 @@ def facts(f: Format) -> dict[str, Any]:
 
 def look(number: float, f: Format) -> dict[str, Any]:
     """How `number` is stored in `f`: code, bits (sign exponent mantissa), the value, its neighbours, the error."""
+    import torch
+
+    from octavo.numerics.codec import decode, encode
+
     code = int(encode(torch.tensor(number, dtype=torch.float64), f))
     value = float(decode(torch.tensor(code), f))
     error = abs(value - number)
@@ -101,6 +108,10 @@ def _bits(code: int, f: Format) -> str:
 
 def _neighbour(code: int, f: Format, direction: int) -> float:
     """The next number above or below in value; NaN where there is none. Codes order magnitudes, the sign turns them."""
+    import torch
+
+    from octavo.numerics.codec import decode
+
     sign_bit = 1 << (f.bits - 1) if f.signed else 0
     negative = bool(code & sign_bit)
     magnitude = code & ~sign_bit if f.signed else code

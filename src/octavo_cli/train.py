@@ -9,10 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.train.config import Config, ConfigError, describe
-from octavo.train.log import print_line, training_console
-from octavo.train.start import resume, start
-
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -41,6 +37,10 @@ def train(
 
       octavo train --resume runs/first --steps 400
     """
+    from octavo.train.config import Config, ConfigError
+    from octavo.train.log import print_line, training_console
+    from octavo.train.start import resume, start
+
     if settings:
         Console().print(_settings())
         return
@@ -61,6 +61,8 @@ def train(
 
 
 def _settings() -> Table:
+    from octavo.train.config import describe
+
     table = Table(box=None, pad_edge=False)
     for column in ("setting", "type", "default", "meaning"):
         table.add_column(column)

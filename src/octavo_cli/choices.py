@@ -1,0 +1,9 @@
+"""Names that help texts list. They are written out here, since the library that defines them imports PyTorch.
+
+`tests/cli/test_choices.py` compares them with the library's.
+"""
+
+FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")
+GGUF_WEIGHTS = ("q8_0", "f16")
+LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
+SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128")
