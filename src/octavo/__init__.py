@@ -1,7 +1,7 @@
 """Octavo: FP8 for PyTorch over the whole life of a model."""
 
 from octavo.load import load
-from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, scale_state, update_scales
+from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, restore, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
 from octavo.quantize import quantize
 from octavo.recipe import PRESETS, Gemm, Recipe
@@ -24,6 +24,7 @@ __all__ = [
     "load",
     "load_scale_state",
     "quantize",
+    "restore",
     "scale_state",
     "update_scales",
 ]

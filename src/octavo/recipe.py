@@ -101,6 +101,11 @@ class Recipe:
             )
 
     @property
+    def quantized(self) -> bool:
+        """Whether any of the three GEMMs runs on eight-bit operands."""
+        return self.y.quantized or self.dx.quantized or self.dw.quantized
+
+    @property
     def delayed(self) -> bool:
         """Whether any cast keeps a history (then `octavo.update_scales` is due after each optimizer step)."""
         return any(cast.history is not None for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm))
@@ -219,9 +224,12 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe itself, or the preset of that name; a ValueError names the choices."""
+    """A recipe itself, or the preset of that name; a ValueError names the choices, a TypeError what else came."""
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        call = f": call it, {recipe.__name__}()" if recipe in PRESETS.values() else ""
+        raise TypeError(f"recipe must be a preset's name or a Recipe, got {recipe!r}{call}")
     if recipe not in PRESETS:
         raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[recipe]()

@@ -57,7 +57,7 @@ def test_routers_and_globs_are_skipped() -> None:
     assert report.converted == ["gate_proj"]
     assert report.skipped["down_proj"] == "skip='down*'"
     text = str(report)
-    assert "tensorwise: 1 linear layers converted, 3 skipped" in text
+    assert "tensorwise: 1 linear layer converted, 3 skipped" in text
     assert "gate_proj" in text
     assert "emulated" in text
 
@@ -71,7 +71,34 @@ def test_subclasses_with_a_forward_of_their_own_are_left() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)})
     report = octavo.convert(model)
     assert report.converted == ["mlp"]
-    assert "whose forward is its own" in report.skipped["attention.out_proj"]
+    reason = "multi-head attention reads its weight directly and never calls it"
+    assert report.skipped == {"attention.out_proj": reason}
+
+
+def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:
+    model = nn.ModuleDict({"waves": nn.Linear(8, 8, dtype=torch.complex64), "body": nn.Linear(8, 8)})
+    report = octavo.convert(model)
+    assert report.converted == ["body"]
+    assert "torch.complex64" in report.skipped["waves"]
+
+
+def test_a_layer_that_a_second_conversion_skips_is_restored() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    octavo.convert(model, "tensorwise")
+    report = octavo.convert(model, "rowwise", skip=["0"])
+    assert report.skipped == {"0": "skip='0'"}
+    assert (type(model[0]), type(model[1])) == (nn.Linear, octavo.Linear)
+
+
+@pytest.mark.parametrize("model", [5, nn.Linear, None])
+def test_what_is_no_module_is_refused(model: object) -> None:
+    with pytest.raises(TypeError, match=r"convert takes a torch\.nn\.Module, got"):
+        octavo.convert(model)
+
+
+def test_a_preset_that_was_not_called_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"call it, rowwise\(\)"):
+        octavo.convert(nn.Sequential(nn.Linear(4, 4)), octavo.PRESETS["rowwise"])
 
 
 def test_hooks_survive() -> None:
@@ -107,7 +134,9 @@ def test_on_the_meta_device() -> None:
         (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "no nn.Linear"),
         (nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), {}, "every linear layer"),
         (nn.Sequential(nn.Linear(4, 4)), {"recipe": "rowise"}, "rowwise, rowwise_dw_bf16"),
-        (nn.Sequential(nn.Linear(4, 4)), {"skip": ["block*"]}, "matches no linear layer"),
+        (nn.Sequential(nn.Linear(4, 4)), {"skip": ["block*"]}, "matches none of the 1 linear layers .* names are '0'$"),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "matrices are 0.weight .convolution"),
+        (nn.MultiheadAttention(8, 2), {}, "multi-head attention reads its weight directly"),
     ],
 )
 def test_what_cannot_be_converted_says_so(model: nn.Module, arguments: dict, message: str) -> None:

@@ -1,12 +1,14 @@
 """Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, the conversion of a model to them, and
 the keys and values of a layer."""
 
-from octavo.nn.convert import DEFAULT_SKIP, Conversion, convert
+from octavo.nn.conversion import Conversion
+from octavo.nn.convert import DEFAULT_SKIP, convert
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
 from octavo.nn.kv_cache import LayerKVCache
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, SwiGLU
 from octavo.nn.norm_linear import NormLinear
+from octavo.nn.restore import restore
 from octavo.nn.weight_cache import cast_once
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "cast_once",
     "convert",
     "load_scale_state",
+    "restore",
     "scale_state",
     "update_scales",
 ]

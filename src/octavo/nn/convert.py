@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.backends import gemm_backends, pick_recipe
+from octavo.nn.conversion import Conversion, Row
+from octavo.nn.coverage import Coverage, find_coverage
+from octavo.nn.fast_path import leave_fast_paths
 from octavo.nn.gains import LEAST_GAIN, Gains, find_gains, hides_launching
 from octavo.nn.linear import Linear, as_recipe
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.norm_linear import NormLinear, converted, norm_of
 from octavo.nn.patterns import fuse_patterns
-from octavo.ops import Backend
+from octavo.nn.restore import restore_linear
+from octavo.nn.weight_cache import shards
+from octavo.ops.checks import FLOATS
 from octavo.recipe import Recipe, get_recipe
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
@@ -39,62 +44,6 @@ DEFAULT_SKIP = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One linear layer in a conversion: its [N, K], why it was skipped (empty where it was converted), and how many
-    times faster FP8 was predicted to be (`only_if_faster`; else None)."""
-
-    name: str
-    shape: tuple[int, int]
-    reason: str
-    gain: float | None = None
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` did: `str()` of it is a table.
-
-    `fused` names the modules that norm, activate and quantize in one pass, with the layers that they run; `gains` says
-    where the predicted gains come from, if they do.
-    """
-
-    recipe: Recipe
-    rows: tuple[Row, ...]
-    backends: dict[str, Backend]
-    gains: str = ""
-    fused: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def converted(self) -> list[str]:
-        """The names of the layers that run as the recipe says."""
-        return [row.name for row in self.rows if not row.reason]
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """The names of the layers left as they were, with the reason."""
-        return {row.name: row.reason for row in self.rows if row.reason}
-
-    def summary(self) -> str:
-        """How many layers were converted, and what each of the three GEMMs runs on."""
-        lines = [f"{self.recipe.name}: {len(self.converted)} linear layers converted, {len(self.skipped)} skipped"]
-        lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
-        lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
-        if self.gains:
-            lines.append(f"  only if faster: {self.gains}")
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
-        lines = [self.summary()]
-        for row in self.rows:
-            n, k = row.shape
-            outcome = f"skipped: {row.reason}" if row.reason else "converted"
-            if row.gain is not None and not row.reason:
-                outcome += f", {row.gain:.2f}x"
-            lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {outcome}")
-        return "\n".join(lines)
-
-
 def convert(
     model: nn.Module,
     recipe: str | Recipe = "rowwise",
@@ -106,14 +55,17 @@ def convert(
 ) -> Conversion:
     """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
-    A module changes its class, not its identity: hooks, tied parameters and references to it keep working. Where the
-    recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that norms or activates,
-    and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`octavo.nn.patterns`).
+    A module changes its class, not its identity: hooks, tied parameters and references to it keep working.
+    `octavo.restore` is the way back. Where the recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules
+    quantize in the pass that norms or activates, and so do the decoder layers of transformers' Llama, Mistral, Qwen2
+    and Qwen3 (`octavo.nn.patterns`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its
+    converted layers.
 
     Args:
         model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
         recipe: a preset's name, a `Recipe`, or "auto": `rowwise` where the device of `model` has its GEMMs, else what
-            comes nearest and runs there (the report says which).
+            comes nearest and runs there (the report says which). A layer that an earlier conversion changed and this
+            one skips is restored to what it was.
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
@@ -123,23 +75,37 @@ def convert(
             the layers are timed first.
         tokens: rows that a forward pass gives a layer, batch x sequence; read with `only_if_faster`.
 
+    Returns:
+        The report: the layers converted and skipped with reasons, what each GEMM runs on, and the parameters that stay
+        in high precision, with their share of the model.
+
     Raises:
+        TypeError: `model` is no module, or `recipe` neither a name nor a `Recipe`.
         ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
             without the GEMMs that the recipe needs.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear to convert: FP8 is for models with linear layers")
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear to convert: FP8 is for models with linear layers. "
+            f"{_named(find_coverage(model, ()))}"
+        )
     device = next(iter(linears.values())).weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in linears):
-            raise ValueError(f"skip={glob!r} matches no linear layer: they are {', '.join(list(linears)[:8])}, ...")
+            first = ", ".join(repr(name) for name in list(linears)[:8])
+            raise ValueError(
+                f"skip={glob!r} matches none of the {len(linears)} linear layers of the model, whose names are {first}"
+                + (", ..." if len(linears) > 8 else "")
+            )
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = tuple(
         Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
     )
-    report = Conversion(recipe, rows, gemm_backends(recipe, device))
+    report = _covered(Conversion(recipe, rows, gemm_backends(recipe, device), find_coverage(model, ())), model)
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
     if not emulate and not only_if_faster:
@@ -147,10 +113,26 @@ def convert(
     if recipe.folds:
         fuse_patterns(model)
     if only_if_faster:
-        report = _only_faster(report, model, linears, device, tokens)
-    for name in report.converted:
-        as_recipe(linears[name], recipe, emulate=emulate)
+        report = _covered(_only_faster(report, model, linears, device, tokens), model)
+    for row in report.rows:
+        if row.reason:
+            restore_linear(linears[row.name])  # an earlier conversion may have changed it
+        else:
+            as_recipe(linears[row.name], recipe, emulate=emulate)
+    leave_fast_paths(model)
     return replace(report, fused=_fused(model))
+
+
+def _covered(report: Conversion, model: nn.Module) -> Conversion:
+    """The report with the coverage of what it calls converted."""
+    return replace(report, coverage=find_coverage(model, report.converted if report.recipe.quantized else ()))
+
+
+def _named(coverage: Coverage) -> str:
+    """The matrices of a model without linear layers, in a sentence."""
+    if not coverage.left:
+        return "No other parameter of it does the work of a matrix product."
+    return f"Its matrices are {'; '.join(map(str, coverage.left[:8]))}: octavo does not convert these."
 
 
 def _check_runs(report: Conversion) -> None:
@@ -185,9 +167,6 @@ def _only_faster(
     if not hides_launching([(tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason]):
         idle = "so little work that the GPU would wait for the host: left in BF16"
         weighed = replace(weighed, rows=tuple(row if row.reason else replace(row, reason=idle) for row in rows))
-    for name in set(report.converted) - set(weighed.converted):
-        if isinstance(linears[name], Linear):  # converted before: what the report calls BF16 has to be
-            _restore(linears[name])
     return weighed
 
 
@@ -202,12 +181,6 @@ def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Lin
             together = sum(linears[names[id(layer)]].out_features for layer in stack)
             widths.update({names[id(layer)]: together for layer in stack})
     return widths
-
-
-def _restore(linear: nn.Linear) -> None:
-    linear.__class__ = nn.Linear
-    for name in ("recipe", "emulate", "histories", "weight_cache"):
-        delattr(linear, name)
 
 
 def _weighed(row: Row, gains: Gains, tokens: int, width: int) -> Row:
@@ -228,6 +201,12 @@ def _reason(name: str, module: nn.Linear, skip: Sequence[str], tied: set[int]) -
     for glob in skip:
         if fnmatchcase(name, glob):
             return f"skip={glob!r}"
+    if shards(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "multi-head attention reads its weight directly and never calls it"
     if type(module) not in (nn.Linear, Linear):
         return f"a {type(module).__name__}, whose forward is its own"
+    if module.weight.dtype not in FLOATS:
+        return f"its weight is {module.weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
     return ""

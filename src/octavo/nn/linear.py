@@ -25,16 +25,20 @@ class Linear(nn.Linear):
 
     recipe: Recipe
     emulate: bool
-    histories: nn.ModuleDict
+    histories: nn.ModuleDict | None
     weight_cache: WeightCache
 
     def prepare(self, recipe: Recipe, *, emulate: bool) -> None:
-        """Take a recipe, and make room for its scale histories."""
+        """Take a recipe, and make room for its scale histories: a child module only where the recipe keeps some."""
         self.recipe, self.emulate, self.weight_cache = recipe, emulate, WeightCache()
         casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
-        self.histories = nn.ModuleDict(
-            {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
-        )
+        found = {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
+        self.histories = nn.ModuleDict(found) if found else None
+
+    def release(self) -> None:
+        """Drop what `prepare` gave the layer."""
+        for name in ("recipe", "emulate", "weight_cache", "histories"):
+            delattr(self, name)
 
     def forward(self, x: Tensor | Branches) -> Tensor:
         if isinstance(x, Branches):
@@ -58,7 +62,7 @@ class Linear(nn.Linear):
         return [self], cast
 
     def _history(self, operand: str) -> ScaleHistory | None:
-        history = dict(self.histories.items()).get(operand)
+        history = None if self.histories is None else dict(self.histories.items()).get(operand)
         assert history is None or isinstance(history, ScaleHistory)
         return history
 

@@ -11,12 +11,12 @@ cannot be made (another recipe, a wrapped or watched layer, no tokens) the class
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from octavo.nn.branches import Branches
+from octavo.nn.mixed import mixed
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, watched
 from octavo.nn.weight_cache import WeightCache
@@ -46,16 +46,6 @@ def _is_pattern(layer: Any) -> bool:
         and type(mlp).__name__ in MLPS
         and type(mlp.act_fn).__name__ in SILU
     )
-
-
-def mixed(ours: Any, theirs: Any) -> Any:
-    """The subclass of both that has the name of the second; the same one for all layers, which share compiled code."""
-    return _mixed(ours, theirs)
-
-
-@cache
-def _mixed(ours: Any, theirs: Any) -> Any:
-    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})
 
 
 class DecoderLayer(nn.Module):

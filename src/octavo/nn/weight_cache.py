@@ -119,7 +119,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Cast]]:
     """What is to be kept: stacks first, then the layers that are in none; nothing that FSDP manages."""
     found: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
-    taken = {id(layer) for module in model.modules() if _shards(module) for layer in module.modules()}
+    taken = {id(layer) for module in model.modules() if shards(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
         wanted = module.cached_weights()
@@ -129,6 +129,6 @@ def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Ca
     return found
 
 
-def _shards(module: nn.Module) -> bool:
-    """Whether this is a root of FSDP, by name: to import it takes long."""
+def shards(module: nn.Module) -> bool:
+    """Whether FSDP manages this module, by the name of its class: to import FSDP takes long."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

@@ -17,8 +17,9 @@ from octavo.artifact.scheme import CHANNEL
 from octavo.nn import NormLinear, SwiGLU
 from octavo.nn.fused import wider_first
 from octavo.nn.linear import compute_dtype
+from octavo.nn.mixed import mixed
 from octavo.nn.norm_linear import norm_of, watched
-from octavo.nn.patterns import fuse_patterns, mixed
+from octavo.nn.patterns import fuse_patterns
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize, quantize
 from octavo.serve.packed_linear import PackedLinear

@@ -1,0 +1,146 @@
+"""How much of a model FP8 computes, and which matrices stay in high precision.
+
+Every parameter belongs to one of four groups: the weights that FP8 GEMMs read; other parameters that a GEMM or a
+convolution reads, each with its name; embeddings; and norms, biases and other vectors. A parameter that two modules
+share counts once. Only shapes are read, so a model on the meta device will do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+_COMPUTED, _EMBEDDING, _OTHER = "computed", "embedding", "other"
+
+# What a module's parameters are called, by its class; a subclass stands before its base.
+_KINDS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.MultiheadAttention, "packed attention projection"),
+    (NonDynamicallyQuantizableLinear, "attention output, which multi-head attention reads directly"),
+    (nn.Linear, "linear layer"),
+    (_ConvNd, "convolution"),
+    (nn.Bilinear, "bilinear layer"),
+    (nn.RNNBase, "recurrent layer"),
+    (nn.RNNCellBase, "recurrent layer"),
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A parameter that stays in high precision though a GEMM reads it; repeated layers are one entry.
+
+    Args:
+        name: of the parameter, with * for the indices of repeated layers.
+        kind: what it is, such as "expert stack" or "convolution".
+        shape: of one parameter.
+        count: how many there are.
+        share: the part of the model's parameters that they are together, 0 to 1.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    count: int
+    share: float
+
+    def __str__(self) -> str:
+        many = f"{self.count} of " if self.count > 1 else ""
+        return f"{self.name} ({self.kind}, {many}{list(self.shape)}, {_percent(self.share)})"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which parts of a model's parameters FP8 computes; the shares are 0 to 1 and add up to 1.
+
+    Args:
+        parameters: the number of parameters of the model.
+        computed: the share that FP8 GEMMs read.
+        left: the other parameters that do the work of a GEMM, the largest share first.
+        embeddings: the share of embeddings and learned positions.
+        other: the share of norms, biases and other vectors.
+    """
+
+    parameters: int
+    computed: float
+    left: tuple[Leftover, ...]
+    embeddings: float
+    other: float
+
+    def __str__(self) -> str:
+        rest = f"embeddings {_percent(self.embeddings)}, norms, biases and other vectors {_percent(self.other)}"
+        lines = [f"FP8 computes {_percent(self.computed)} of the parameters; left in high precision:"]
+        return "\n  ".join([*lines, *map(str, self.left), rest])
+
+
+def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
+    """The coverage of `model` where FP8 computes the layers `computed`.
+
+    Args:
+        model: on any device, meta included.
+        computed: names of the modules whose `weight` an FP8 GEMM reads.
+    """
+    modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
+    found: dict[int, tuple[str, str, Tensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        kind = _COMPUTED if owner in names and leaf == "weight" else _kind(modules[owner], name, parameter)
+        known = found.get(id(parameter))
+        if known is None or _rank(kind) < _rank(known[1]):
+            found[id(parameter)] = name, kind, parameter
+    return _summed(found.values())
+
+
+def _summed(found: Collection[tuple[str, str, Tensor]]) -> Coverage:
+    sizes: Counter[str] = Counter()
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, kind, parameter in found:
+        sizes[kind] += parameter.numel()
+        if _rank(kind) == 1:
+            groups[_pattern(name), kind, tuple(parameter.shape)].append(name)
+    total = max(sum(sizes.values()), 1)
+    left = [
+        Leftover(
+            pattern if len(names) > 1 else names[0], kind, shape, len(names), len(names) * math.prod(shape) / total
+        )
+        for (pattern, kind, shape), names in groups.items()
+    ]
+    left.sort(key=lambda entry: -entry.share)
+    shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
+    return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2])
+
+
+def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
+    """What a parameter that FP8 does not compute is."""
+    for cls, kind in _KINDS:
+        if isinstance(owner, cls):
+            return kind if parameter.ndim > 1 else _OTHER
+    cls_name = type(owner).__name__
+    if sum(n > 1 for n in parameter.shape) < 2 or "norm" in cls_name.lower():
+        return _OTHER
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or re.search(r"embed|position", name, re.IGNORECASE):
+        return _EMBEDDING
+    if cls_name == "Conv1D":  # of transformers
+        return "Conv1D"
+    if parameter.ndim == 2:
+        return f"matrix of {cls_name}"
+    return "expert stack" if "expert" in f"{name} {cls_name}".lower() else "stack of matrices"
+
+
+def _rank(kind: str) -> int:
+    """Which of two uses of a shared parameter counts: the lower."""
+    return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
+
+
+def _pattern(name: str) -> str:
+    """The name with * for each index."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
