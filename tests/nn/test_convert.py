@@ -134,7 +134,7 @@ def test_on_the_meta_device() -> None:
         (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "no nn.Linear"),
         (nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), {}, "every linear layer"),
         (nn.Sequential(nn.Linear(4, 4)), {"recipe": "rowise"}, "rowwise, rowwise_dw_bf16"),
-        (nn.Sequential(nn.Linear(4, 4)), {"skip": ["block*"]}, "matches none of the 1 linear layers .* names are '0'$"),
+        (nn.Sequential(nn.Linear(4, 4)), {"skip": ["block*"]}, "matches no linear layer; the model has 1, named '0'$"),
         (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "matrices are 0.weight .convolution"),
         (nn.MultiheadAttention(8, 2), {}, "multi-head attention reads its weight directly"),
     ],

@@ -98,7 +98,7 @@ def convert(
         if not any(fnmatchcase(name, glob) for name in linears):
             first = ", ".join(repr(name) for name in list(linears)[:8])
             raise ValueError(
-                f"skip={glob!r} matches none of the {len(linears)} linear layers of the model, whose names are {first}"
+                f"skip={glob!r} matches no linear layer; the model has {len(linears)}, named {first}"
                 + (", ..." if len(linears) > 8 else "")
             )
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

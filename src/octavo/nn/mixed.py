@@ -30,8 +30,8 @@ def _mixed(ours: Any, theirs: Any) -> Any:
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     # By default pickle stores the class by its name, under which it would find their class.
-    _, _, *state = object.__reduce_ex__(module, protocol)
-    return _new, unmixed(type(module)), *state
+    reduced: Any = object.__reduce_ex__(module, protocol)
+    return _new, unmixed(type(module)), *reduced[2:]
 
 
 def _new(*parts: Any) -> Any:
