@@ -133,3 +133,13 @@ def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ArtifactError, match=f"{name}, a pickle"):
         ShardReader(tmp_path)
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """As a run removes its older checkpoints."""
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / SINGLE)
+    reader = ShardReader(tmp_path)
+    reader.get("a")
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ArtifactError, match=f"{SINGLE} was removed while it was read.*give the command again"):
+        reader.get("b")

@@ -145,7 +145,7 @@ def test_folder_without_a_model(begin, source, tmp_path):
 
 
 def test_folder_that_is_not_there(begin, tmp_path):
-    refuses(begin, tmp_path, FileNotFoundError, tmp_path / "nothing", model=str(tmp_path / "nothing"))
+    refuses(begin, tmp_path, ConfigError, tmp_path / "nothing", model=str(tmp_path / "nothing"))
 
 
 @pytest.fixture

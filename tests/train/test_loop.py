@@ -242,7 +242,14 @@ def test_compiled_steps_are_those_of_eager(begin, tmp_path):
         model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256))  # of few kernels: each takes seconds to build
         convert(model, "rowwise")
         state = replace(trainer.state, model=model, optimizer=make_optimizer(model, trainer.config))
-        parts = (trainer.training, trainer.validation, trainer.tokenizer, trainer.run_folder, trainer.console)
+        parts = (
+            trainer.training,
+            trainer.validation,
+            trainer.tokenizer,
+            trainer.run_folder,
+            trainer.lock,
+            trainer.console,
+        )
         trainer = Trainer(trainer.config, state, *parts)
         losses[compiled] = [float(trainer.step()[0]) for _ in range(3)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)

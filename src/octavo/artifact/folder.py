@@ -1,16 +1,20 @@
 """A folder that appears whole or not at all.
 
 Everything is written to a hidden sibling, flushed to the disk, and renamed: whoever sees the folder sees all of it, and
-a full disk or a kill leaves only the sibling behind, which the next writer clears away.
+a full disk or a kill leaves only the sibling behind, which the next writer clears away. One program at a time writes a
+folder (`octavo.artifact.lock`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from octavo.artifact.lock import FolderLock, check_unlocked
 
 
 class WriteError(RuntimeError):
@@ -18,9 +22,14 @@ class WriteError(RuntimeError):
 
 
 def check_absent(target: Path) -> None:
-    """Raise FileExistsError if `target` exists: for work that should find out before it begins."""
-    if target.exists():
-        raise FileExistsError(f"{target} exists already: choose another folder, or remove it first")
+    """For work that should find out before it begins whether it can write `target`.
+
+    Raises:
+        FileExistsError: `target` exists.
+        LockedError: another program writes it.
+    """
+    _check_new(target)
+    check_unlocked(target)
 
 
 @contextmanager
@@ -29,24 +38,56 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `target` exists.
+        LockedError: another program writes it.
         WriteError: the disk is full, or refused the write for another reason.
     """
-    check_absent(target)
+    _check_new(target)
     partial = target.parent / f".{target.name}.partial"
+    with locked_folder(target):
+        _check_new(target)  # who held the lock until now may have made it
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            _flush(partial)
+            partial.rename(target)
+            _flush_entry(target.parent)
+        except OSError as error:
+            raise write_error(target, error) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def locked_folder(folder: Path) -> FolderLock:
+    """The lock of `folder`, held.
+
+    Raises:
+        LockedError: another program holds it.
+        WriteError: the system refuses to write there.
+    """
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        _flush(partial)
-        partial.rename(target)
-        _flush_entry(target.parent)
+        return FolderLock(folder).acquire()
     except OSError as error:
-        free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
-        raise WriteError(
-            f"could not write {target}: {error}. {free / 1e6:.0f} MB are free there; nothing that existed was changed"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise write_error(folder, error) from error
+
+
+def write_error(path: Path, error: OSError) -> WriteError:
+    """What to raise when the system refused to write `path`: why it did, and what to do about it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
+        reason = f"the disk is full ({shutil.disk_usage(existing).free / 1e6:.0f} MB are free there): make room"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        reason = f"that place cannot be written ({error.strerror}): choose another"
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+        reason = f"a part of that path is a file, not a folder ({error.strerror}): choose another"
+    else:
+        reason = str(error)
+    return WriteError(f"could not write {path}: {reason}; nothing that existed was changed")
+
+
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise FileExistsError(f"{target} exists already: choose another folder, or remove it first")
 
 
 def _flush(folder: Path) -> None:

@@ -48,10 +48,22 @@ class RunFolder:
         """The checkpoints there are, oldest first."""
         return sorted(self.path.glob("step-*[0-9]"))
 
-    def newest(self) -> Path:
-        """The newest checkpoint. An ArtifactError if there is none."""
+    def check(self) -> None:
+        """Raise an ArtifactError unless the folder is that of a run."""
         if not self.config.is_file():
             raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
+        if not (self.model / "config.json").is_file():
+            raise ArtifactError(
+                f"{self.path} is a Hugging Face model, not a run of octavo train: "
+                f"to fine-tune it, start a run with octavo train --model {self.path}"
+            )
+
+    def newest(self) -> Path:
+        """The newest checkpoint. An ArtifactError if there is none, or if the folder is not that of a run."""
+        self.check()
         if not self.checkpoints():
-            raise ArtifactError(f"{self.path} holds no checkpoint: remove the folder and train anew")
+            raise ArtifactError(
+                f"the run {self.path} has no checkpoint: it ended before its first one. Start it again in another "
+                "folder, or remove this one first"
+            )
         return self.checkpoints()[-1]

@@ -76,8 +76,18 @@ class ShardReader:
                 self._files[name] = path
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU. The file is opened for it: a mapping keeps in memory whatever was read through it."""
-        tensor: Tensor = open_file(self._files[name]).get_tensor(name)
+        """One tensor, on the CPU. The file is opened for it: a mapping keeps in memory whatever was read through it.
+
+        Raises:
+            ArtifactError: the file was removed since this reader was made, or is damaged.
+        """
+        try:
+            tensor: Tensor = open_file(self._files[name]).get_tensor(name)
+        except FileNotFoundError as error:
+            raise ArtifactError(
+                f"{self._files[name]} was removed while it was read. If it belongs to a run that still trains, the run "
+                "removed this checkpoint for a newer one (setting keep): give the command again"
+            ) from error
         return tensor
 
 

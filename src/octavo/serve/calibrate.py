@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.artifact.folder import WriteError, check_absent
+from octavo.artifact.folder import WriteError, check_absent, locked_folder, write_error
 from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.tensors import ArtifactError, load_tensors, open_file, save_tensors
 from octavo.nn import convert
@@ -88,13 +88,14 @@ def calibrate(
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
     model_hash = hash_model(model)
     work = _Work(out.parent / f".{out.name}.calibrating", prompts.tokens)
-    work.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
-    linears = convert(open_model(model).model, "rowwise").converted  # the layers that packing would pack
-    batches = [torch.tensor(ids) for ids in prompts.batches(batch)]
-    observed = _run_all(parts, linears, batches, work, progress)
-    calibration = Calibration(observed, model_hash, settings, versions, len(prompts.ids), prompts.tokens)
-    calibration.save(out)
-    work.remove()
+    with locked_folder(work.path):
+        work.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
+        linears = convert(open_model(model).model, "rowwise").converted  # the layers that packing would pack
+        batches = [torch.tensor(ids) for ids in prompts.batches(batch)]
+        observed = _run_all(parts, linears, batches, work, progress)
+        calibration = Calibration(observed, model_hash, settings, versions, len(prompts.ids), prompts.tokens)
+        calibration.save(out)
+        work.remove()
     return calibration
 
 
@@ -250,10 +251,8 @@ class _Work:
         try:
             yield
         except OSError as error:
-            free = shutil.disk_usage(self.path).free if self.path.exists() else 0
             raise WriteError(
-                f"could not write into {self.path}: {error}. {free / 1e6:.0f} MB are free there; make room and start "
-                "the same calibration again: it goes on with the part that it was in"
+                f"{write_error(self.path, error)}. The same command goes on with the part of the work that it was in"
             ) from error
 
 

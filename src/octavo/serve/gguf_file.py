@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octavo.artifact.folder import WriteError
+from octavo.artifact.folder import write_error
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def write_file(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, 
         partial.rename(path)
         return path.stat().st_size
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        raise WriteError(f"could not write {path}: {error}. {free / 1e6:.0f} MB are free there") from error
+        raise write_error(path, error) from error
     finally:
         writer.close()
         partial.unlink(missing_ok=True)

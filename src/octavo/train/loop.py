@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.models.stream import stream
 from octavo.models.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class Result:
 
 
 class Trainer:
-    """A run in progress. `state` is what a checkpoint saves."""
+    """A run in progress. `state` is what a checkpoint saves; `lock` keeps other programs out of the run's folder."""
 
     def __init__(
         self,
@@ -65,9 +66,11 @@ class Trainer:
         validation: Batches,
         tokenizer: Tokenizer,
         run: RunFolder,
+        lock: FolderLock,
         console: Console,
     ) -> None:
-        self.config, self.state, self.run_folder, self.console = config, state, run, console
+        self.config, self.state, self.console = config, state, console
+        self.run_folder, self.lock = run, lock
         self.training, self.validation, self.tokenizer = training, validation, tokenizer
         self.model = state.model
         self.compiled = torch.compile(state.model) if config.compile else state.model
@@ -78,6 +81,7 @@ class Trainer:
         evaluation = signal = None
         clock = _Clock(state.step)
         with (
+            self.lock,
             interrupt() as stop,
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
             cast_once(self.model),

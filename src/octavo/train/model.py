@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build

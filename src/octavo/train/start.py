@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from octavo.artifact.folder import locked_folder, write_error
+from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.artifact.tensors import ArtifactError
 from octavo.models import BUILT_IN_MODELS
@@ -27,41 +29,81 @@ from octavo.train.optimizer import make_optimizer
 
 
 def start(config: Config, console: Console) -> Trainer:
-    """A new run in `config.out`, at step 0.
+    """A new run in `config.out`, at step 0. The run's folder is locked until `Trainer.run` ends.
 
     Raises:
         ConfigError, DataError: settings or data that cannot be trained on; nothing was written then.
         FileExistsError: `config.out` holds a run already.
+        LockedError: another program trains there.
+        WriteError: the disk refused.
     """
     run = RunFolder(Path(config.out))
-    if run.path.exists() and any(run.path.iterdir()):
-        advice = f"resume it with --resume {run.path}" if run.checkpoints() else "it has no checkpoint: remove it"
-        raise FileExistsError(f"{run.path} is not empty: {advice}, or choose another --out")
-    if config.model not in BUILT_IN_MODELS:  # the run may be resumed from elsewhere
-        config = dataclasses.replace(config, model=str(Path(config.model).resolve()))
-    trainer = _prepare(config, run, console)
-    run.path.mkdir(parents=True, exist_ok=True)
-    save_description(trainer.model, trainer.tokenizer, config, run.model)
-    _write_settings(config, run)
+    lock = locked_folder(run.path)
+    try:
+        _check_empty(run)
+        if config.model not in BUILT_IN_MODELS:
+            config = _absolute_model(config)
+        trainer = _prepare(config, run, lock, console)
+        _describe(trainer)
+    except BaseException:
+        lock.release()
+        raise
     return trainer
 
 
 def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
 
+    The run's folder is locked until `Trainer.run` ends.
+
     Raises:
         ArtifactError: no run, no checkpoint, or one that is not whole or does not fit.
+        LockedError: another program trains there.
+        WriteError: the disk refused.
     """
     run = RunFolder(path)
-    newest = run.newest()
-    config = _read_settings(run).replace(overrides)
-    if config.out != str(path):
-        raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it away")
-    trainer = _prepare(config, run, console)
-    load_checkpoint(newest, trainer.state)
-    _write_settings(config, run)
-    print_line(console, f"resumed from {newest}")
+    run.check()
+    lock = locked_folder(path)
+    try:
+        newest = run.newest()
+        config = _read_settings(run).replace(overrides)
+        if config.out != str(path):
+            raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
+        trainer = _prepare(config, run, lock, console)
+        load_checkpoint(newest, trainer.state)
+        _write_settings(config, run)
+        print_line(console, f"resumed from {newest}")
+    except BaseException:
+        lock.release()
+        raise
     return trainer
+
+
+def _absolute_model(config: Config) -> Config:
+    """The settings with the whole path of the model's folder: the run may be resumed from another place."""
+    if not Path(config.model).is_dir():
+        names = ", ".join(BUILT_IN_MODELS)
+        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none")
+    return dataclasses.replace(config, model=str(Path(config.model).resolve()))
+
+
+def _check_empty(run: RunFolder) -> None:
+    if run.path.exists() and not run.path.is_dir():
+        raise FileExistsError(f"{run.path} is a file: --out must name the folder of the run, which it makes")
+    if run.path.exists() and any(run.path.iterdir()):
+        advice = f"resume it with --resume {run.path}" if run.checkpoints() else "it has no checkpoint: remove it"
+        raise FileExistsError(f"{run.path} is not empty: {advice}, or choose another --out")
+
+
+def _describe(trainer: Trainer) -> None:
+    """Write what a new run's folder says of the run and of its model."""
+    run = trainer.run_folder
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        save_description(trainer.model, trainer.tokenizer, trainer.config, run.model)
+        _write_settings(trainer.config, run)
+    except OSError as error:
+        raise write_error(run.path, error) from error
 
 
 def _read_settings(run: RunFolder) -> Config:
@@ -84,7 +126,7 @@ def _write_settings(config: Config, run: RunFolder) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
+def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console) -> Trainer:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("octavo train runs as one process for now: start it without torchrun")
     if config.recipe != "auto":
@@ -120,7 +162,7 @@ def _prepare(config: Config, run: RunFolder, console: Console) -> Trainer:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, training, validation, tokenizer, run, console)
+    return Trainer(config, state, training, validation, tokenizer, run, lock, console)
 
 
 def choose_device(name: str) -> torch.device:
