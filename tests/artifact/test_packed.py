@@ -141,7 +141,6 @@ GROUP = ("config_groups", "group_0")
         (_set("config_groups", "group_1", value={"targets": ["Linear"]}), "group_1.weights is None"),
         (_set("transform_config", value={"rotate": 1}), "transform_config is"),
         (_set("ignore", value="lm_head"), "ignore must be a list"),
-        (_set("ignore", value=["lm_head", "c"]), "ignore has 'c', which is the name of no linear layer"),
     ],
 )
 def test_another_packing_is_refused_by_setting(change: Callable[[dict[str, Any]], None], named: str) -> None:

@@ -391,9 +391,9 @@ def test_what_a_layout_does_not_hold(made: Folders, tmp_path: Path, how: dict[st
             {"kv_cache_scheme": {"num_bits": 4, "type": "float"}},
             "num_bits is 4, required 8",
         ),
-        ("modelopt", {"ignore": ["lm_hea"]}, "ignore has 'lm_hea', which is the name of no linear layer"),
+        ("modelopt", {"ignore": "lm_head"}, "ignore must be a list of module names, got 'lm_head'"),
         ("autofp8", {"activation_scheme": "token"}, "activation_scheme is 'token', required 'dynamic'"),
-        ("autofp8", {"ignored_layers": []}, "tensor lm_head.weight_scale|must be a matrix|lm_head"),
+        ("autofp8", {"ignored_layers": ["lm_head", "re:.*up_proj"]}, "up_proj.input_scale has no place in the model"),
         ("autofp8", {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], required \[128, 128\]"),
     ],
 )

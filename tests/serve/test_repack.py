@@ -119,9 +119,13 @@ def test_what_cannot_be_converted(folders: dict[str, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update({"k.weight_scale": torch.ones(4, 1)}), "k.weight must be a matrix of torch.float8_e4m3fn"),
-        (lambda t: t.update({NAME: torch.ones(128)}), "the scale of .*up_proj must be"),
-        (lambda t: t.update({NAME: torch.ones(256, 1).half()}), "up_proj must be .*float32.*it is .*float16"),
+        (
+            lambda t: t.update({"k.weight_scale": torch.ones(4, 1)}),
+            "k.weight must be a matrix of torch.float8_e4m3fn, it is missing",
+        ),
+        (lambda t: t.pop(NAME), "up_proj.weight_scale is missing, and .*up_proj.weight is packed"),
+        (lambda t: t.update({NAME: torch.ones(128)}), r"weight_scale must be .*\[256, 1\], it is .*\[128, 1\]"),
+        (lambda t: t.update({NAME: torch.ones(256, 1).double()}), "up_proj.* must be .*float32.*it is .*float64"),
     ],
 )  # fmt: skip
 def test_damaged_folders(folders: dict[str, Path], tmp_path: Path, change, message: str) -> None:

@@ -1,7 +1,8 @@
 """The layout compressed-tensors: any scheme, and several in one model (github.com/vllm-project/compressed-tensors).
 
 Schemes are `config_groups` of layers; the scales of keys and values, if there are any, are declared in
-`kv_cache_scheme`. Only `quantization_config` is written and read here; the names of tensors are ours.
+`kv_cache_scheme`. Only `quantization_config` is written and read here; the names of tensors are ours. Older writers
+state no `quantization_status`, write blocks as "128x128", and describe a sparsity that a dense model does not have.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from octavo.artifact.settings import check_settings, differences, packed_layers
 from octavo.artifact.tensors import ArtifactError
 
 KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_FLOAT_SCALES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _REQUIRED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 
 
@@ -45,16 +47,26 @@ def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple
         ArtifactError: a packing of another kind; the message lists what was read and required.
     """
     kv_cache = found.get("kv_cache_scheme") is not None
-    check_settings(found, {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}, where)
-    formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision"}
+    required = {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}
+    check_settings({**_REQUIRED, **_stated(found)}, required, where)
+    formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision", "naive-quantized"}
     if found.get("format") not in formats:
         raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
-    packed = packed_layers(found, "ignore", linears, where)
+    packed = packed_layers(found, "ignore", linears, where, exact=True)
     groups = _groups(found, where)
     schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
     if left := [name for name in packed if name not in schemes]:
         raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
     return schemes, kv_cache
+
+
+def _stated(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say something: a status that is null and the sparsity of a dense model say nothing."""
+    said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
+    sparsity = said.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
+        del said["sparsity_config"]
+    return said
 
 
 def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
@@ -67,6 +79,7 @@ def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Sche
 
 def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
     path = f"quantization_config.config_groups.{name}"
+    group = {key: _arguments(value) for key, value in group.items()}
     wrong = {scheme.name: differences(group, scheme.group([]), path) for scheme in SCHEMES.values()}
     closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
     if wrong[closest]:
@@ -75,6 +88,19 @@ def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
             + "; ".join(wrong[closest])
         )
     return SCHEMES[closest]
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a cast as they are spelled today, with what is true where they do not say it. The dtype of a
+    float scale is that of its tensor."""
+    if not isinstance(value, dict):
+        return value
+    said = {"dynamic": False, "symmetric": True} | {
+        key: held for key, held in value.items() if key != "scale_dtype" or held not in _FLOAT_SCALES
+    }
+    if isinstance(blocks := said.get("block_structure"), str):
+        said["block_structure"] = [int(size) for size in blocks.split("x") if size.isdigit()]
+    return said
 
 
 def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:

@@ -1,8 +1,8 @@
 """The scales of a cache of keys and values: one for the keys of an attention layer, after the rotation, one for its
 values. As weights', they multiply: k ≈ k_q * k_scale.
 
-In memory they are called <attention>.k_scale and <attention>.v_scale, float32 [1], as in compressed-tensors; what other
-layouts call them is in `octavo.artifact.packed`.
+In memory they are called <attention>.k_scale and <attention>.v_scale, float32 [1], as in compressed-tensors. Files may
+have them in another dtype (`octavo.artifact.scales`) and under other names (`kv_names`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,23 @@ KvScales = dict[str, tuple[Tensor, Tensor]]
 def attentions(linears: Iterable[str]) -> list[str]:
     """The attention layers that a cache has keys and values of: those with a k_proj, by their names."""
     return [name.removesuffix(".k_proj") for name in linears if name.endswith(".k_proj")]
+
+
+def kv_names(name: str) -> list[str]:
+    """What a tensor of a file is called in memory, where it is a scale of a cache; else its own name.
+
+    Read are <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM), the
+    <attention>.k_proj.output_scale of older writers, the same for values, and <attention>.kv_scale, which is both.
+    """
+    module, _, leaf = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    if leaf in (K_SCALE, V_SCALE) and (last == f"{leaf[0]}_proj" or (last == "attn" and parent.endswith("attn"))):
+        return [f"{parent}.{leaf}"]
+    if leaf == "kv_scale":
+        return [f"{module}.{K_SCALE}", f"{module}.{V_SCALE}"]
+    if leaf == "output_scale" and last in ("k_proj", "v_proj"):
+        return [f"{parent}.{last[0]}_scale"]
+    return [name]
 
 
 def is_kv_scale(name: str) -> bool:

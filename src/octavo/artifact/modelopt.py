@@ -6,7 +6,8 @@ One scheme for the whole model, named in `quant_algo`:
     FP8_PER_CHANNEL_PER_TOKEN    channel    weight_scale [N]
     FP8_PB_WO                    block      weight_scale [N / 128, 1, K / 128, 1]; vLLM casts inputs by 1 x 128
 
-It is said twice: in config.json's `quantization_config` and, in the older words, in hf_quant_config.json
+It is said twice: in config.json's `quantization_config` and, in the older words, in hf_quant_config.json. A folder may
+have one of the two alone, or the older words in config.json
 (github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py, has both forms;
 vllm/model_executor/layers/quantization/modelopt.py reads them). Unpacked layers may be patterns. Names and shapes of
 tensors are in `octavo.artifact.packed`.
@@ -58,23 +59,31 @@ def side_file(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_side_file(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The `quantization_config` that hf_quant_config.json amounts to, where config.json has none.
+def is_modelopt(found: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is ModelOpt's; an older one may not say so, and has ModelOpt's words."""
+    return found.get("quant_method", "modelopt") == "modelopt" and bool({"quant_algo", "quantization"} & found.keys())
+
+
+def in_newer_words(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """A `quantization_config` as `describe` spells it, from hf_quant_config.json or from a config.json that has the
+    words of that file, with or without its object `quantization`. One in the newer words is returned as it is.
 
     Raises:
-        ArtifactError: no object `quantization`, or another cache of keys and values than FP8.
+        ArtifactError: `quantization` is no object, or the cache of keys and values is another than FP8.
     """
-    said = found.get("quantization")
+    said = found.get("quantization", found)
     if not isinstance(said, dict):
-        raise ArtifactError(f"{where} must hold an object `quantization`, got {said!r}")
+        raise ArtifactError(f"{where}: `quantization` must be an object, got {said!r}")
+    if said is found and not {"kv_cache_quant_algo", "exclude_modules"} & found.keys():
+        return {"quant_method": "modelopt", **found}
     cache = said.get("kv_cache_quant_algo")
     if cache not in (None, "FP8"):
         raise ArtifactError(f"{where}: kv_cache_quant_algo is {cache!r}, octavo runs 'FP8' or none")
     return {
         "quant_method": "modelopt",
         "quant_algo": said.get("quant_algo"),
-        "kv_cache_scheme": dict(_KV_CACHE) if cache else None,
-        "ignore": said.get("exclude_modules"),
+        "kv_cache_scheme": dict(_KV_CACHE) if cache else said.get("kv_cache_scheme"),
+        "ignore": said.get("exclude_modules", said.get("ignore")),
     }
 
 
@@ -90,5 +99,5 @@ def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple
     kv_cache = found.get("kv_cache_scheme") is not None
     required = {"quant_method": "modelopt", "kv_cache_scheme": _KV_CACHE if kv_cache else None}
     check_settings({**found, "quant_algo": None}, required, where)
-    packed = packed_layers(found, "ignore", linears, where, wildcards=True)
+    packed = packed_layers(found, "ignore", linears, where)
     return dict.fromkeys(packed, _ALGORITHMS[algorithm]), kv_cache

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,16 @@ import torch
 from torch import Tensor
 
 from octavo.artifact import compressed_tensors, fp8, modelopt
-from octavo.artifact.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale, take_kv_scales
+from octavo.artifact.kv_scales import KvScales, is_kv_scale, kv_names, take_kv_scales
+from octavo.artifact.scales import INPUT_SCALE_NAME, OTHER_NAMES, SCALE_NAME, check_scale, read_number, read_scale
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.tensors import ArtifactError, check_match
 from octavo.numerics import TENSOR
 
 WEIGHT_DTYPE = torch.float8_e4m3fn
 OTHER_DTYPE = torch.bfloat16
-SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
+_HEADS = ("lm_head", "embed_out", "score", "classifier")
 _NOT_COPIED = ("config.json", "octavo.json", modelopt.SIDE_FILE)
 # For whom the layouts are that transformers does not open.
 READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
@@ -85,26 +86,31 @@ class Packing:
         return name
 
     def scales_in_memory(self, name: str) -> list[str]:
-        """The inverse of `scale_on_disk`; one tensor of AutoFP8's may be two."""
+        """What a tensor of a file is called in memory: the inverse of `scale_on_disk`, for every name that is read."""
         module, _, leaf = name.rpartition(".")
-        if self.layout == "fp8" and leaf == f"{SCALE_NAME}_inv":
-            return [name.removesuffix("_inv")]
-        parent, _, projection = module.rpartition(".")
-        if self.layout == "modelopt" and is_kv_scale(name) and projection == f"{leaf[0]}_proj":
-            return [f"{parent}.{leaf}"]
-        if self.layout == "autofp8" and leaf == "kv_scale":
-            return [f"{module}.{K_SCALE}", f"{module}.{V_SCALE}"]
-        if self.layout == "autofp8" and leaf == "output_scale" and projection in ("k_proj", "v_proj"):
-            return [f"{parent}.{projection[0]}_scale"]
-        return [name]
+        if leaf in OTHER_NAMES and self.layout in ("fp8", "autofp8"):
+            return [f"{module}.{OTHER_NAMES[leaf]}"]
+        # A writer of AutoFP8's does not declare its scales of keys and values; elsewhere outputs may have scales, too.
+        of_output = leaf == "output_scale" and not self.kv_cache and self.layout != "autofp8"
+        return [name] if of_output else kv_names(name)
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a file that hold `tensors`: scales may have another name and another shape there."""
         return {self.scale_on_disk(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
 
     def in_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `on_disk`. What has a shape that the layout does not know keeps it."""
-        return {ours: self._shaped(ours, t) for name, t in tensors.items() for ours in self.scales_in_memory(name)}
+        """The inverse of `on_disk`, for every name, dtype and shape that is read (`octavo.artifact.scales`).
+
+        Raises:
+            ArtifactError: two tensors are the same scale.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            for ours in self.scales_in_memory(name):
+                if ours in found:
+                    raise ArtifactError(f"{name}: the file has this scale under a second name, too; keep one of them")
+                found[ours] = self._read(ours, tensor)
+        return found
 
     def take_kv_scales(self, tensors: dict[str, Tensor], linears: Iterable[str], where: Path) -> KvScales:
         """See `octavo.artifact.kv_scales.take_kv_scales`. AutoFP8 need not declare such scales."""
@@ -128,17 +134,13 @@ class Packing:
             return scale
         return scale[:, None, :, None] if self._is_block(module) else scale.flatten()
 
-    def _shaped(self, name: str, scale: Tensor) -> Tensor:
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor `name` (its name in memory) as it is in memory, from what lies in a file."""
+        if is_kv_scale(name):
+            return read_number(tensor)
         module, _, leaf = name.rpartition(".")
-        if self.layout not in ("modelopt", "autofp8"):
-            return scale
-        if self._is_number(name):
-            return scale.reshape(1) if scale.numel() == 1 else scale
-        if leaf != SCALE_NAME or module not in self.schemes:
-            return scale
-        if self._is_block(module):
-            return scale.squeeze(3).squeeze(1) if scale.ndim == 4 else scale
-        return scale.unsqueeze(1) if scale.ndim == 1 else scale
+        is_scale = leaf in (SCALE_NAME, INPUT_SCALE_NAME) and module in self.schemes
+        return read_scale(tensor, leaf, self.schemes[module]) if is_scale else tensor
 
     def _is_block(self, module: str) -> bool:
         return self.schemes[module].name == "block"
@@ -156,15 +158,23 @@ class PackedFolder:
         return self.path / "config.json"
 
     def read_config(self) -> dict[str, Any]:
-        """config.json, with what stands in hf_quant_config.json alone in the folders of older ModelOpts.
+        """config.json, with a `quantization_config` in today's words, wherever and however the writer stated it.
+
+        compressed-tensors called it `compression_config` once, ModelOpt has its own words, and may have them in
+        hf_quant_config.json alone.
 
         Raises:
             FileNotFoundError: there is no config.json.
             ArtifactError: one of them is not JSON.
         """
         config, beside = read_json(self.config), self.path / modelopt.SIDE_FILE
-        if "quantization_config" not in config and beside.is_file():
-            config["quantization_config"] = modelopt.from_side_file(read_json(beside), beside)
+        if isinstance(older := config.pop("compression_config", None), dict):
+            config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
+        found, where = config.get("quantization_config"), self.config
+        if found is None and beside.is_file():
+            found, where = read_json(beside), beside
+        if isinstance(found, dict) and modelopt.is_modelopt(found):
+            config["quantization_config"] = modelopt.in_newer_words(found, where)
         return config
 
     @property
@@ -194,8 +204,17 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         (folder / modelopt.SIDE_FILE).write_text(json.dumps(modelopt.side_file(found), indent=2) + "\n")
 
 
-def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path) -> Packing:
+def read_packing(
+    config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
+) -> Packing:
     """How a packed folder's config.json says that the layers `linears` (their names on disk) are packed.
+
+    Args:
+        config: what `PackedFolder.read_config` returned.
+        linears: every linear layer.
+        where: of the file, for messages.
+        plain: those whose weight is not in eight bits. An output head among them is not packed, whether the
+            configuration names it or not: consumers leave heads unpacked by themselves, and some writers rely on it.
 
     Raises:
         ArtifactError: no packed model, or one packed in another way; the message lists what was read and required.
@@ -205,6 +224,7 @@ def read_packing(config: Mapping[str, Any], linears: Sequence[str], where: Path)
         raise ArtifactError(
             f"{where} is of no packed model (it has no quantization_config): make one with octavo pack MODEL OUT"
         )
+    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in _HEADS]
     method = found.get("quant_method")
     if method == "fp8":
         return Packing("fp8" if fp8.is_blocks(found) else "autofp8", *fp8.read(found, linears, where))
@@ -236,13 +256,10 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
             raise ArtifactError(
                 f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {advice}"
             )
-        if not _finite(tensor):
+        if name.endswith((f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")):
+            check_scale(name, tensor, where)
+        elif not _finite(tensor):
             raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
-        is_scale = name.endswith((f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}"))
-        if is_scale and tensor.is_floating_point() and not bool((tensor > 0).all()):
-            raise ArtifactError(f"{where}: {name} must be positive, its least is {tensor.min():g}; {advice}")
-        if is_scale and tensor.dtype == torch.uint8 and bool((tensor == 255).any()):
-            raise ArtifactError(f"{where}: {name} holds 255, the NaN of E8M0; {advice}")
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from octavo.artifact.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale
 from octavo.artifact.packed import (
-    INPUT_SCALE_NAME,
-    SCALE_NAME,
     WEIGHT_DTYPE,
     PackedFolder,
     Packing,
@@ -22,7 +20,9 @@ from octavo.artifact.packed import (
     read_packing,
     write_config,
 )
+from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
 from octavo.artifact.scheme import Scheme
+from octavo.artifact.settings import is_named
 from octavo.artifact.shards import ShardReader, Spec
 from octavo.artifact.tensors import ArtifactError
 from octavo.numerics import QTensor
@@ -39,41 +39,50 @@ class PackedTensors:
         ignored: the linear layers that it declares unpacked.
         kv_scales: the scales of a cache's keys and values, float32 [1] each, by the name of the attention layer; empty
             where the folder has none.
+        others: the tensors that are neither weights of packed layers nor scales.
+        unused: scales that other programs write and no layer reads (`octavo.artifact.scales.unused_scales`).
 
     Raises:
         FileNotFoundError: a file of it is missing.
         ArtifactError: no packed folder, one packed in a way that octavo does not know, or a damaged one.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = PackedFolder(folder)
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self.folder = PackedFolder(Path(folder))
         self.config = self.folder.read_config()
-        self.reader = ShardReader(folder)
+        self.reader = ShardReader(self.folder.path)
         found: Any = self.config.get("quantization_config")
         settings = found if isinstance(found, dict) else {}
         keys = ("ignore", "modules_to_not_convert", "ignored_layers")
-        self.ignored: list[str] = self._resolved(next((settings[key] for key in keys if settings.get(key)), []))
-        suffixes = (f".{SCALE_NAME}", f".{SCALE_NAME}_inv")
-        scaled = [name.rpartition(".")[0] for name in self.reader.specs if name.endswith(suffixes)]
-        linears = [*scaled, *self.ignored]
-        packing = read_packing(self.config, linears, self.folder.config)
-        self.kv_scales = self._kv_scales(packing, linears)
+        stated: Any = next((settings[key] for key in keys if settings.get(key)), [])
+        self.ignored: list[str] = self._resolved(stated, exact=settings.get("quant_method") == "compressed-tensors")
+        linears = list(dict.fromkeys([*self._eight_bits(), *self.ignored]))
+        packing = read_packing(self.config, linears, self.folder.config, self._plain())
+        self.kv_scales, cache = self._kv_scales(packing, linears)
         self.packing = replace(packing, kv_cache=bool(self.kv_scales))
+        names = {ours: name for name in self.reader.specs for ours in packing.scales_in_memory(name)}
+        self._scales = {
+            ours: names[ours]
+            for layer in packing.schemes
+            for leaf in (SCALE_NAME, INPUT_SCALE_NAME)
+            if (ours := f"{layer}.{leaf}") in names
+        }
+        packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
+        rest = [name for name in self.reader.specs if name not in packed]
+        self.unused = unused_scales(rest, self.reader.get, self.folder.path)
+        self.others = [name for name in rest if name not in self.unused]
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
 
-    def _resolved(self, ignored: Any) -> list[str]:
-        """The list of unpacked layers, with the names of layers for patterns (of ModelOpt's, such as lm_head*).
-
-        A pattern that matches nothing says nothing, but for a tied head, whose weight is stored under another name.
-        """
-        names: dict[str, None] = {}
-        for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
-            name = str(entry).rstrip("*.")
-            found = [name] if str(entry) == name or name.endswith("lm_head") else []
-            found += [plain for plain in self._plain() if "*" in str(entry) and fnmatchcase(plain, str(entry))]
-            names |= dict.fromkeys(found)
-        return list(names)
+    def _eight_bits(self) -> list[str]:
+        """The modules that have the scale of a weight, or a matrix for a weight that is in eight bits."""
+        scales = [name for name in self.reader.specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
+        weights = [
+            name
+            for name, spec in self.reader.specs.items()
+            if name.endswith(".weight") and spec.dtype == WEIGHT_DTYPE and len(spec.shape) == 2
+        ]
+        return [name.rpartition(".")[0] for name in (*scales, *weights)]
 
     def _plain(self) -> list[str]:
         """The modules that have a matrix for a weight that is not in eight bits."""
@@ -81,37 +90,55 @@ class PackedTensors:
         plain = [name for name, spec in weights.items() if spec.dtype != WEIGHT_DTYPE and len(spec.shape) == 2]
         return [name.removesuffix(".weight") for name in plain]
 
-    def _kv_scales(self, packing: Packing, linears: list[str]) -> KvScales:
-        """The scales of a cache, taken from the files and checked."""
+    def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
+        """The unpacked linear layers that a list of modules names, which may hold patterns and what is no such layer.
+
+        A head that is tied to an embedding is named, and has no weight of its own.
+        """
+        names: dict[str, None] = {}
+        plain = self._plain()
+        for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
+            head = str(entry).rstrip("*.")
+            names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
+            names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
+        return list(names)
+
+    def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
+        """The scales of a cache, taken from the files and checked; and their names there."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.scales_in_memory(name)))]
         found = packing.in_memory({name: self.reader.get(name) for name in disks})
-        return packing.take_kv_scales(found, linears, self.folder.path)
+        return packing.take_kv_scales(found, linears, self.folder.path), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
         where, weight = self.folder.path, self.reader.specs.get(f"{name}.weight")
-        disk = self.packing.scale_on_disk(f"{name}.{SCALE_NAME}")
-        if weight is None or disk not in self.reader.specs or weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
-            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {WEIGHT_DTYPE}, it is {weight}")
-        if reason := scheme.misfit(*weight.shape):
-            raise ArtifactError(f"{where}: {name}.weight: {reason}")
+        if weight is None or weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
+            is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
+            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {WEIGHT_DTYPE}, it {is_there}")
         n, k = weight.shape
+        if reason := scheme.unreadable(n, k):
+            raise ArtifactError(f"{where}: {name}.weight: {reason}")
         required = Spec.of(scheme.empty_scale(n, k, 1))
-        if (found := self._spec(name, SCALE_NAME)) != required:
-            raise ArtifactError(f"{where}: the scale of {name} must be {required}, it is {found}")
-        if scheme.static and self._spec(name, INPUT_SCALE_NAME) != Spec(torch.float32, (1,)):
-            raise ArtifactError(f"{where}: {name}.{INPUT_SCALE_NAME} must be one float32 number: pack it again")
+        self._check_scale(name, SCALE_NAME, required)
+        if scheme.static:
+            self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
 
-    def _spec(self, name: str, leaf: str) -> Spec | None:
-        """What a scale of a packed layer is in memory."""
-        disk = self.packing.scale_on_disk(f"{name}.{leaf}")
-        if (spec := self.reader.specs.get(disk)) is None:
-            return None
+    def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
+        ours = f"{name}.{leaf}"
+        if ours not in self._scales:
+            raise ArtifactError(f"{self.folder.path}: {ours} is missing, and {name}.weight is packed: pack it again")
+        spec = self.reader.specs[self._scales[ours]]
         meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        return Spec.of(self.packing.in_memory({disk: meta})[f"{name}.{leaf}"])
+        if (found := Spec.of(self.packing.in_memory({self._scales[ours]: meta})[ours])) != required:
+            raise ArtifactError(
+                f"{self.folder.path}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
+                f"{found.dtype} {list(found.shape)}"
+            )
 
     def _scale(self, name: str, leaf: str) -> Tensor:
-        disk = self.packing.scale_on_disk(f"{name}.{leaf}")
-        return self.packing.in_memory({disk: self.reader.get(disk)})[f"{name}.{leaf}"]
+        ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
+        scale = self.packing.in_memory({disk: self.reader.get(disk)})[ours]
+        check_scale(disk, scale, self.folder.path)
+        return scale
 
     def stored(self, name: str) -> tuple[Tensor, Tensor]:
         """Data and scale of a packed layer; the scale as its scheme has it (`octavo.artifact.scheme`)."""
@@ -124,14 +151,6 @@ class PackedTensors:
     def weight(self, name: str) -> QTensor:
         """The weight of a packed layer."""
         return self.packing.schemes[name].packed_weight(*self.stored(name))
-
-    @property
-    def others(self) -> list[str]:
-        """The tensors that are neither weights of packed layers nor scales."""
-        leaves = ("weight", SCALE_NAME, INPUT_SCALE_NAME)
-        packed = {self.packing.scale_on_disk(f"{name}.{leaf}") for name in self.packing.schemes for leaf in leaves}
-        caches = {name for name in self.reader.specs if any(map(is_kv_scale, self.packing.scales_in_memory(name)))}
-        return [name for name in self.reader.specs if name not in packed | caches]
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache as the files of `packing` hold them."""

@@ -16,7 +16,7 @@ Every scale multiplies: w ≈ weight * weight_scale. How compressed-tensors spel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class Scheme:
         if n % rows or k % cols:
             return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}: pack it by channel"
         return ""
+
+    def unreadable(self, n: int, k: int) -> str:
+        """Why a weight [N, K] cannot be read so, or nothing. The last blocks of 128 x 128 may be smaller, as other
+        programs write them."""
+        return "" if (self.weight.granularity.rows or 1) > 1 else self.misfit(n, k)
 
     def stored_scale(self, q: QTensor) -> Tensor:
         """The scale of a packed weight as it lies in a file."""
@@ -121,6 +126,8 @@ BLOCK = Scheme(
     {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
     {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
 )  # fmt: skip
+# What DeepSeek calls scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
+BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(_BLOCK_X, scale="pow2"))
 STATIC = Scheme(
     "static", Cast(granularity=TENSOR), Cast(granularity=TENSOR), "float-quantized",
     {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,15 +14,18 @@ from octavo.artifact.tensors import ArtifactError
 _REMARKS = (
     "version",
     "observer",
+    "observer_kwargs",
     "ignore",
     "format",
     "config_groups",
     "targets",
     "modules_to_not_convert",
     "ignored_layers",
+    "exclude_modules",
     "producer",
     "fmt",
     "zp_dtype",
+    "global_compression_ratio",
 )
 
 
@@ -44,25 +48,36 @@ def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where:
 
 
 def packed_layers(
-    found: Mapping[str, Any], key: str, linears: Sequence[str], where: Path, wildcards: bool = False
+    found: Mapping[str, Any], key: str, linears: Sequence[str], where: Path, *, exact: bool = False
 ) -> list[str]:
     """Those of `linears` that the list `key` of the `quantization_config` does not leave unpacked.
+
+    The list may name what is no linear layer, such as a norm: that leaves nothing unpacked.
 
     Args:
         found: the `quantization_config`.
         key: of the list.
         linears: every linear layer, by its name on disk.
         where: of the file, for the message.
-        wildcards: entries may be patterns, as of a shell.
+        exact: see `is_named`.
 
     Raises:
-        ArtifactError: no list of names, or a name of no layer. A pattern may match none.
+        ArtifactError: it is no list of names.
     """
     ignore = found.get(key) or []
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         raise ArtifactError(f"{where}: quantization_config.{key} must be a list of module names, got {ignore!r}")
-    patterns = [name for name in ignore if wildcards and "*" in name]
-    names = set(ignore) - set(patterns)
-    if unknown := [name for name in ignore if name in names and name not in linears]:
-        raise ArtifactError(f"{where}: {key} has {unknown[0]!r}, which is the name of no linear layer: pack it again")
-    return [name for name in linears if name not in names and not any(fnmatchcase(name, p) for p in patterns)]
+    return [name for name in linears if not any(is_named(entry, name, exact=exact) for entry in ignore)]
+
+
+def is_named(entry: str, name: str, *, exact: bool) -> bool:
+    """Whether an entry of a list of modules names the module `name`.
+
+    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name; without, it may also be
+    the name of a module above, the last parts of the name, or a pattern as of a shell.
+    """
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    if exact or entry == name:
+        return entry == name
+    return name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed import PackedFolder, Packing, check_tensors, read_json, read_packing
+from octavo.artifact.packed import (
+    OTHER_DTYPE,
+    WEIGHT_DTYPE,
+    PackedFolder,
+    Packing,
+    check_tensors,
+    read_json,
+    read_packing,
+)
+from octavo.artifact.scales import unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
@@ -51,17 +62,46 @@ def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Mod
     """The model of a packed folder on `device`, its norms and MLPs fused, from its skeleton; raises as `load`."""
     packed = PackedFolder(folder)
     config = packed.read_config()
-    linears = skeleton.linears()
-    disks = [disk for names in linears.values() for disk in names]
-    packing = read_packing(config, disks, packed.config)
-    swap_linears(skeleton.model, _packed_layers(linears, packing, packed.config))
+    disks = [disk for names in skeleton.linears().values() for disk in names]
     reader = ShardReader(packed.path)
-    tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
-    packing.take_kv_scales(tensors, disks, packed.path)
-    check_tensors(tensors, skeleton.on_disk(model_tensors(skeleton.model)), packed.path)
+    packing = read_packing(config, disks, packed.config, _plain(disks, reader))
+    swap_linears(skeleton.model, _packed_layers(skeleton, packing, packed.config))
+    tensors = _read_tensors(packing, reader, disks)
+    required = skeleton.on_disk(model_tensors(skeleton.model))
+    check_tensors(_rounded(tensors, required), required, packed.path)
     model = _materialize(skeleton, tensors).to(device)
     fuse(model)
     return model
+
+
+def _plain(disks: list[str], reader: ShardReader) -> set[str]:
+    """The linear layers whose weight is not in eight bits; a tied head has none of its own."""
+    specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
+    return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
+
+
+def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:
+    """Every tensor that the model takes, by its name on disk, scales as they are in memory."""
+    tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
+    packing.take_kv_scales(tensors, disks, reader.folder)
+    unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
+    for name in unused:
+        del tensors[name]
+    if unused:
+        warnings.warn(
+            f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
+            stacklevel=2,
+        )
+    return tensors
+
+
+def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, of which those that are not packed are in BF16: other programs store them in float16 or float32."""
+    for name, tensor in tensors.items():
+        wide = tensor.dtype in (torch.float16, torch.float32)
+        if wide and name in required and required[name].dtype == OTHER_DTYPE:
+            tensors[name] = tensor.to(OTHER_DTYPE)
+    return tensors
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:
@@ -74,10 +114,10 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
     return frozenset(() if found is None else [found] if isinstance(found, int) else found)
 
 
-def _packed_layers(linears: dict[str, list[str]], packing: Packing, where: Path) -> dict[str, tuple[Scheme, int]]:
+def _packed_layers(skeleton: Skeleton, packing: Packing, where: Path) -> dict[str, tuple[Scheme, int]]:
     """The linear layers of the model that are packed, with their scheme and their parts on disk."""
     packed = {}
-    for name, names in linears.items():
+    for name, names in skeleton.linears().items():
         schemes = {packing.schemes.get(disk) for disk in names}
         if len(schemes) > 1:
             raise ArtifactError(
@@ -86,6 +126,9 @@ def _packed_layers(linears: dict[str, list[str]], packing: Packing, where: Path)
             )
         scheme = schemes.pop()
         if scheme is not None:
+            n, k = skeleton.model.get_parameter(f"{name}.weight").shape
+            if reason := scheme.unreadable(n // len(names), k):
+                raise ArtifactError(f"{where}: {name}.weight: {reason}")
             packed[name] = (scheme, len(names))
     return packed
 

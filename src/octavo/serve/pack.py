@@ -20,9 +20,7 @@ from torch import Tensor
 
 from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import (
-    INPUT_SCALE_NAME,
     OTHER_DTYPE,
-    SCALE_NAME,
     PackedFolder,
     Packing,
     check_layout,
@@ -30,6 +28,7 @@ from octavo.artifact.packed import (
     quantization_config,
     write_config,
 )
+from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert

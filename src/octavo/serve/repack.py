@@ -16,9 +16,10 @@ from pathlib import Path
 from torch import Tensor
 
 from octavo.artifact.folder import whole_folder
-from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME, Packing, check_layout
+from octavo.artifact.packed import OTHER_DTYPE, Packing, check_layout
 from octavo.artifact.packed_tensors import PackedTensors
-from octavo.artifact.scheme import CHANNEL, TENSORWISE, Scheme, get_scheme
+from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME
+from octavo.artifact.scheme import BLOCK, BLOCK_POW2, CHANNEL, Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.numerics import TENSOR
 from octavo.ops import quantize
@@ -128,11 +129,15 @@ def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
-    schemes = {name: own if scheme is None else get_scheme(scheme) for name, own in packed.packing.schemes.items()}
+    schemes = {
+        name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else get_scheme(scheme)
+        for name, own in packed.packing.schemes.items()
+    }
     kv_cache = bool(packed.kv_scales)
     check_layout(layout, schemes.values(), kv_cache)
     for name, new in schemes.items():
-        if reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape):
+        same = new.weight == packed.packing.schemes[name].weight
+        if not same and (reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape)):
             raise ValueError(f"{name}: {reason}")
         if new.static and not packed.packing.schemes[name].static:
             raise ValueError(
@@ -145,12 +150,11 @@ def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, 
     """Data and scale by the new scheme, and the SQNR in dB."""
     old = packed.packing.schemes[name]
     data, scale = packed.stored(name)
-    if new is old:
+    if new.weight == old.weight:
         return data, scale, math.inf
     before = old.packed_weight(data, scale)
-    if old.weight.granularity == TENSOR and new in (CHANNEL, TENSORWISE):
-        same = before.scale.expand(len(data), 1).contiguous() if new is CHANNEL else scale
-        return data, same, math.inf
+    if old.weight.granularity == TENSOR and new is CHANNEL:
+        return data, before.scale.expand(len(data), 1).contiguous(), math.inf
     wide = before.dequantize()
     q = quantize(wide, new.weight)
     return q.data, new.stored_scale(q), sqnr(*energies(wide, q.dequantize()))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed import INPUT_SCALE_NAME, OTHER_DTYPE, SCALE_NAME
+from octavo.artifact.packed import OTHER_DTYPE
 from octavo.artifact.packed_tensors import PackedTensors
+from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
 from octavo.serve.skeleton import fill_model

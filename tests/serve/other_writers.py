@@ -1,0 +1,266 @@
+"""Packed folders as other programs write them: one by compressed-tensors itself, the others from the published layouts.
+
+Every function takes a folder to make and returns what each packed weight is in float64, by the name of its layer,
+computed here and by no code of Octavo's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.models.tokenizer import ByteTokenizer
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+Weights = dict[str, Tensor]
+
+
+def make_source(folder: Path, **sizes: Any) -> Any:
+    """A Llama in BF16, saved by transformers, with weights of a usual size."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim == 2 and "emb" not in name else p)
+    model.bfloat16().save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return model
+
+
+def linears(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that are packed, in float64."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    return {name: m.weight.detach().double() for name, m in found.items()}
+
+
+def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> Weights:
+    """As compressed-tensors compresses a model; scales are in BF16, the model's dtype."""
+    model = make_source(folder)
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    config = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        ignore=["lm_head"], kv_cache_scheme=cache if kv_cache else None,
+    )  # fmt: skip
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if name == "weight_scale":
+                w: Any = module.weight
+                p.data.copy_(_block_amax(w.detach(), tuple(p.shape)) / 448)
+            elif name.endswith("_scale"):
+                p.data.fill_(0.03125)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    assert compressor is not None
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    state = model.state_dict()
+    return {
+        name.removesuffix(".weight"): t.double() * _spread(state[f"{name}_scale"], tuple(t.shape))
+        for name, t in state.items()
+        if t.dtype == E4M3 and name.endswith(".weight")
+    }
+
+
+def _steps(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[int]:
+    """How many rows and columns share a scale, of a matrix of `shape` with so many scales each way."""
+    every = ((size, 1, 32, 128) for size in shape)
+    return [
+        next(step for step in steps if -(-size // step) == count)
+        for steps, size, count in zip(every, shape, grid, strict=True)
+    ]
+
+
+def _block_amax(w: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """The largest magnitude of each block of w [N, K], float32 [grid]; [1] is one block."""
+    rows, columns = _steps(tuple(w.shape), grid if len(grid) == 2 else (1, 1))
+    parts = [[part.abs().max() for part in strip.split(columns, 1)] for strip in w.split(rows, 0)]
+    return torch.tensor(parts, dtype=torch.float32).reshape(grid)
+
+
+def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scale of each element in float64: of one number, or of a grid; uint8 are exponents."""
+    wide = torch.exp2(scale.double() - 127) if scale.dtype == torch.uint8 else scale.float().double()
+    wide = wide if wide.ndim == 2 else wide.reshape(1, 1)
+    rows, columns = _steps(shape, tuple(wide.shape))
+    return wide.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def published(
+    folder: Path,
+    config: dict[str, Any],
+    blocks: Callable[[int, int], tuple[int, ...]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    pow2: bool = False,
+    name: str = "weight_scale",
+    beside: dict[str, Tensor] | None = None,
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape,
+    change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
+    key: str = "quantization_config",
+    side_file: dict[str, Any] | None = None,
+) -> Weights:
+    """A folder whose weights are cast here.
+
+    Args:
+        folder: to make.
+        config: what stands in config.json under `key`; {} leaves that out.
+        blocks: the number of blocks of a weight [N, K]; (1,) stands for one.
+        dtype, pow2, name, shape: of the scale.
+        beside: other tensors of each packed layer.
+        change: what else becomes of the tensors.
+        key: see `config`.
+        side_file: the content of hf_quant_config.json.
+    """
+    model = make_source(folder)
+    tensors = {k: t.detach().contiguous() for k, t in model.state_dict().items()}
+    weights: Weights = {}
+    for layer, w in linears(model).items():
+        scale = (_block_amax(w, blocks(*w.shape)) / 448).clamp(min=1e-8)
+        scale = (torch.exp2(scale.log2().ceil()) if pow2 else scale).to(dtype)
+        full = _spread(scale, tuple(w.shape))
+        data = (w / full).float().clamp(-448, 448).to(E4M3)
+        weights[layer] = data.double() * full
+        tensors |= {f"{layer}.weight": data, f"{layer}.{name}": scale.reshape(shape(tuple(scale.shape)))}
+        tensors |= {f"{layer}.{leaf}": t.clone() for leaf, t in (beside or {}).items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | ({key: config} if config else {})))
+    if side_file is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(side_file))
+    return weights
+
+
+def one(n: int, k: int) -> tuple[int, ...]:
+    """One scale."""
+    return (1,)
+
+
+def channels(n: int, k: int) -> tuple[int, ...]:
+    """A scale for each output channel."""
+    return (n, 1)
+
+
+def squares(n: int, k: int) -> tuple[int, ...]:
+    """A scale for each block of 128 x 128, the last of which may be smaller."""
+    return (-(-n // 128), -(-k // 128))
+
+
+INPUT = torch.tensor(0.03125)
+_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def group(weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """The config_groups of compressed-tensors."""
+    described = {"targets": ["Linear"], "weights": _BITS | weights, "input_activations": _BITS | inputs}
+    return {"group_0": described | {"output_activations": None}}
+
+
+CHANNEL = group({"strategy": "channel"}, {"strategy": "token", "dynamic": True})
+TENSOR = group({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False})
+OLD_BLOCKS = group(
+    {"strategy": "block", "block_structure": "128x128"}, {"strategy": "group", "group_size": 128, "dynamic": True}
+)
+
+
+def _attentions(names: dict[str, float]) -> Callable[[dict[str, Tensor]], None]:
+    """Add scales of a cache to every attention layer."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for i in range(SIZES["num_hidden_layers"]):
+            for leaf, value in names.items():
+                tensors[f"model.layers.{i}.self_attn.{leaf}"] = torch.tensor(value, dtype=torch.bfloat16)
+
+    return change
+
+
+def _ct(config_groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    return stated | {"quantization_status": "compressed", "config_groups": config_groups} | more
+
+
+_CACHE = _BITS | {"strategy": "tensor", "dynamic": False}
+_NORMS = ["lm_head", "model.norm", *(f"model.layers.{i}.input_layernorm" for i in range(2))]
+_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+
+WRITERS: dict[str, Callable[[Path], Weights]] = {
+    "compressed-tensors FP8": lambda at: compressed_tensors(at, "FP8"),
+    "compressed-tensors FP8 and cache": lambda at: compressed_tensors(at, "FP8", kv_cache=True),
+    "compressed-tensors FP8_DYNAMIC": lambda at: compressed_tensors(at, "FP8_DYNAMIC"),
+    "compressed-tensors FP8_BLOCK": lambda at: compressed_tensors(at, "FP8_BLOCK"),
+    "compressed-tensors MXFP8": lambda at: compressed_tensors(at, "MXFP8"),
+    "compressed-tensors of 2024": lambda at: published(
+        at, {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": OLD_BLOCKS,
+             "ignore": ["re:.*lm_head"], "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+             "global_compression_ratio": 1.2}, squares, key="compression_config", dtype=torch.float16,
+    ),
+    "no status, no ignore, vectors": lambda at: published(
+        at, {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": CHANNEL}, channels,
+        shape=lambda shape: shape[:1],
+    ),
+    "single numbers, outputs' scales, zero points": lambda at: published(
+        at, _ct(TENSOR), one, shape=lambda shape: (),
+        beside={"input_scale": INPUT.bfloat16().reshape(1, 1), "output_scale": INPUT,
+                "weight_zero_point": torch.zeros(1, dtype=torch.int8)},
+    ),
+    "cache in k_proj.output_scale": lambda at: published(
+        at, _ct(CHANNEL, kv_cache_scheme=_CACHE), channels, dtype=torch.bfloat16,
+        change=_attentions({"k_proj.output_scale": 0.0625, "v_proj.output_scale": 0.125}),
+    ),
+    "DeepSeek": lambda at: published(at, BLOCKS | {"scale_fmt": "ue8m0"}, squares, pow2=True, name="weight_scale_inv"),
+    "DeepSeek, E8M0": lambda at: published(
+        at, BLOCKS | {"scale_fmt": "ue8m0"}, squares, pow2=True, dtype=E8M0, name="weight_scale_inv"
+    ),
+    "Qwen3": lambda at: published(
+        at, BLOCKS | {"modules_to_not_convert": _NORMS}, squares, dtype=torch.bfloat16, name="weight_scale_inv"
+    ),
+    "transformers, static": lambda at: published(
+        at, _STATIC | {"weight_block_size": None, "scale_fmt": "float", "modules_to_not_convert": ["lm_head"]}, one,
+        shape=lambda shape: (), name="weight_scale_inv", beside={"activation_scale": INPUT},
+    ),
+    "AutoFP8": lambda at: published(
+        at, _STATIC | {"ignored_layers": ["lm_head"]}, one, shape=lambda shape: (), dtype=torch.float16,
+        beside={"input_scale": INPUT.half()},
+    ),
+    "AutoFP8 and cache": lambda at: published(
+        at, _STATIC | {"ignored_layers": ["re:.*lm_head"], "kv_cache_scheme": "static"}, one,
+        beside={"input_scale": INPUT}, change=_attentions({"kv_scale": 0.0625}),
+    ),
+    "ModelOpt": lambda at: published(
+        at, {}, one, shape=lambda shape: (), beside={"input_scale": INPUT},
+        change=_attentions({"k_proj.k_scale": 0.0625, "v_proj.v_scale": 0.125}),
+        side_file={"producer": {"name": "modelopt", "version": "0.29"}, "quantization": {
+            "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*router*"]}},
+    ),
+    "ModelOpt in config.json": lambda at: published(
+        at, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head*"],
+             "kv_cache_quant_algo": None}, squares, shape=lambda shape: (shape[0], 1, shape[1], 1),
+        dtype=torch.bfloat16,
+    ),
+}  # fmt: skip
+CACHES = {
+    "compressed-tensors FP8 and cache": (0.03125, 0.03125),
+    "cache in k_proj.output_scale": (0.0625, 0.125),
+    "AutoFP8 and cache": (0.0625, 0.0625),
+    "ModelOpt": (0.0625, 0.125),
+}

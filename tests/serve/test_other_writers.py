@@ -1,0 +1,106 @@
+"""Folders that other programs wrote: every command reads them, and a weight is what its bytes say.
+
+The oracle is the product of bytes and scales in float64 (`other_writers`), and transformers where it opens a folder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from other_writers import CACHES, INPUT, WRITERS, Weights
+from safetensors.torch import load_file
+from torch import Tensor
+
+import octavo
+from octavo import serve
+from octavo.artifact.packed_tensors import PackedTensors
+from octavo.serve.packed_linear import PackedLinear
+
+Made = Callable[[str], tuple[Path, Weights]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """made(writer) is a folder and its weights; each is made once."""
+    root, weights = tmp_path_factory.mktemp("writers"), {}
+
+    def make(writer: str) -> tuple[Path, Weights]:
+        if writer not in weights:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the other programs
+                weights[writer] = WRITERS[writer](root / writer)
+        return root / writer, weights[writer]
+
+    return make
+
+
+def opened(folder: Path) -> Any:
+    """The model, without the remark that scales of outputs are not used."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is a scale that Octavo does not use")
+        return octavo.load(folder)
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+
+
+def cast_input(layer: PackedLinear, x: Tensor) -> Tensor:
+    """x [T, K] as its scheme rounds it, in float64."""
+    x, name = x.double(), layer.scheme.name
+    if name == "static":
+        return rounded(x, INPUT.double())
+    size = {"channel": x.shape[1], "tensor": x.shape[1], "mx": 32}.get(name, 128)
+    parts = list(x.split(size, 1))
+    scales = [part.abs().amax(1, keepdim=True).float().double() / 448 for part in parts]
+    if name in ("mx", "block, pow2 inputs"):
+        scales = [torch.exp2(scale.log2().ceil()) for scale in scales]
+    return torch.cat([rounded(part, scale) for part, scale in zip(parts, scales, strict=True)], 1)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_loaded_layer_computes_what_its_bytes_say(made: Made, writer: str) -> None:
+    folder, weights = made(writer)
+    model = opened(folder)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert layers.keys() == weights.keys()
+    for name, layer in layers.items():
+        w = layer.scheme.packed_weight(layer.weight, layer.weight_scale).dequantize()
+        assert torch.equal(w, weights[name].float()), name
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        x = torch.randn(5, layers[name].in_features, dtype=torch.bfloat16)
+        wanted = cast_input(layers[name], x) @ weights[name].t()
+        assert (
+            float((layers[name](x).double() - wanted).norm() / wanted.norm()) < 2**-6
+        )  # ties of the cast fall either way; another cast is at 0.03
+    assert bool(model(torch.arange(9)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_unpacking_and_converting_keep_every_weight(made: Made, writer: str, tmp_path: Path) -> None:
+    folder, weights = made(writer)
+    assert serve.convert_layout(folder, tmp_path / "again").lossless
+    for source, out in ((folder, tmp_path / "plain"), (tmp_path / "again", tmp_path / "plain again")):
+        serve.unpack(source, out)
+        plain = load_file(out / "model.safetensors")
+        assert all(torch.equal(plain[f"{name}.weight"], w.float().bfloat16()) for name, w in weights.items())
+        assert not [name for name in plain if "scale" in name or "zero_point" in name]
+
+
+@pytest.mark.parametrize("writer", CACHES)
+def test_scales_of_a_cache_are_read(made: Made, writer: str) -> None:
+    found = PackedTensors(made(writer)[0]).kv_scales
+    assert list(found) == [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert {(float(k), float(v)) for k, v in found.values()} == {CACHES[writer]}
+
+
+def test_scales_that_are_not_used_are_named(made: Made) -> None:
+    folder, _ = made("single numbers, outputs' scales, zero points")
+    with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
+        octavo.load(folder)
+    assert len(PackedTensors(folder).unused) == 2 * 2 * 7
