@@ -64,7 +64,8 @@ def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> 
         for name, p in module.named_parameters(recurse=False):
             if name == "weight_scale":
                 w: Any = module.weight
-                p.data.copy_(_block_amax(w.detach(), tuple(p.shape)) / 448)
+                scale = _block_amax(w.detach(), tuple(p.shape)) / 448
+                p.data.copy_(torch.exp2(scale.log2().ceil()) if preset == "MXFP8" else scale)
             elif name.endswith("_scale"):
                 p.data.fill_(0.03125)
     compressor = ModelCompressor.from_pretrained_model(model)
