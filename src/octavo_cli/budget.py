@@ -17,10 +17,9 @@ def print_budget(console: Console, found: serve.Kept) -> None:
     """What was measured, what stays in BF16, and the groups that are harmed most for each byte that they save."""
     budget, of = found.budget, found.quality
     value, packed = budget.estimate(of), budget.estimate(found.all_packed)
-    interval = "" if value.low is None or value.high is None else f" ({value.low:.3g} to {value.high:.3g})"
     console.print(
-        f"asked for {budget.show(budget.limit)}, measured {budget.show(value.value)}{interval} on {of.tokens} tokens "
-        f"of {of.prompts} prompts; {budget.show(packed.value)} with every layer packed",
+        f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on {of.tokens} tokens of "
+        f"{of.prompts} prompts; {budget.show(packed.value)} with every layer packed",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     console.print(_table(found))

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from octavo_cli.output import check_writable
+
 if TYPE_CHECKING:
     from octavo.serve.verify import Report
     from octavo.serve.verify_report import Section
 
 _ROWS = 12
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def verify(
-    packed: Annotated[Path, typer.Argument(help="The packed folder.")],
-    against: Annotated[Path, typer.Option(help="The model that it was packed from: a folder, or a run.")],
+    packed: Annotated[Path, typer.Argument(help="The packed folder.", metavar="PACKED")],
+    against: Annotated[
+        Path, typer.Option(help="The model that it was packed from: a folder, or a run.", metavar="MODEL")
+    ],
     data: Annotated[
         list[str] | None,
         typer.Option(
             help="Text file, folder, or .jsonl (text, prompt or messages). Repeatable; without it no quality."
         ),
     ] = None,
-    budget_kl: Annotated[float | None, typer.Option(help="The most nats of KL a token, such as 0.01.")] = None,
+    budget_kl: Annotated[str | None, typer.Option(help="The most nats of KL a token, such as 0.01.")] = None,
     budget_ppl: Annotated[str | None, typer.Option(help="The most that perplexity may rise, such as 0.5%.")] = None,
     budget_cosine: Annotated[
-        float | None, typer.Option(help="Of an encoder: the least mean cosine of its embeddings, such as 0.999.")
+        str | None, typer.Option(help="Of an encoder: the least mean cosine of its embeddings, such as 0.999.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Prompts to take.")] = 64,
     context: Annotated[int, typer.Option(help="Tokens of a prompt, at most.")] = 512,
@@ -58,7 +65,9 @@ def verify(
     from octavo.serve.verify_report import sections, verdict
 
     console = Console()
-    budget = Budget(budget_kl, None if budget_ppl is None else _part(budget_ppl), budget_cosine)
+    budget = Budget(_limit("kl", budget_kl), _limit("ppl", budget_ppl), _limit("cosine", budget_cosine))
+    check_writable(to_json, "--json")
+    check_writable(to_html, "--html")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("reading model and prompts", total=None)
@@ -72,10 +81,12 @@ def verify(
         if section.remark:
             console.print(section.remark, style="dim", highlight=False, markup=False)
         console.print()
-    _write(report, to_json, to_html)
     for remark in _worst(report).remarks:
-        console.print(remark, highlight=False, markup=False)
-    console.print(f"{packed}: {verdict(report)}", style="" if report.ok else "red", highlight=False, markup=False)
+        console.print(remark, **_PLAIN)
+    console.print(f"{packed}: {verdict(report)}", style="" if report.ok else "red", **_PLAIN)
+    for finding in report.findings:
+        console.print(f"  {finding.kind} {finding}", **_PLAIN)
+    _write(report, to_json, to_html)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -89,25 +100,21 @@ def _worst(report: Report) -> Report:
     return replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
 
 
-def _part(text: str) -> float:
-    """0.5% or 0.005, as a number."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"--budget-ppl takes a part such as 0.5% or 0.005, got {text!r}")
-    return value
+def _limit(measure: str, text: str | None) -> float | None:
+    from octavo.serve.limits import read_limit
+
+    return None if text is None else read_limit(measure, text, f"--budget-{measure}")
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
     from octavo.serve.verify_page import page
-    from octavo.serve.verify_report import to_dict
+    from octavo.serve.verify_report import Run, to_dict
 
+    run = Run.now(shlex.join(["octavo", *sys.argv[1:]]))
     if to_json is not None:
-        to_json.write_text(json.dumps(to_dict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        to_json.write_text(json.dumps(to_dict(report, run), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if to_html is not None:
-        to_html.write_text(page(report), encoding="utf-8")
+        to_html.write_text(page(report, run), encoding="utf-8")
 
 
 def _table(section: Section) -> Table:

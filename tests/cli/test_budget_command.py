@@ -55,7 +55,8 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     for words, message in (
         (("--budget", "much"), "a budget reads kl=0.01"),
         (("--budget", "kl=1"), "give --data"),
-        (("--budget", "kl=0", "--data", data, "--samples", 2, "--context", 16), "leaves nothing to pack"),
+        (("--budget", "kl=0"), "the budget kl must be nats a token above 0"),
+        (("--budget", "kl=1e-9", "--data", data, "--samples", 2, "--context", 16), "leaves nothing to pack"),
     ):
         code, out, err = octavo("pack", model, tmp_path / "out", *words)
         assert code == 1

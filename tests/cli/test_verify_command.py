@@ -6,12 +6,15 @@ import json
 import os
 import re
 import sys
+from datetime import UTC, datetime
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import serve
@@ -71,9 +74,18 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     assert "A forecast, not a measurement." in out
     assert "8 prompts, 384 tokens" in out
     assert "of 14 layers the 12 that lose most are shown" in out
-    assert "Findings" not in out
     written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
     assert written["ok"] is True
+    assert written["model"] == "LlamaForCausalLM"
+    assert written["versions"]["transformers"] == transformers.__version__
+    assert written["command"].startswith("octavo verify ")
+    age = datetime.now(UTC) - datetime.fromisoformat(written["date"])
+    assert 0 <= age.total_seconds() < 600
+    page = (tmp_path / "r.html").read_text()
+    assert all(escape(text) in page for text in (written["date"], written["command"], transformers.__version__))
+    assert "INT8 is a yardstick and not in the folder" in out
+    assert "0.39x (slower)" in out
+    assert "  1 token  " in out
     assert len(written["layers"]) == 14
     assert written["consumers"][0]["outcome"] == "agrees"
     assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]
@@ -89,10 +101,22 @@ def check_page(path: Path, layers: int) -> None:
     assert page.open == []
     assert page.links == []
     assert not {"script", "link", "img", "iframe"} & set(page.seen)
-    assert set(re.findall(r"https?://[^\"]+", text)) <= {"http://www.w3.org/2000/svg"}  # the name of a namespace
+    assert not re.findall(r"https?://", text)
     assert "<b>folder" not in text
     assert "a &lt;b&gt;folder &amp; more" in text
-    assert page.seen.count("rect") == (2 + 2 * layers if layers else 0)
+    assert page.seen.count("i") == 2 * layers  # bars
+    check_narrow(text, page)
+
+
+def check_narrow(text: str, page: Page) -> None:
+    """On a telephone words and numbers of tables stay whole, and each table scrolls in a box of its own."""
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert page.seen.count("table") == text.count('<div class="wide"><table>')
+    styles = dict(re.findall(r"^([^\n{]*) \{([^}]*)\}", text, re.M))
+    assert "overflow-x: auto" in styles[".wide"]
+    assert "white-space: nowrap" in styles["th, td"]
+    assert "overflow-wrap: normal" in styles["table"]
+    assert not re.search("anywhere|break-all|width: \\d{3,}px", text)
 
 
 def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -100,8 +124,12 @@ def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> N
     assert code == 1
     assert err == ""
     assert "nats a token, 1e-09 were allowed" in out
-    assert "1 thing is wrong" in out
+    verdict, *findings = out.splitlines()[-2:]
+    assert verdict.endswith("packed: 1 thing is wrong")
+    assert [line.split(": ")[0] for line in findings] == ["  budget kl"]
     check_page(tmp_path / "r.html", layers=14)
+    text = (tmp_path / "r.html").read_text()
+    assert text.index("1 thing is wrong") < text.index("<li>budget kl: ") < text.index("<h2>")
 
 
 def test_damage(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -129,11 +157,23 @@ def test_structure_alone(octavo: Any, folders: dict[str, Path]) -> None:
 
 def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     for more, message in (
-        (("--budget-ppl", "half"), "--budget-ppl takes a part such as 0.5% or 0.005, got 'half'"),
-        (("--budget-ppl=-1%",), "--budget-ppl takes a part"),
+        (("--budget-ppl", "half"), "--budget-ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a fr"),
+        (("--budget-ppl=-1%",), "--budget-ppl must be"),
+        (("--budget-ppl", "5"), "or a fraction below 1, such as 0.005; got '5'"),
+        (("--budget-ppl", "101%"), "got '101%'"),
+        (("--budget-kl", "-1"), "--budget-kl must be nats a token above 0, such as 0.01; got '-1'"),
+        (("--budget-kl", "0"), "got '0'"),
+        (("--budget-kl", "nan"), "got 'nan'"),
+        (("--budget-cosine", "1.5"), "--budget-cosine must be above 0 and below 1, such as 0.999; got '1.5'"),
+        (("--json", tmp_path / "none" / "r.json"), "r.json cannot be written: No such file or directory. Nothing was"),
+        (("--html", tmp_path), "cannot be written: Is a directory. Nothing was run"),
         (("--samples", 0), "need samples >= 1"),
         (("--data", tmp_path / "none"), "there is no"),
-        (("--against", tmp_path / "none"), "config.json is missing"),
+        (
+            ("--against", tmp_path / "none"),
+            "is missing: give a run of octavo train, or a Hugging Face model",
+        ),
+        (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
     ):
         code, out, err = octavo(*words(folders, *more))
         assert code == 1

@@ -277,7 +277,7 @@ def test_settings_that_cannot_be(models: dict[str, Path], tmp_path: Path) -> Non
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device cuda was asked for"):
             verify(tmp_path, models["llama"], device="cuda")
-    with pytest.raises(FileNotFoundError, match="is missing: pack takes a run"):
+    with pytest.raises(FileNotFoundError, match="is missing: give a run of octavo train, or"):
         verify(tmp_path, tmp_path / "none")
 
 

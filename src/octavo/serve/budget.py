@@ -27,6 +27,7 @@ from torch import Tensor
 
 from octavo.artifact.folder import check_absent
 from octavo.serve.groups import groups
+from octavo.serve.limits import MEASURES, read_limit
 from octavo.serve.pack import PackReport, pack
 from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingSums, Estimate, LogitQuality, LogitSums, Quality, compare_many
@@ -49,17 +50,12 @@ class Budget:
     def parse(cls, text: str) -> Budget:
         """kl=0.01, ppl=0.005 or ppl=0.5%, cosine=0.999; a ValueError for anything else."""
         measure, _, limit = text.partition("=")
-        try:
-            value = float(limit.removesuffix("%")) / (100 if limit.endswith("%") else 1)
-        except ValueError:
-            value = math.nan
-        most = {"kl": math.inf, "ppl": math.inf, "cosine": 1}.get(measure, 0)
-        if not 0 <= value < most or ("%" in limit and measure != "ppl"):
+        if measure not in MEASURES:
             raise ValueError(
                 "a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), and for an encoder "
                 f"cosine=0.999, got {text!r}"
             )
-        return cls(measure, value)
+        return cls(measure, read_limit(measure, limit, f"the budget {measure}"))
 
     @property
     def of_logits(self) -> bool:
@@ -78,8 +74,17 @@ class Budget:
         return value <= self.limit if self.of_logits else value >= self.limit
 
     def show(self, value: float) -> str:
-        """For a message."""
-        return f"ppl={value:.3%}" if self.measure == "ppl" else f"{self.measure}={value:.{4 if self.of_logits else 6}g}"
+        """A value for a message, as kl=0.01."""
+        return f"{self.measure}={self._number(value)}"
+
+    def show_estimate(self, estimate: Estimate) -> str:
+        """A value and its interval, all rounded alike, so that the interval holds the value."""
+        if estimate.low is None or estimate.high is None:
+            return self.show(estimate.value)
+        return f"{self.show(estimate.value)} ({self._number(estimate.low)} to {self._number(estimate.high)})"
+
+    def _number(self, value: float) -> str:
+        return f"{value:.3%}" if self.measure == "ppl" else f"{value:.{4 if self.of_logits else 6}g}"
 
 
 @dataclass(frozen=True)

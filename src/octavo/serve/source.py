@@ -93,7 +93,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     """
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"{path / 'config.json'} is missing: pack takes a run of octavo train, or a Hugging Face model folder"
+            f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
         )
     settings = read_json(path / "config.json")
     if (path / "model" / "config.json").is_file():
@@ -101,7 +101,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if step is not None:
         raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
     if "quantization_config" in settings:
-        raise ArtifactError(f"{path} is quantized already: pack the model in BF16 that it was made from")
+        raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
     skeleton = transformers_skeleton(path)
     reader = open_tensors(path, path)
     required = model_tensors(skeleton.model)

@@ -61,10 +61,12 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """All that was found. `findings` empty means that the folder is right, and within the budget."""
+    """All that was found. `findings` empty means that the folder is right, and within the budget. `architecture` is
+    the class of transformers that config.json names."""
 
     packed: Path
     against: Path
+    architecture: str = ""
     findings: list[Finding] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
@@ -83,8 +85,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that packing may cost: nats of KL a token, the part by which perplexity may rise, and of an encoder the
-    least that the mean cosine may be; None: anything."""
+    """The most that packing may cost: nats of KL a token, the fraction by which perplexity may rise, and of an encoder
+    the least that the mean cosine may be; None: anything."""
 
     kl: float | None = None
     perplexity: float | None = None
@@ -144,6 +146,7 @@ def verify(
     report = Report(packed, against)
     read = read_bytes(packed)
     read.folded |= folded
+    report.architecture = ", ".join(map(str, read.config.get("architectures") or ()))
     layers = _check(read, model, report, told)
     report.findings = read.findings
     if read.findings:

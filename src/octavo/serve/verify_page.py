@@ -1,4 +1,8 @@
-"""What `octavo verify` found as one HTML page, which needs nothing but itself: no script, no file, no network."""
+"""What `octavo verify` found as one HTML page, which needs nothing but itself: no script, no file, no network.
+
+It is read on a telephone too: a table wider than the page scrolls in a box of its own, in which no word and no number
+is broken, and everything else is as wide as the page.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,34 @@ import math
 from html import escape
 
 from octavo.serve.verify import LayerReport, Report
-from octavo.serve.verify_report import Section, sections, verdict
+from octavo.serve.verify_report import Run, Section, sections, verdict
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-.verdict { padding: .6rem 1rem; border-left: .4rem solid; font-weight: 600; }
-.right { border-color: #2a7f3f; background: #eef7f0; } .wrong { border-color: #b3261e; background: #fbeeed; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ddd; --grey: #555; --weight: #3b6fb6;
+  --output: #d9782d; --right: #2a7f3f; --wrong: #b3261e; --track: #eee; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --paper: #181818; --line: #444; --grey: #aaa;
+  --weight: #7aa7e0; --output: #e9975a; --right: #5fbf78; --wrong: #f0766d; --track: #2a2a2a; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem;
+  color: var(--ink); background: var(--paper); overflow-wrap: break-word; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.verdict { padding: .5rem 1rem; border-left: .4rem solid; font-weight: 600; }
+.right { border-color: var(--right); } .wrong { border-color: var(--wrong); }
+.remark, .run { color: var(--grey); max-width: 50rem; }
 .wide { overflow-x: auto; }
-th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
-td { overflow-wrap: anywhere; } .remark { color: #555; max-width: 50rem; }
-svg text { font: 11px system-ui, sans-serif; fill: #222; }
-@media (prefers-color-scheme: dark) {
-  body { background: #181818; color: #ddd; } th, td { border-color: #444; } .remark { color: #aaa; }
-  .right { background: #16281b; } .wrong { background: #321715; } svg text { fill: #ddd; }
-}
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { text-align: left; padding: .2rem 1.2rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: nowrap; }
+td.text { white-space: normal; min-width: 16rem; }
+.bars div { margin-top: .5rem; line-height: 1.25; } .bars p { margin: 0; display: flex; align-items: center; }
+.bars span { background: var(--track); flex: 1; max-width: 40rem; } .bars i { display: block; height: .6rem; }
+.bars b { font-weight: 400; width: 5.5rem; padding-left: .6rem; font-variant-numeric: tabular-nums; }
+.weight { background: var(--weight); } .output { background: var(--output); }
+.key { display: inline-block; width: .8rem; height: .6rem; }
 """
-_ROW, _LABEL, _BAR = 15, 330, 420  # pixels: a row's height, the width of names, and of the longest bar
+_LONG = 40  # characters of a cell from which on it is text, whose lines may break between words
 
 
-def page(report: Report) -> str:
+def page(report: Report, run: Run) -> str:
     """The page, from its doctype to its end."""
     state = "right" if report.ok else "wrong"
     parts = [
@@ -34,24 +45,40 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>octavo verify: {escape(report.packed.name)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{escape(str(report.packed))}</h1>",
-        f"<p>packed from {escape(str(report.against))}</p>",
+        f"<p>{escape(report.architecture)} packed from {escape(str(report.against))}</p>",
         f'<p class="verdict {state}">{escape(verdict(report))}</p>',
+        _findings(report),
         *(f'<p class="remark">{escape(remark)}</p>' for remark in report.remarks),
     ]
     for section in sections(report):
         parts.append(table(section))
         if section.title == "Layers":
             parts.append(bars(report.layers))
-    return "\n".join([*parts, "</body>\n</html>\n"])
+    return "\n".join([*parts, _made_by(run), "</body>\n</html>\n"])
+
+
+def _findings(report: Report) -> str:
+    rows = [f"<li>{escape(finding.kind)} {escape(str(finding))}</li>" for finding in report.findings]
+    return "<ul>\n" + "\n".join(rows) + "\n</ul>" if rows else ""
+
+
+def _made_by(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    made = f"{escape(run.date)}, {escape(versions)}"
+    return f'<p class="run">{made}</p>\n<p class="run"><code>{escape(run.command)}</code></p>'
 
 
 def table(section: Section) -> str:
     """One table, with its title and its remark."""
     head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in section.rows)
+    rows = "\n".join("<tr>" + "".join(_cell(text) for text in row) + "</tr>" for row in section.rows)
     remark = f'<p class="remark">{escape(section.remark)}</p>' if section.remark else ""
     body = f'<div class="wide"><table>\n<tr>{head}</tr>\n{rows}\n</table></div>'
     return f"<h2>{escape(section.title)}</h2>\n{body}\n{remark}"
+
+
+def _cell(text: str) -> str:
+    return f'<td class="text">{escape(text)}</td>' if len(text) > _LONG else f"<td>{escape(text)}</td>"
 
 
 def bars(layers: list[LayerReport]) -> str:
@@ -59,32 +86,23 @@ def bars(layers: list[LayerReport]) -> str:
     values = [db for layer in layers for db in (layer.weight_sqnr, layer.output_sqnr) if _drawn(db)]
     if not values:
         return ""
-    longest = max(10.0, *(db for db in values if db is not None))
-    rows = [_bar_row(layer, at, longest) for at, layer in enumerate(layers)]
-    height = _ROW * (len(layers) + 1)
-    legend = (
-        f'<rect x="{_LABEL}" y="2" width="10" height="5" fill="#3b6fb6"/><text x="{_LABEL + 14}" y="9">weight dB</text>'
-        f'<rect x="{_LABEL + 90}" y="2" width="10" height="5" fill="#e08a2e"/>'
-        f'<text x="{_LABEL + 104}" y="9">output dB</text>'
+    longest = 10 * math.ceil(max(10.0, *(db for db in values if db is not None)) / 10)
+    key = (
+        '<p class="remark"><span class="key weight"></span> weight dB, <span class="key output"></span> output dB; '
+        f"the whole width is {longest} dB</p>"
     )
-    return (
-        f'<div class="wide"><svg role="img" aria-label="SQNR by layer, in dB" width="{_LABEL + _BAR + 50}" '
-        f'height="{height}" xmlns="http://www.w3.org/2000/svg">\n{legend}\n' + "\n".join(rows) + "\n</svg></div>"
-    )
+    rows = [_bars_of(layer, longest) for layer in layers]
+    return f'{key}\n<div class="bars">\n' + "\n".join(rows) + "\n</div>"
 
 
 def _drawn(db: float | None) -> bool:
     return db is not None and math.isfinite(db)
 
 
-def _bar_row(layer: LayerReport, at: int, longest: float) -> str:
-    y = _ROW * (at + 1)
-    parts = [f'<text x="{_LABEL - 8}" y="{y + 10}" text-anchor="end">{escape(layer.name)}</text>']
-    for offset, db, colour in ((1, layer.weight_sqnr, "#3b6fb6"), (7, layer.output_sqnr, "#e08a2e")):
+def _bars_of(layer: LayerReport, longest: float) -> str:
+    parts = [f"<div>{escape(layer.name)}</div>"]
+    for kind, db in (("weight", layer.weight_sqnr), ("output", layer.output_sqnr)):
         if db is not None and math.isfinite(db):
-            width = max(0.0, db) / longest * _BAR
-            parts.append(
-                f'<rect x="{_LABEL}" y="{y + offset}" width="{width:.1f}" height="5" fill="{colour}">'
-                f"<title>{db:.2f} dB</title></rect>"
-            )
+            width = max(0.0, db) / longest
+            parts.append(f'<p><span><i class="{kind}" style="width:{width:.1%}"></i></span><b>{db:.1f} dB</b></p>')
     return "".join(parts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from typing import Any, NamedTuple
 
 from octavo.serve.quality import EmbeddingQuality, Estimate, LogitQuality
@@ -22,10 +24,37 @@ class Section(NamedTuple):
     remark: str = ""
 
 
-def to_dict(report: Report) -> dict[str, Any]:
-    """For JSON: numbers that it has not, inf and NaN, are None."""
+@dataclass(frozen=True)
+class Run:
+    """When a report was made (UTC, ISO 8601), by which command, and with which versions of packages."""
+
+    date: str
+    command: str
+    versions: Mapping[str, str]
+
+    @classmethod
+    def now(cls, command: str) -> Run:
+        """Of this moment and this environment."""
+        installed = {name: version for name in _PACKAGES if (version := _version(name))}
+        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | installed)
+
+
+_PACKAGES = ("torch", "transformers", "compressed-tensors", "vllm")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def to_dict(report: Report, run: Run) -> dict[str, Any]:
+    """For JSON, which has no inf and no NaN: they become None."""
     fields: dict[str, Any] = {
+        **asdict(run),
         "octavo_version": __version__,
+        "model": report.architecture,
         "packed": str(report.packed),
         "against": str(report.against),
         "ok": report.ok,
@@ -54,8 +83,8 @@ def _finite(value: Any) -> Any:
 
 
 def sections(report: Report) -> Iterator[Section]:
-    """The tables of a report, those without rows left out."""
-    for section in (_findings(report), _consumers(report), _quality(report), _layers(report), _sizes(report)):
+    """The tables of a report, those without rows left out. The findings stand beside the verdict, in no table."""
+    for section in (_consumers(report), _quality(report), _layers(report), _sizes(report)):
         if section.rows:
             yield without_blanks(section)
     if report.forecast:
@@ -79,11 +108,6 @@ def verdict(report: Report) -> str:
     return f"{count} {'thing is' if count == 1 else 'things are'} wrong" + (
         f"; {report.not_run}" if report.not_run else ""
     )
-
-
-def _findings(report: Report) -> Section:
-    rows = [(finding.kind, finding.where, finding.message) for finding in report.findings]
-    return Section("Findings", ("kind", "where", "what"), rows)
 
 
 def _consumers(report: Report) -> Section:
@@ -119,7 +143,10 @@ def _quality(report: Report) -> Section:
         rows.append(("cosine with BF16", *_estimate(mine.cosine, form), *_estimate(base.cosine, form)))
         rows.append(("the least of a prompt", form.format(mine.least), "", form.format(base.least), ""))
     measured = f"{mine.prompts} prompts, {mine.tokens} tokens; " if mine else ""
-    remark = f"{measured}intervals over prompts. INT8: channel weights, dynamic tokens, of the same layers."
+    remark = (
+        f"{measured}intervals over prompts. INT8 is a yardstick and not in the folder: MODEL with the same layers in "
+        "eight-bit integers, whose steps are finer than e4m3's where no outlier stretches the scale."
+    )
     return Section(title, columns, rows, remark)
 
 
@@ -162,7 +189,7 @@ def _sizes(report: Report) -> Section:
 
 def _forecast(report: Report) -> Section:
     tokens = (*DECODE, *PREFILL)
-    columns = ("shape", "packed by", "layers", *(f"{count} tokens" for count in tokens))
+    columns = ("shape", "packed by", "layers", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
     rows: list[tuple[str, ...]] = [
         (" x ".join(map(str, row.shape)), row.words, str(row.count), *(_times(row.gains[count]) for count in tokens))
         for row in report.forecast
@@ -173,7 +200,7 @@ def _forecast(report: Report) -> Section:
 
 
 def _times(gain: float | None) -> str:
-    return "unknown" if gain is None else f"{gain:.2f}x"
+    return "unknown" if gain is None else f"{gain:.2f}x" + (" (slower)" if gain < 1 else "")
 
 
 def _percent(value: float | None) -> str:

@@ -1,0 +1,23 @@
+"""Files that a command writes at its end."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Find out before the work begins whether a file can be written at `path`; None is asked for by nobody.
+
+    Raises:
+        ValueError: it cannot; the message names `option`.
+    """
+    if path is None:
+        return
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}. Nothing was run") from error
