@@ -12,7 +12,7 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu") -> Any:
 
     Args:
         folder: what `octavo pack` wrote.
-        device: where the model shall be: a torch.device, or its name.
+        device: where the model shall be: a torch.device, or its name; "auto" is the GPU where there is one.
 
     Returns:
         The model: its own modeling code, `generate` and `config`; no BF16 copy of a packed weight.
@@ -20,6 +20,7 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu") -> Any:
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ValueError: the device is not there.
         ImportError: transformers is not installed.
     """
     # Imported when it is called for: `import octavo` alone loads nothing of serving.

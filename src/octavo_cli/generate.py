@@ -27,13 +27,9 @@ def generate(
 
       octavo generate packed/first --prompt "def main():" --count 100 --seed 1
     """
-    import torch
-
     from octavo import serve
     from octavo.models.stream import stream
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, context = serve.load(folder, device)
     serve.warm_up(model, context)
     pieces = stream(

@@ -108,7 +108,7 @@ def test_other_bad_input(llama, model, tmp_path, data):
     with pytest.raises(ValueError, match="batch must be at least 1"):
         calibrate(llama, data, tmp_path / "out", batch=0)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="torch sees no CUDA GPU here: take cpu"):
+        with pytest.raises(ValueError, match="sees no GPU: use cpu"):
             calibrate(llama, data, tmp_path / "out", device="cuda")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(PromptError, match="at least one prompt"):

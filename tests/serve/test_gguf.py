@@ -359,7 +359,7 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ImportError, match=r'pip install "octavo\[gguf\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[gguf\]"'):
         serve.export_gguf(tmp_path, tmp_path / "model.gguf")
 
 

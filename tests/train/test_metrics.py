@@ -135,6 +135,6 @@ def test_tensorboard_reads_the_events(begin, go_on, records):
 
 def test_without_tensorboard_the_error_names_the_extra_and_nothing_is_written(begin, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r'pip install "octavo\[tensorboard\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[tensorboard\]"'):
         begin(tensorboard=True)
     assert list(tmp_path.iterdir()) == []

@@ -237,6 +237,6 @@ def test_more_than_one_process_is_refused(begin, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_gpu_that_is_not_there_is_refused(begin, tmp_path):
-    with pytest.raises(ConfigError, match=r"cuda:1.*sees no GPU: use --device cpu"):
+    with pytest.raises(ValueError, match=r"cuda:1.*sees no GPU: use cpu"):
         begin(device="cuda:1")
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ code point 256 + n. Bytes mode is then a BPE without merges.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from octavo.extras import import_extra
 
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
@@ -76,7 +77,7 @@ class BpeTokenizer:
         """Train on `texts` up to `vocabulary` tokens (fewer if the texts run out of pairs), the 256 bytes included."""
         if vocabulary < 256:
             raise ValueError(f"vocabulary must be at least 256 (every byte is a token); got {vocabulary}")
-        tokenizers = _import("tokenizers", "bpe")
+        tokenizers = _tokenizers()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -91,7 +92,7 @@ class BpeTokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> BpeTokenizer:
         """Open `folder`/tokenizer.json."""
-        return cls(_import("tokenizers", "bpe").Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
+        return cls(_tokenizers().Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
 
     @property
     def vocabulary_size(self) -> int:
@@ -121,7 +122,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path) -> None:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
-        auto = _import("transformers", "hf").AutoTokenizer
+        auto = import_extra("transformers", "hf", "this tokenizer needs transformers").AutoTokenizer
         self._tokenizer = auto.from_pretrained(str(folder), local_files_only=True)
 
     @property
@@ -211,8 +212,5 @@ def _save(folder: str | Path, tokenizer_json: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _import(package: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(f'this tokenizer needs {package}: pip install "octavo[{extra}]"') from error
+def _tokenizers() -> Any:
+    return import_extra("tokenizers", "bpe", "this tokenizer needs tokenizers")

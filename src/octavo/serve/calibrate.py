@@ -29,6 +29,7 @@ from torch import Tensor
 from octavo.artifact.folder import WriteError, check_absent, locked_folder, write_error
 from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.tensors import ArtifactError, load_tensors, open_file, save_tensors
+from octavo.device import choose_device
 from octavo.nn import convert
 from octavo.serve.blockwise import BlockModel, open_model
 from octavo.serve.calibration import Calibration, describe, from_tensors, hash_model, to_tensors
@@ -74,8 +75,7 @@ def calibrate(
     check_absent(out)
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, and torch sees no CUDA GPU here: take cpu")
+    device = str(choose_device(device))
     parts = BlockModel(model, device)
     tokenizer = open_tokenizer(model)
     seen = min(context, tokenizer.model_max_length, parts.context)

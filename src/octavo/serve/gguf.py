@@ -15,7 +15,6 @@ transformers rotates halves (i, i + d/2); for the architecture "llama" the rows 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 from octavo.artifact.packed import read_json
 from octavo.artifact.shards import Spec
 from octavo.artifact.tensors import ArtifactError
+from octavo.extras import import_extra
 from octavo.serve.gguf_file import Content, write_file
 from octavo.serve.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from octavo.serve.source import Source, open_source
@@ -91,10 +91,7 @@ def export_gguf(
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise ImportError('a GGUF file is written with the package gguf: pip install "octavo[gguf]"') from error
+    return import_extra("gguf", "gguf", "a GGUF file is written with the package gguf")
 
 
 class _Model:

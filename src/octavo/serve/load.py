@@ -23,6 +23,7 @@ from octavo.artifact.scales import unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
+from octavo.device import choose_device
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.packed_fused import fuse
 from octavo.serve.packed_linear import PackedLinear, swap_linears
@@ -42,7 +43,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
 
     Args:
         folder: what `octavo pack` wrote.
-        device: where the model shall be.
+        device: where the model shall be; "auto" is the GPU where there is one.
 
     Returns:
         The model in evaluation mode, its packed layers `PackedLinear` and all else BF16 (a `Llama` or `GPT2` of ours,
@@ -51,11 +52,13 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ValueError: the device is not there.
         ImportError: the architecture needs transformers, which is not installed.
     """
+    place = choose_device(device)
     path = Path(folder)
     skeleton = read_skeleton(path)
-    return Loaded(fill(skeleton, path, device), load_tokenizer(path), skeleton.context)
+    return Loaded(fill(skeleton, path, place), load_tokenizer(path), skeleton.context)
 
 
 def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Module:

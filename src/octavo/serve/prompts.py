@@ -11,7 +11,6 @@ are put in the order of a keyed hash, and every document gives its share before 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.artifact.text import decode, files_below
+from octavo.extras import import_extra
 
 ROW_FIELDS = ("text", "prompt", "messages")
 _PROBE = "a"
@@ -75,10 +75,7 @@ def open_tokenizer(folder: Path) -> Any:
         ImportError: transformers is not installed.
         FileNotFoundError: the folder has no tokenizer.
     """
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError('calibration reads text through transformers: pip install "octavo[hf]"') from error
+    transformers = import_extra("transformers", "hf", "text is read through transformers")
     if not has_tokenizer(folder):
         raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from octavo.artifact.packed import read_json
+from octavo.device import choose_device
 from octavo.ops.gemm import FEW_ROWS
 from octavo.serve.load import fill
 from octavo.serve.skeleton import transformers_skeleton
@@ -30,7 +31,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Any:
 
     Args:
         folder: what `octavo pack` wrote, of a Hugging Face model or of a run of ours.
-        device: where the model shall be.
+        device: where the model shall be; "auto" is the GPU where there is one.
 
     Returns:
         The model in evaluation mode: of the class that config.json names, in BF16 but for its packed layers.
@@ -38,11 +39,13 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Any:
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ValueError: the device is not there.
         ImportError: transformers is not installed.
     """
+    place = choose_device(device)
     path = Path(folder)
     read_json(path / "config.json")  # transformers would take a folder that is not there for a name on its hub
-    model: Any = fill(transformers_skeleton(path), path, device)
+    model: Any = fill(transformers_skeleton(path), path, place)
     if (path / "generation_config.json").is_file() and model.can_generate():
         generation: Any = importlib.import_module("transformers").GenerationConfig
         model.generation_config = generation.from_pretrained(path, local_files_only=True)

@@ -5,7 +5,6 @@ Packing needs it to know which tensors are weights of linear layers, loading to 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.tensors import ArtifactError
+from octavo.extras import import_extra
 from octavo.models import Config, build, from_hf_config, hf_mapping
 from octavo.models.llama import merge_from_hf, split_for_hf
 from octavo.serve.conv1d import describe_model, is_gpt2
@@ -76,12 +76,8 @@ def our_skeleton(config: Config) -> Skeleton:
 def transformers_skeleton(folder: Path) -> Skeleton:
     """The skeleton of the model of transformers that `folder`/config.json describes: of the class in `architectures`, a
     causal language model if it names none. A GPT-2 is OPT (`octavo.serve.conv1d`)."""
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(
-            f'{folder / "config.json"} describes a model that runs through transformers: pip install "octavo[hf]"'
-        ) from error
+    purpose = f"{folder / 'config.json'} describes a model that runs through transformers"
+    transformers = import_extra("transformers", "hf", purpose)
     if is_gpt2(folder):
         config = transformers.AutoConfig.for_model(**describe_model(folder))
     else:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.tensors import ArtifactError
+from octavo.device import choose_device
 from octavo.serve.prompts import has_tokenizer, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, Quality
 from octavo.serve.skeleton import transformers_skeleton
@@ -134,8 +135,7 @@ def verify(
     budget = Budget() if budget is None else budget
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, and torch sees no CUDA GPU here: take cpu")
+    device = str(choose_device(device))
     if not data and budget != Budget():
         raise ValueError("a budget is judged on prompts: give --data")
     told = progress or (lambda stage, done, of: None)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.artifact.text import decode, files_below
+from octavo.extras import import_extra
 from octavo.models.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -140,10 +141,7 @@ def _read_dataset(source: str) -> list[str | None]:
 
 
 def _open_dataset(source: str, name: str, options: dict[str, str]) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(f'{source} needs datasets: pip install "octavo[hf]"') from error
+    datasets = import_extra("datasets", "hf", f"{source} is read through the package datasets")
     saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
     split = options.get("split", "train")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from octavo.artifact.packed import read_json
+from octavo.extras import import_extra
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import is_causal
 from octavo.train.config import Config, ConfigError
@@ -30,10 +30,8 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
             later tokens, or a context beyond its positions.
         ImportError: transformers is not installed.
     """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(f'model={config.model!r} is a Hugging Face folder: pip install "octavo[hf]"') from error
+    purpose = f"model {config.model!r} is a Hugging Face folder, which transformers opens"
+    transformers = import_extra("transformers", "hf", purpose)
     source = Path(config.model)
     _check_folder(saved if saved.exists() else source, config.model)
     with _quiet(transformers):

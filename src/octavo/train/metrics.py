@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -12,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+
+from octavo.extras import import_extra
 
 
 class Metrics:
@@ -62,10 +63,7 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
 
 def event_writer() -> Any:
     """TensorBoard's SummaryWriter; an ImportError names the extra that has it."""
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError as error:
-        raise ImportError('tensorboard = true needs the package: pip install "octavo[tensorboard]"') from error
+    return import_extra("torch.utils.tensorboard", "tensorboard", "--tensorboard needs tensorboard").SummaryWriter
 
 
 def _length_until(path: Path, step: int) -> int:

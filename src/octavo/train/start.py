@@ -15,6 +15,7 @@ from octavo.artifact.folder import locked_folder, write_error
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.artifact.tensors import ArtifactError
+from octavo.device import choose_device
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import convert
 from octavo.recipe import get_recipe
@@ -163,14 +164,3 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
     return Trainer(config, state, training, validation, tokenizer, run, lock, console)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the GPU where there is one. A ConfigError if it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name} was asked for, but this torch ({torch.__version__}) sees no GPU: use --device cpu"
-        )
-    return torch.device(name)
