@@ -103,6 +103,8 @@ def spawn(settings):
         streams = {name: overrides.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
         words = [sys.executable, "-m", "octavo", "train"]
         for key, value in settings(**overrides).to_dict().items():
+            if key == "derived":
+                continue
             values = (
                 value or [""] if isinstance(value, list) else [str(value).lower() if value in (True, False) else value]
             )

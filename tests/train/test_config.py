@@ -67,7 +67,7 @@ def test_describe_covers_every_setting_with_help():
     rows = describe()
     assert [row[0] for row in rows] == [each.name for each in dataclasses.fields(Config)]
     assert all(row[3] for row in rows)
-    assert next(row[:3] for row in rows if row[0] == "kv_heads") == ("kv_heads", "an integer", 2)
+    assert next(row[:3] for row in rows if row[0] == "heads") == ("heads", "an integer", 4)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_describe_covers_every_setting_with_help():
         (["--clip", "much"], ["clip", "number", "'much'"]),
         (["--clip", "nan"], ["clip", "number", "'nan'"]),
         (["--clip", "1e999"], ["clip", "finite", "inf"]),
-        (["--compile"], ["--compile", "true or false"]),
+        (["--compile", "0"], ["compile", "true or false", "'0'"]),
         (["--compile", "yes"], ["compile", "true or false", "'yes'"]),
         (["--steps", "0"], ["steps", "at least 1", "0"]),
         (["--heads", "-4"], ["heads", "at least 1", "-4"]),

@@ -194,3 +194,13 @@ def test_the_log_has_no_bars_and_tables_of_transformers(begin, source, capfd):
     out, err = capfd.readouterr()
     assert "Loading weights" not in out + err
     assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+@llama_only
+def test_settings_that_are_not_given_fit_the_model(begin, source, tmp_path):
+    trainer = begin(model=str(source), context=None, learning_rate=None, min_learning_rate=None, warmup=None)
+    config = trainer.config
+    assert (config.context, config.learning_rate, config.warmup) == (32, 2e-5, 0)
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (written["context"], written["learning_rate"]) == (32, 2e-5)
+    assert written["derived"] == ["decay_steps", "learning_rate", "min_learning_rate", "warmup"]

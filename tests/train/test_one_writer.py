@@ -41,9 +41,7 @@ def test_two_resumes_at_once_go_on_with_one(begin, go_on, tmp_path):
 
 
 def test_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
-    with pytest.raises(
-        ConfigError, match="a local Hugging Face folder; ./nowhere is none"
-    ):
+    with pytest.raises(ConfigError, match="a local Hugging Face folder; ./nowhere is none"):
         begin(model="./nowhere")
     begin(recipe="bf16", steps=2, warmup=0).run()
 

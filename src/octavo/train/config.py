@@ -1,20 +1,19 @@
 """A training run is one flat, frozen record of settings: `Config`.
 
-There are three sources, each overriding the one before: the defaults below, a TOML file, the command line. All
-share one namespace (no tables, no nesting), so a key reads the same in the file (`kv_heads = 2`), on the command
-line (`--kv-heads 2`) and in code (`config.kv_heads`). A setting's default, help and valid values stand on its line;
-what concerns several settings at once (heads dividing the width, say) is checked after them. Whoever holds a
-`Config` holds a valid one: every way of making one goes through `__post_init__`.
+There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
+the command line. All share one namespace (no tables, no nesting), so a key reads the same in the file
+(`kv_heads = 2`), on the command line (`--kv-heads 2`) and in code (`config.kv_heads`). A setting's default, help and
+valid values stand on its line; what concerns several settings at once (heads dividing the width, say) is checked after
+them. Whoever holds a `Config` holds a valid one: every way of making one goes through `__post_init__`.
+
+A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its value, and knows that
+it was derived: `replace` derives it again when what it follows from changes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
-import math
 import re
-import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.models import BUILT_IN_MODELS
+from octavo.train.derived import RULES, outdated
+from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, read_file, typed
 
-
-class ConfigError(ValueError):
-    """A setting that is unknown, of the wrong type or outside its valid values; the message names it."""
-
+__all__ = ["Config", "ConfigError", "describe"]
 
 _Range = tuple[str, Callable[[Any], bool]]
 _POSITIVE: _Range = ("at least 1", lambda value: value >= 1)
@@ -38,6 +36,7 @@ _BELOW_ONE: _Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 _BYTES: _Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
 _SOME: _Range = ("a list of at least one entry", lambda value: len(value) > 0)
 _NAMED: _Range = ("a name that is not empty", lambda value: value != "")
+_SEED: _Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 _DEVICE: _Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
 
 
@@ -60,10 +59,12 @@ class Config:
     layers: int = _setting(4, "transformer blocks", _POSITIVE)
     width: int = _setting(256, "features of the residual stream", _POSITIVE)
     heads: int = _setting(4, "query heads of an attention", _POSITIVE)
-    kv_heads: int = _setting(2, "key and value heads of an attention (llama)", _POSITIVE)
+    kv_heads: int = _setting(None, "key and value heads of an attention (llama)", _POSITIVE)
     mlp_width: int = _setting(704, "hidden features of the MLP (llama; gpt2 has 4 * width)", _POSITIVE)
-    context: int = _setting(512, "tokens in a sequence", _POSITIVE)
+    context: int = _setting(None, "tokens in a sequence", _POSITIVE)
     tied: bool = _setting(True, "share the weight of the embedding with the output projection")
+    bias: bool = _setting(True, "biases in linear layers and norms (gpt2)")
+    dropout: float = _setting(0.0, "probability of dropout (llama, gpt2)", _BELOW_ONE)
     rope_theta: float = _setting(10000.0, "base of the rotary position embedding (llama)", _ABOVE_ZERO)
 
     # FP8
@@ -82,12 +83,13 @@ class Config:
     steps: int = _setting(500, "optimizer steps", _POSITIVE)
     batch: int = _setting(4, "sequences in a micro-batch", _POSITIVE)
     accumulate: int = _setting(1, "micro-batches in a step", _POSITIVE)
-    seed: int = _setting(0, "seed of the initial weights and of the order of the data", _NOT_NEGATIVE)
-    learning_rate: float = _setting(1e-3, "peak learning rate", _ABOVE_ZERO)
-    min_learning_rate: float = _setting(1e-4, "learning rate at the end", _NOT_NEGATIVE)
+    seed: int = _setting(0, "seed of the initial weights and of the order of the data", _SEED)
+    learning_rate: float = _setting(None, "peak learning rate", _ABOVE_ZERO)
+    min_learning_rate: float = _setting(None, "learning rate at the end", _NOT_NEGATIVE)
     schedule: str = _setting("cosine", "cosine, or wsd (warmup, stable, decay)", choices=("cosine", "wsd"))
-    warmup: int = _setting(20, "steps of linear warmup", _NOT_NEGATIVE)
-    decay: float = _setting(0.2, "share of the steps spent in the final decay (wsd)", _FRACTION)
+    warmup: int = _setting(None, "steps of linear warmup", _NOT_NEGATIVE)
+    decay_steps: int = _setting(None, "steps until the learning rate is at its end, where it stays", _POSITIVE)
+    decay: float = _setting(0.2, "share of decay_steps spent in the final decay (wsd)", _FRACTION)
     weight_decay: float = _setting(0.1, "decoupled weight decay", _NOT_NEGATIVE)
     beta1: float = _setting(0.9, "decay of the first moment", _BELOW_ONE)
     beta2: float = _setting(0.95, "decay of the second moment", _BELOW_ONE)
@@ -111,163 +113,102 @@ class Config:
     sample: int = _setting(0, "tokens to sample at each evaluation", _NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
+        kinds, derived = _kinds(), set()
         for each in fields(self):
-            value = _typed(each.name, getattr(self, each.name), "Config()")
-            object.__setattr__(self, each.name, value)
-            valid = each.metadata["valid"]
+            value = getattr(self, each.name)
+            if value is None and each.name in RULES:
+                derived.add(each.name)
+            else:
+                object.__setattr__(self, each.name, typed(each.name, value, kinds, "Config()"))
+        for name, rule in RULES.items():
+            if name in derived:
+                object.__setattr__(self, name, rule.value(vars(self)))
+        object.__setattr__(self, "_derived", frozenset(derived))
+        for each in fields(self):
+            value, valid = getattr(self, each.name), each.metadata["valid"]
             if valid is not None and not valid[1](value):
                 raise ConfigError(f"{each.name} must be {valid[0]}; got {value!r}")
-        _check_model_name(self)
+        _check_model(self)
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
         _check_schedule(self)
 
+    @property
+    def derived(self) -> frozenset[str]:
+        """The names of the settings that follow from others."""
+        found: frozenset[str] = vars(self)["_derived"]
+        return found
+
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-        """Merge the defaults, the TOML file at `path` (None: no file) and command-line `overrides`.
+        """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
 
-        Overrides are `--key value` or `--key=value`; booleans are `true` or `false`; a list takes all values up to
-        the next `--key`, may be given again to add more, and is empty if only `--key=` is given.
+        The file is TOML, or the config.json of a run. Overrides are `--key value` or `--key=value`; booleans are
+        `true` or `false`, `--key` alone is true and `--no-key` is false; a list takes all values up to the next
+        `--key`, may be given again to add more, and is empty if only `--key=` is given.
         """
-        values = {} if path is None else _known(_read_toml(Path(path)), str(path))
-        return cls(**(values | _parse(overrides)))
+        values = {} if path is None else read_file(Path(path))
+        return cls._merge(values, parse(overrides, _kinds()), str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
         """The inverse of `to_dict`; keys that are missing take their defaults."""
-        return cls(**_known(values, "the dictionary"))
+        return cls._merge(values, {}, "the dictionary")
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as JSON-compatible values: tuples become lists."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"derived": sorted(self.derived)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     def replace(self, overrides: Sequence[str]) -> Config:
         """A copy with command-line `overrides` applied (in the form that `load` takes)."""
-        return dataclasses.replace(self, **_parse(overrides))
+        return self.change(**parse(overrides, _kinds()))
+
+    def change(self, **values: Any) -> Config:
+        """A copy with other `values`. What was derived from a value that changes is derived again."""
+        return self._merge(self.to_dict(), values, "Config.change()")
+
+    @classmethod
+    def _merge(cls, values: Mapping[str, Any], changes: Mapping[str, Any], source: str) -> Config:
+        names = values.get("derived", [])
+        if not isinstance(names, list) or not set(names) <= RULES.keys():
+            raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")
+        stale = outdated(names, changes)
+        kept = {key: value for key, value in values.items() if key != "derived" and key not in stale}
+        config = cls(**(known_values(kept, _kinds(), source) | changes))
+        object.__setattr__(config, "_derived", config.derived | (set(names) - changes.keys()))
+        return config
 
 
 def describe() -> list[tuple[str, str, object, str]]:
-    """(name, type, default, help) of every setting, in the order of declaration."""
-    types = _types()
-    return [(each.name, _TYPE_NAMES[types[each.name]], each.default, each.metadata["help"]) for each in fields(Config)]
-
-
-# --- Types -----------------------------------------------------------------------------------------------------
-
-_TYPE_NAMES: dict[Any, str] = {
-    str: "a string",
-    int: "an integer",
-    float: "a finite number",
-    bool: "true or false",
-    tuple[str, ...]: "a list of strings",
-}
+    """(name, type, default, help) of every setting, in the order of declaration; a derived default is in words."""
+    kinds = _kinds()
+    rows = []
+    for each in fields(Config):
+        default = RULES[each.name].words if each.default is None else each.default
+        rows.append((each.name, TYPE_NAMES[kinds[each.name]], default, each.metadata["help"]))
+    return rows
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
+def _kinds() -> dict[str, Any]:
     return typing.get_type_hints(Config)
-
-
-def _known(values: Mapping[str, object], source: str) -> dict[str, Any]:
-    return {key: _typed(_key(key, source), value, source) for key, value in values.items()}
-
-
-def _key(key: str, source: str) -> str:
-    names = [each.name for each in fields(Config)]
-    if key in names:
-        return key
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else "the settings are " + ", ".join(names)
-    raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
-
-
-def _typed(key: str, value: object, source: str) -> Any:
-    """`value` as the type that `key` requires: the only conversions are int to float and list to tuple."""
-    required = _types()[key]
-    if required is float and type(value) is int:
-        value = float(value)
-    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
-        value = tuple(value)
-        matches = required == tuple[str, ...]
-    else:
-        # type() and not isinstance(): a bool is an int in Python, but never here.
-        matches = type(value) is required and not (isinstance(value, float) and not math.isfinite(value))
-    if not matches:
-        raise ConfigError(_wrong_type(key, value, source))
-    return value
-
-
-def _wrong_type(key: str, value: object, source: str) -> str:
-    hint = "; the file is flat, write its settings without a table" if isinstance(value, Mapping) else ""
-    return f"{key} in {source} must be {_TYPE_NAMES[_types()[key]]}; got {value!r} ({type(value).__name__}){hint}"
-
-
-# --- Sources ---------------------------------------------------------------------------------------------------
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
-    except tomllib.TOMLDecodeError as error:  # its message ends with the line and column
-        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
-
-
-def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    """Command-line words to typed values by key."""
-    groups: list[tuple[str, list[str]]] = []
-    for word in overrides:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            groups.append((_key(name.replace("-", "_"), "the command line"), [value] if equals else []))
-        elif groups:
-            groups[-1][1].append(word)
-        else:
-            raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
-    values: dict[str, Any] = {}
-    for key, words in groups:
-        value = _parse_words(key, words)
-        if key in values and not isinstance(value, tuple):
-            raise ConfigError(f"--{key.replace('_', '-')} must be given once; got it more than once")
-        values[key] = values.get(key, ()) + value if isinstance(value, tuple) else value
-    return values
-
-
-def _parse_words(key: str, words: list[str]) -> Any:
-    required = _types()[key]
-    if not words:
-        raise ConfigError(f"--{key.replace('_', '-')} needs a value ({_TYPE_NAMES[required]})")
-    if required == tuple[str, ...]:
-        return tuple(word for word in words if word)
-    if len(words) > 1:
-        raise ConfigError(f"--{key.replace('_', '-')} takes one value; got {' '.join(words)}")
-    return _typed(key, _parse_word(required, words[0]), "the command line")
-
-
-def _parse_word(required: Any, word: str) -> object:
-    """The value that `word` spells; `word` itself where it spells none, which `_typed` then refuses."""
-    if required is bool:
-        return {"true": True, "false": False}.get(word, word)
-    if required is int and re.fullmatch(r"[+-]?[0-9]+", word):
-        return int(word)
-    if required is float and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", word):
-        return float(word)
-    return word
 
 
 # --- What concerns several settings ------------------------------------------------------------------------------
 
 
-def _check_model_name(config: Config) -> None:
+def _check_model(config: Config) -> None:
     # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
     # run must still be readable where its base model is not.
     if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}")
+    if config.dropout and config.model not in BUILT_IN_MODELS:
+        raise ConfigError(
+            f"dropout is for the models {', '.join(BUILT_IN_MODELS)}; the config.json of {config.model} says what "
+            "dropout that model has: change it there"
+        )
 
 
 def _check_heads(config: Config) -> None:
@@ -297,10 +238,12 @@ def _check_schedule(config: Config) -> None:
             f"min_learning_rate must be at most learning_rate; "
             f"got min_learning_rate {config.min_learning_rate} and learning_rate {config.learning_rate}"
         )
-    if config.warmup >= config.steps:
-        raise ConfigError(f"warmup must be below steps; got warmup {config.warmup} and steps {config.steps}")
-    if config.schedule == "wsd" and config.warmup > config.steps * (1 - config.decay):
+    steps = config.decay_steps
+    name = "steps" if "decay_steps" in config.derived else "decay_steps"
+    if config.warmup >= steps:
+        raise ConfigError(f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}")
+    if config.schedule == "wsd" and config.warmup > steps * (1 - config.decay):
         raise ConfigError(
             f"warmup and decay must fit in the steps; got warmup {config.warmup} and "
-            f"decay {config.decay} of {config.steps} steps ({config.decay * config.steps:g})"
+            f"decay {config.decay} of {steps} {name} ({config.decay * steps:g})"
         )

@@ -48,6 +48,14 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     return trained
 
 
+def positions_of(folder: Path) -> int:
+    """The tokens that the model described by `folder`/config.json can see; without limit where it states none."""
+    path = folder / "config.json"
+    described = read_json(path) if path.is_file() else {}  # what is wrong with the folder is said when it is opened
+    found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
+
+
 def _check_folder(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from octavo.recipe import get_recipe
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, build_corpus, load_texts
+from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.metrics import event_writer
@@ -43,7 +43,7 @@ def start(config: Config, console: Console) -> Trainer:
     try:
         _check_empty(run)
         if config.model not in BUILT_IN_MODELS:
-            config = _absolute_model(config)
+            config = _fit_to_folder(config)
         trainer = _prepare(config, run, lock, console)
         _describe(trainer)
     except BaseException:
@@ -80,12 +80,15 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     return trainer
 
 
-def _absolute_model(config: Config) -> Config:
-    """The settings with the whole path of the model's folder: the run may be resumed from another place."""
+def _fit_to_folder(config: Config) -> Config:
+    """The settings with the whole path of the model's folder, since the run may be resumed from another place, and
+    with a context that the model has positions for, unless one was given."""
     if not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none")
-    return dataclasses.replace(config, model=str(Path(config.model).resolve()))
+    folder = Path(config.model).resolve()
+    context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
+    return config.change(model=str(folder), **context)
 
 
 def _check_empty(run: RunFolder) -> None:
