@@ -175,7 +175,7 @@ class Config:
             raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")
         stale = outdated(names, changes)
         kept = {key: value for key, value in values.items() if key != "derived" and key not in stale}
-        config = cls(**(known_values(kept, _kinds(), source) | changes))
+        config = cls(**(known_values(kept, _kinds(), source) | dict(changes)))
         object.__setattr__(config, "_derived", config.derived | (set(names) - changes.keys()))
         return config
 

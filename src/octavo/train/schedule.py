@@ -1,6 +1,6 @@
 """The learning rate as a function of the step: linear warmup, then cosine or WSD.
 
-With peak `a`, end `b`, warmup `W` and `S` = decay_steps (all steps, unless that is given), for step s = 0, 1, ..., S - 1:
+With peak `a`, end `b`, warmup `W` and `S` = decay_steps, for step s = 0, 1, ..., S - 1:
 
     warmup  s < W    a * (s + 1) / W                                       the first step already learns
     cosine           b + (a - b) * (1 + cos(pi * (s - W) / (S - W))) / 2
