@@ -27,8 +27,9 @@ from octavo.models.tokenizer import load_tokenizer
 from octavo.serve.quality import LogitQuality
 from octavo.serve.verify import Report, verify
 from octavo.serve.verify_model import Against
+from octavo.text import read_text
 from octavo.train.config import Config
-from octavo.train.data import build_corpus, load_texts
+from octavo.train.data import build_corpus
 from octavo.train.start import start
 
 SCHEMES = ("channel", "block", "static", "mx")
@@ -91,7 +92,9 @@ def write_model(run: Path, out: Path) -> Path:
 
 def write_texts(config: Config, model: Path, folder: Path) -> None:
     """What the run was trained on and what it held out, as text."""
-    corpus = build_corpus(load_texts(config.data), load_tokenizer(model), config.context, config.validation_fraction)
+    corpus = build_corpus(
+        read_text(config.data).texts, load_tokenizer(model), config.context, config.validation_fraction
+    )
     for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
         text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")

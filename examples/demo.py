@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from octavo import serve
 from octavo.artifact.run import RunFolder
+from octavo.text import read_text
 from octavo.train.config import Config
-from octavo.train.data import Batches, build_corpus, load_texts
+from octavo.train.data import Batches, build_corpus
 
 RUNS = Path("runs/demo")
 SETTINGS = ["--steps", "200", "--evaluate-every", "50", "--evaluate-batches", "24", "--log-every", "25"]
@@ -73,7 +74,7 @@ def judge_packed() -> None:
 def packed_loss(folder: Path, config: Config, device: str) -> float:
     """The mean loss of a packed model over the batches that its run evaluated on."""
     model, tokenizer, _ = serve.load(folder, device)
-    corpus = build_corpus(load_texts(config.data), tokenizer, config.context, config.validation_fraction)
+    corpus = build_corpus(read_text(config.data).texts, tokenizer, config.context, config.validation_fraction)
     batches = Batches(corpus.validation, config.context, config.batch, seed=None)
     losses = []
     for index in range(config.evaluate_batches):

@@ -3,8 +3,8 @@
     numerics < recipe < ops < nn < (models, dist, telemetry, artifact) < (train, serve, plan) < octavo_cli
 
 `quantize.py`, a function over ops, stands beside nn; `load.py`, which opens serve when it is called, above that;
-`version.py`, `words.py`, `extras.py` and `device.py` below everything; the package's own `__init__`, which gathers the
-public names, above every room.
+`version.py`, `words.py`, `extras.py` and `device.py` below everything, and text, which knows nothing of numbers, above
+these; the package's own `__init__`, which gathers the public names, above every room.
 
 The command line is a package of its own, `octavo_cli`, so that `octavo --help` needs no PyTorch: its files import
 `octavo` and `torch` inside functions only, and of `octavo` only `python -m octavo` imports it.
@@ -23,6 +23,7 @@ ROOT = Path(octavo.__file__).parent
 COMMANDS = ROOT.with_name("octavo_cli")
 ROOMS = [
     {"version", "words", "extras", "device"},
+    {"text"},
     {"numerics"},
     {"recipe"},
     {"ops"},

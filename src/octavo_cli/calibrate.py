@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from octavo_cli.data import DATA_HELP, print_reading
+
 if TYPE_CHECKING:
     from octavo.serve.calibration import Calibration
 
@@ -19,9 +21,7 @@ _ROWS = 10
 def calibrate(
     model: Annotated[Path, typer.Argument(help="A Hugging Face model folder, with safetensors and a tokenizer.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
-    data: Annotated[
-        list[str], typer.Option(help="Text file, folder, or .jsonl (text, prompt or messages). Repeatable.")
-    ],
+    data: Annotated[list[str], typer.Option(help=f"{DATA_HELP}.")],
     samples: Annotated[int, typer.Option(help="Prompts to take; 128 to 512 as a rule.")] = 256,
     context: Annotated[int, typer.Option(help="Tokens of a prompt, at most.")] = 2048,
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
@@ -48,8 +48,9 @@ def calibrate(
             bar.update(task, description="calibrating, block by block", completed=done, total=of)
 
         found = serve.calibrate(
-            model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed, progress=progress
-        )
+            model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed,
+            progress=progress, on_read=print_reading(console),
+        )  # fmt: skip
     console.print(f"calibrated {model} into {out}", highlight=False, markup=False)
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
     console.print(f"{found.prompts} prompts{fewer}, {found.tokens} tokens, {len(found.sites)} sites", highlight=False)

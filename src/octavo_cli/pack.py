@@ -13,6 +13,7 @@ from rich.table import Table
 
 from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
+from octavo_cli.data import DATA_HELP, print_reading
 
 if TYPE_CHECKING:
     from octavo import serve
@@ -60,9 +61,7 @@ def pack(
             help="kl=0.01 (nats a token), ppl=0.5%, of an encoder cosine=0.999: leave in BF16 what it takes on --data."
         ),
     ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="For --budget: text file, folder, or .jsonl; may be repeated.")
-    ] = None,
+    data: Annotated[list[str] | None, typer.Option(help=f"For --budget. {DATA_HELP}.")] = None,
     samples: Annotated[int, typer.Option(help="For --budget: prompts.")] = 32,
     context: Annotated[int, typer.Option(help="For --budget: tokens of a prompt, at most.")] = 512,
     device: Annotated[str, typer.Option(help="For --budget: where the model runs, cpu or cuda.")] = "cpu",
@@ -112,7 +111,7 @@ def pack(
         else:
             report, kept = serve.pack_within(
                 source, out, serve.Budget.parse(budget), data or [],
-                samples=samples, context=context, device=device, **settings,
+                samples=samples, context=context, device=device, **settings, on_read=print_reading(console),
                 progress=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
             )  # fmt: skip
     console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def verify(
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Text file, folder, or .jsonl (text, prompt or messages). Repeatable; without it no quality."
-        ),
+        typer.Option(help=f"{DATA_HELP}; without it no quality."),
     ] = None,
     budget_kl: Annotated[str | None, typer.Option(help="The most nats of KL a token, such as 0.01.")] = None,
     budget_ppl: Annotated[str | None, typer.Option(help="The most that perplexity may rise, such as 0.5%.")] = None,
@@ -73,7 +72,7 @@ def verify(
         task = bar.add_task("reading model and prompts", total=None)
         report = run_verify(
             packed, against, data or (), budget=budget, samples=samples, context=context, batch=batch, device=device,
-            seed=seed, folded=folded,
+            seed=seed, folded=folded, on_read=print_reading(console),
             progress=lambda stage, done, of: bar.update(task, description=stage, completed=done, total=of),
         )  # fmt: skip
     for section in sections(_worst(report)):

@@ -38,6 +38,8 @@ def test_budget(octavo, model, data, tmp_path):
     record = json.loads((tmp_path / "all" / "octavo.json").read_text())["budget"]
     assert "asked for kl=9, measured kl=" in out
     assert record["kept_in_bf16"] == []
+    assert "read 1 file (700 bytes)" in out.splitlines()
+    assert (record["data"]["read"]["files"], record["data"]["read"]["skipped"]) == (1, {})
     limit = record["measured"] / 3
     code, out, err = octavo("pack", model, tmp_path / "out", "--budget", f"kl={limit}", *options)
     assert (code, err) == (0, "")

@@ -57,6 +57,21 @@ def test_calibrate(octavo, model, data, tmp_path):
     assert found.sites["model.layers.0.self_attn.q_proj.input"].outlier_channels().tolist() == [5]
 
 
+def test_it_says_what_it_skipped(octavo, model, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("Folded three times. " * 40)
+    (texts / "latin.txt").write_bytes(b"pli\xe9 " * 40)
+    code, out, _ = octavo("calibrate", model, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
+    assert code == 0
+    assert out.splitlines()[:2] == [
+        "read 1 file (800 bytes); skipped 1: 1 not UTF-8 (latin.txt)",
+        "warning: 20% of the bytes were skipped (200 bytes): convert the files that are not UTF-8",
+    ]
+    data = Calibration.load(tmp_path / "out").settings["data"]
+    assert data["skipped"] == {"not UTF-8": {"count": 1, "bytes": 200, "examples": ["latin.txt"]}}
+
+
 def test_it_says_when_there_are_fewer_prompts(octavo, model, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "three", "one")))
@@ -70,7 +85,7 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     rows.write_text('{"text": "fine"}\nnot json\n')
     for words, message in (
         (("--data", rows), "bad.jsonl, line 2: not valid JSON"),
-        (("--data", tmp_path / "no"), "there is no"),
+        (("--data", tmp_path / "no"), "there is no such file"),
         (("--data", data, "--samples", 0), "need samples >= 1"),
         ((), "Missing option '--data'"),
     ):

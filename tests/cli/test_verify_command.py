@@ -86,6 +86,8 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     assert "INT8 is a yardstick and not in the folder" in out
     assert "0.39x (slower)" in out
     assert "  1 token  " in out
+    assert written["data"]["files"] == 1
+    assert out.startswith("read 1 file (")
     assert len(written["layers"]) == 14
     assert written["consumers"][0]["outcome"] == "agrees"
     assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.calibrate import calibrate
 from octavo.serve.calibration import Calibration
-from octavo.serve.prompts import PromptError
 from octavo.serve.statistics import BINS
+from octavo.text import DataError
 
 SETTINGS = {"samples": 8, "context": 32, "batch": 4}
 
@@ -111,7 +111,7 @@ def test_other_bad_input(llama, model, tmp_path, data):
         with pytest.raises(ValueError, match="sees no GPU: use cpu"):
             calibrate(llama, data, tmp_path / "out", device="cuda")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(PromptError, match="at least one prompt"):
+    with pytest.raises(DataError, match=r"data must hold some text.*skipped 1: 1 empty"):
         calibrate(llama, [str(tmp_path / "empty.jsonl")], tmp_path / "out")
     small = write_model(tmp_path / "small", "llama", vocab_size=50)
     with pytest.raises(ArtifactError, match="the model has 50 embeddings: the tokenizer is of another model"):

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.serve.prompts import PromptError, open_tokenizer, read_prompts
+from octavo.serve.prompts import open_tokenizer, read_prompts
+from octavo.text import DataError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -48,8 +49,9 @@ def test_text_is_cut_into_windows_and_rows_to_their_beginning(tmp_path, byte_tok
     prompts = read_prompts([str(tmp_path / "a.txt"), rows], byte_tokens, samples=100, context=10)
     assert texts(prompts) == ["0123456789", "KL", "abcdefghij", "short", "x" * 10]
     assert [len(ids) for ids in prompts.ids] == [10, 10, 10, 5, 2]
-    assert (prompts.tokens, prompts.skipped) == (37, 1)
-    assert prompts.files == (tmp_path / "a.txt", tmp_path / "b.jsonl")
+    assert prompts.tokens == 37
+    assert prompts.report.files == (tmp_path / "a.txt", tmp_path / "b.jsonl")
+    assert prompts.report.skipped["empty"].examples == ["b.jsonl, line 3"]
 
 
 def test_the_choice_follows_the_seed_and_the_text_not_the_files(tmp_path, byte_tokens):
@@ -85,20 +87,20 @@ def test_special_tokens_stand_around_every_window(tmp_path):
     rows = write_rows(tmp_path / "b.jsonl", [{"text": "w20 w21 w22 w23 w24"}])
     prompts = read_prompts([str(tmp_path / "a.txt"), rows], dressed_tokenizer(), samples=9, context=5)
     assert set(prompts.ids) == {(0, 10, 11, 12, 1), (0, 13, 14, 15, 1), (0, 16, 1), (0, 30, 31, 32, 1)}
-    with pytest.raises(PromptError, match="no room beside the special tokens"):
+    with pytest.raises(DataError, match="no room beside the special tokens"):
         read_prompts([rows], dressed_tokenizer(), samples=9, context=2)
 
 
 def test_conversations_go_through_the_chat_template(tmp_path, byte_tokens):
     messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "ho"}]
     rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}, {"messages": []}])
-    with pytest.raises(PromptError, match=r"chat\.jsonl, line 1: a conversation needs the tokenizer's chat template"):
+    with pytest.raises(DataError, match=r"chat\.jsonl, line 1: a conversation needs the tokenizer's chat template"):
         read_prompts([rows], byte_tokens, samples=4, context=99)
     byte_tokens.chat_template = TEMPLATE
     assert texts(read_prompts([rows], byte_tokens, samples=4, context=99)) == ["<user>hi<bot>ho"]
     assert texts(read_prompts([rows], byte_tokens, samples=4, context=8)) == ["<user>hi"]
     byte_tokens.chat_template = "{{ raise_exception('never a bot') }}"
-    with pytest.raises(PromptError, match=r"line 1: the chat template does not take these messages \(never a bot\)"):
+    with pytest.raises(DataError, match=r"line 1: the chat template does not take these messages \(never a bot\)"):
         read_prompts([rows], byte_tokens, samples=4, context=8)
 
 
@@ -111,47 +113,23 @@ def test_batches_hold_prompts_of_one_length(tmp_path, byte_tokens):
     assert tuple(ids for batch in batches for ids in batch) == prompts.ids
 
 
-def test_folders_skip_what_is_no_text_and_named_files_must_be_text(tmp_path, byte_tokens):
-    folder = tmp_path / "data"
-    (folder / "below").mkdir(parents=True)
-    (folder / "below" / "a.txt").write_text("good")
-    (folder / ".hidden").write_text("hidden")
-    (folder / "empty.txt").write_text(" \n")
-    (folder / "image.bin").write_bytes(b"\x00\x01")
-    prompts = read_prompts([str(folder)], byte_tokens, samples=4, context=8)
-    assert (texts(prompts), prompts.skipped) == (["good"], 2)
-    with pytest.raises(PromptError, match=r"image\.bin must be text \(UTF-8 without NUL\); byte 0 is not"):
-        read_prompts([str(folder / "image.bin")], byte_tokens, samples=4, context=8)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "x"', "not valid JSON"),
-        ('["x"]', "a row must be an object with text or prompt or messages, got list"),
-        ('{"body": "x", "id": 1}', "got the keys body, id"),
-        ('{"text": 3}', "text must be a string, got int"),
-        ('{"messages": "hi"}', "messages must be a list of objects"),
-        ('{"messages": [{"role": "user"}]}', "messages must be a list of objects"),
-    ],
-)
-def test_bad_rows_name_file_and_line(tmp_path, byte_tokens, line, message):
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
-    with pytest.raises(PromptError, match=rf"bad\.jsonl, line 3: .*{message}"):
-        read_prompts([str(tmp_path)], byte_tokens, samples=4, context=8)
-
-
 def test_no_usable_prompt(tmp_path, byte_tokens):
     (tmp_path / "empty.txt").write_text("\n")
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"prompt": " "}])
-    with pytest.raises(PromptError, match=r"gave none \(3 files or rows without text\)"):
+    with pytest.raises(DataError, match=r"gave none: read 0 files \(0 bytes\); skipped 3: 3 empty \(empty\.txt"):
         read_prompts([str(tmp_path / "empty.txt"), rows], byte_tokens, samples=4, context=8)
-    with pytest.raises(PromptError, match="nothing gave none"):
-        read_prompts([], byte_tokens, samples=4, context=8)
-    with pytest.raises(PromptError, match="there is no /no/such/file"):
-        read_prompts(["/no/such/file"], byte_tokens, samples=4, context=8)
     with pytest.raises(ValueError, match="need samples >= 1"):
         read_prompts([rows], byte_tokens, samples=0, context=8)
+
+
+def test_prompts_come_from_every_source_that_training_reads(tmp_path, byte_tokens, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["of a data set, and more", ""]}).save_to_disk(str(tmp_path / "set"))
+    (tmp_path / "a.txt").write_text("globbed")
+    monkeypatch.chdir(tmp_path)
+    prompts = read_prompts(["hf:set", "*.txt"], byte_tokens, samples=9, context=8)
+    assert texts(prompts) == ["globbed", "of a dat"]
+    assert len(read_prompts(["stdlib"], byte_tokens, samples=3, context=8).ids) == 3
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

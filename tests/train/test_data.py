@@ -1,30 +1,13 @@
 import hashlib
-import os
-import sysconfig
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.train.data import Batches, DataError, Texts, build_corpus, find_text, load_texts
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """Two texts, an empty file, a binary one, one in Latin-1, and what a folder leaves out."""
-    (tmp_path / "sub" / "__pycache__").mkdir(parents=True)
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / "a.txt").write_text("alpha\n")
-    (tmp_path / "sub" / "b.py").write_text("beta é\n", encoding="utf-8")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "nul.bin").write_bytes(b"ab\0cd")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / ".hidden" / "c.txt").write_text("gamma")
-    (tmp_path / "sub" / "__pycache__" / "d.txt").write_text("delta")
-    return tmp_path
+from octavo.text import DataError, read_text
+from octavo.train.data import Batches, build_corpus
 
 
 def fails(call, *essentials):
@@ -34,103 +17,15 @@ def fails(call, *essentials):
         assert str(essential) in str(caught.value)
 
 
-# --- Sources
+# --- Corpus
 
 
-def test_folder_skips_and_counts_what_is_not_text(tree):
-    texts = load_texts([str(tree)])
-    assert list(texts) == ["alpha\n", "beta é\n"]
-    assert texts.files == (tree / "a.txt", tree / "sub" / "b.py")
-    assert texts.skipped == 3
-
-
-def test_sources_are_sorted_and_each_file_comes_once(tree, monkeypatch):
-    monkeypatch.chdir(tree)
-    sources = ["sub/b.py", "a.txt", ".", "**/*.py", str(tree / "*.txt")]
-    assert find_text(sources) == [tree / "a.txt", tree / "sub" / "b.py"]
-
-
-def test_symbolic_link_is_not_a_second_document(tree):
-    os.symlink(tree / "a.txt", tree / "z.txt")
-    assert find_text([str(tree / "*.txt")]) == [tree / "a.txt"]
-
-
-def test_stdlib_is_found_and_tokenized_in_seconds():
+def test_stdlib_is_read_and_tokenized_in_seconds():
     start = time.perf_counter()
-    texts = load_texts(["stdlib"])
-    corpus = build_corpus(texts, ByteTokenizer(), 256, 0.05)
+    corpus = build_corpus(read_text(["stdlib"]).texts, ByteTokenizer(), 256, 0.05)
     assert time.perf_counter() - start < 10  # about 1 s; the slack is for a loaded machine
-    root = Path(sysconfig.get_path("stdlib")).resolve()
-    assert root / "dataclasses.py" in corpus.files
-    assert all(path.suffix == ".py" and "site-packages" not in path.parts for path in corpus.files)
     assert len(corpus.validation) / (len(corpus.train) + len(corpus.validation)) == pytest.approx(0.05, abs=0.005)
     assert len(corpus.train) > 5_000_000
-
-
-@pytest.mark.parametrize(
-    ("source", "essentials"),
-    [
-        ("absent.txt", ["absent.txt", "no such file"]),
-        ("*.rs", ["*.rs", "matches none"]),
-        ("sub*", ["sub*", "matches none"]),  # a folder is no file
-        ("nul.bin", ["nul.bin", "byte 2"]),
-        ("latin.txt", ["latin.txt", "UTF-8", "byte 3"]),
-        ("empty.txt", ["empty.txt", "1 documents", "empty"]),
-        (".hidden/none", [".hidden/none"]),
-        ("sub/__pycache__/..", None),
-    ],
-)
-def test_bad_sources(tree, monkeypatch, source, essentials):
-    monkeypatch.chdir(tree)
-    if essentials is None:
-        assert find_text([source]) == [tree / "sub" / "b.py"]
-    else:
-        fails(lambda: load_texts([source]), *essentials)
-
-
-def test_empty_folder_and_no_source(tmp_path):
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "HEAD").write_text("ref")
-    fails(lambda: load_texts([str(tmp_path)]), tmp_path, "hold files")
-    fails(lambda: load_texts([]), "at least one source")
-
-
-def test_binary_file_that_a_folder_and_a_name_lead_to_is_an_error(tree):
-    fails(lambda: load_texts([str(tree / "nul.bin"), str(tree)]), "nul.bin", "byte 2")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    datasets = pytest.importorskip("datasets")
-    folder = tmp_path_factory.mktemp("saved")
-    rows = datasets.Dataset.from_dict({"text": ["one", "", "three"], "code": ["x", "y", "z"], "n": [1, 2, 3]})
-    rows.save_to_disk(str(folder / "flat"))
-    datasets.DatasetDict({"train": rows, "test": rows.select([2])}).save_to_disk(str(folder / "split"))
-    return folder
-
-
-def test_hugging_face_dataset(saved, tree):
-    texts = load_texts([f"hf:{saved}/flat", str(tree / "a.txt")])
-    assert sorted(texts) == ["alpha\n", "one", "three"]
-    assert (texts.skipped, texts.files) == (1, (tree / "a.txt",))
-    assert load_texts([f"hf:{saved}/split?split=test&column=code"]) == ["z"]
-
-
-@pytest.mark.parametrize(
-    ("query", "essentials"),
-    [
-        ("flat?column=body", ["column body", "text, code, n"]),
-        ("flat?column=n", ["column n", "strings", "row 0", "int"]),
-        ("flat?split=train", ["single"]),
-        ("flat?columns=n", ["config, split and column", "columns"]),
-        ("split?split=dev", ["split dev", "train, test"]),
-    ],
-)
-def test_bad_dataset(saved, query, essentials):
-    fails(lambda: load_texts([f"hf:{saved}/{query}"]), *essentials)
-
-
-# --- Corpus
 
 
 def build(texts, context=4, fraction=0.25):
@@ -165,11 +60,6 @@ def test_fingerprint_tells_tokens_and_split():
     assert len(base) == len(hashlib.sha256().hexdigest())
     assert base == build(list(texts)).fingerprint
     assert len({base, build(["x" * 98 + "y"]).fingerprint, build(texts, fraction=0.5).fingerprint}) == 3
-
-
-def test_files_and_skipped_come_from_the_texts():
-    corpus = build(Texts(["x" * 99], files=[Path("x.txt")], skipped=2))
-    assert (corpus.files, corpus.skipped) == ((Path("x.txt"),), 2)
 
 
 class Wide:

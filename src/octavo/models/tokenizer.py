@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.extras import import_extra
+from octavo.text import Chat, chat_of
 
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
@@ -30,6 +31,10 @@ class Tokenizer(Protocol):
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids."""
+
+    @property
+    def chat(self) -> Chat | None:
+        """Writes a conversation as text, with its special tokens; None for a tokenizer without a chat template."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens around it."""
@@ -48,6 +53,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens: id == byte. Needs no extra package."""
 
     vocabulary_size = 256
+    chat = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -68,6 +74,8 @@ class BpeTokenizer:
     Opens any `tokenizer.json`, but nothing beside it (names of special tokens, chat template): `HuggingFaceTokenizer`
     keeps those.
     """
+
+    chat = None
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -128,6 +136,10 @@ class HuggingFaceTokenizer:
     @property
     def vocabulary_size(self) -> int:
         return len(self._tokenizer)
+
+    @property
+    def chat(self) -> Chat | None:
+        return chat_of(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -29,11 +29,12 @@ from octavo.artifact.folder import check_absent
 from octavo.serve.groups import groups
 from octavo.serve.limits import MEASURES, read_limit
 from octavo.serve.pack import PackReport, pack
-from octavo.serve.prompts import PromptError, Prompts, open_tokenizer, read_prompts
+from octavo.serve.prompts import OnRead, Prompts, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingSums, Estimate, LogitQuality, LogitSums, Quality, compare_many
 from octavo.serve.source import Source, open_source
 from octavo.serve.switched import SwitchedModel
 from octavo.serve.verify_model import gives_logits
+from octavo.text import DataError
 
 Progress = Callable[[str, int, int], None]
 
@@ -112,7 +113,7 @@ class Kept:
         kept: how many of them, from the first, stay in BF16.
         quality: of the model as it is packed.
         all_packed: of the model with every group packed.
-        data: the fingerprint, prompts and tokens that this was measured on.
+        data: the fingerprint, prompts and tokens that this was measured on, and what was read and skipped.
     """
 
     budget: Budget
@@ -160,6 +161,7 @@ def pack_within(
     skip: Sequence[str] = (),
     step: int | None = None,
     progress: Progress | None = None,
+    on_read: OnRead | None = None,
     **settings: Any,
 ) -> tuple[PackReport, Kept]:
     """`pack`, with as many layers left in BF16 as `budget` asks for, and no more.
@@ -172,6 +174,7 @@ def pack_within(
         data, samples, context, batch, seed: see `octavo.serve.calibrate`; prompts of one token do not count.
         device: where the model runs.
         progress: called with what is being done, how much of it is done, and of how much.
+        on_read: called with the report of what was read, before anything is measured.
         settings: what else `pack` takes: scheme, layers, layout, calibration, rule.
 
     Raises:
@@ -188,13 +191,18 @@ def pack_within(
                 f"{'a language model' if gives_logits(opened) else 'an encoder'}"
             )
         prompts, batches = _read(opened, data, samples, context, batch, seed)
+        if on_read is not None:
+            on_read(prompts.report)
         report = pack(source, trial, skip=skip, step=step, progress=_named(progress, "packing"), **settings)
         model = SwitchedModel(opened, trial, report.packed, device)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
     if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
-        raise PromptError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
-    found = {"fingerprint": prompts.fingerprint, "prompts": sum(map(len, batches)), "seed": seed, "context": context}
+        raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
+    found = {
+        "fingerprint": prompts.fingerprint, "prompts": sum(map(len, batches)), "seed": seed, "context": context,
+        "read": prompts.report.to_dict(),
+    }  # fmt: skip
     kept = find_kept(model, groups(report.packed), budget, batches, found, progress)
     still = [name for name in report.packed if name not in kept.skip]
     globs = settings.pop("layers", None) or {}
@@ -285,13 +293,13 @@ def _read(
 ) -> tuple[Prompts, list[Tensor]]:
     """The prompts, and batches of them, ids int64 [B, T]."""
     if not data or batch < 1:
-        raise ValueError("a budget is measured: give --data, text files, folders or .jsonl files, and batch >= 1")
+        raise ValueError("a budget is measured: give --data, text files, folders, .jsonl or hf:DATASET, and batch >= 1")
     tokenizer = open_tokenizer(source.description)
     seen = min(context, tokenizer.model_max_length, source.skeleton.context)
     prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
     batches = [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
     if not batches:
-        raise PromptError("every prompt is one token long, and nothing follows it: give longer texts")
+        raise DataError("every prompt is one token long, and nothing follows it: give longer texts")
     return prompts, batches
 
 

@@ -34,7 +34,7 @@ from octavo.nn import convert
 from octavo.serve.blockwise import BlockModel, open_model
 from octavo.serve.calibration import Calibration, describe, from_tensors, hash_model, to_tensors
 from octavo.serve.observe import Observed, Observer, check_seen
-from octavo.serve.prompts import Prompts, open_tokenizer, read_prompts
+from octavo.serve.prompts import OnRead, Prompts, open_tokenizer, read_prompts
 from octavo.version import __version__
 
 Progress = Callable[[int, int], None]
@@ -51,24 +51,26 @@ def calibrate(
     device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
+    on_read: OnRead | None = None,
 ) -> Calibration:
     """Run a model over texts in BF16, block by block, and write what its tensors were like.
 
     Args:
         model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer.
-        data: files and folders, see `octavo.serve.prompts.read_prompts`.
+        data: sources of text, see `octavo.text.read_text`.
         out: the folder to make; `.OUT.calibrating` beside it holds the work until then, and is resumed from.
         samples: prompts to take, 128 to 512 as a rule; fewer where the data has no more.
         context: tokens of a prompt, at most; never more than the model sees.
         batch: prompts at once.
         device: where a block runs.
         progress: called with the parts done and in all, at the start and after each.
+        on_read: called with the report of what was read, before anything runs.
 
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the model's folder is not whole, or is not supported; a work folder of
             another model, data or settings.
-        PromptError: the data.
+        DataError: the data.
         ValueError: a setting, a layer that saw no token, or inf or NaN, with the name of the site.
         WriteError: the disk refused; what is done stays, and the same call goes on from there.
     """
@@ -80,8 +82,10 @@ def calibrate(
     tokenizer = open_tokenizer(model)
     seen = min(context, tokenizer.model_max_length, parts.context)
     prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
+    if on_read is not None:
+        on_read(prompts.report)
     _check_vocabulary(prompts, parts)
-    settings = {
+    settings: dict[str, Any] = {
         "samples": samples, "context": context, "context_used": seen, "batch": batch,
         "device": torch.device(device).type, "seed": seed, "prompts": prompts.fingerprint,
     }  # fmt: skip
@@ -93,6 +97,7 @@ def calibrate(
         linears = convert(open_model(model).model, "rowwise").converted  # the layers that packing would pack
         batches = [torch.tensor(ids) for ids in prompts.batches(batch)]
         observed = _run_all(parts, linears, batches, work, progress)
+        settings["data"] = prompts.report.to_dict()
         calibration = Calibration(observed, model_hash, settings, versions, len(prompts.ids), prompts.tokens)
         calibration.save(out)
         work.remove()

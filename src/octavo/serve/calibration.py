@@ -38,7 +38,8 @@ class Calibration:
     Attributes:
         observed: each site's kind, statistics and readers, by name, in the order of the computation.
         model_hash: of `hash_model`.
-        settings: samples and context asked for and used, batch, device, seed, the data's fingerprint.
+        settings: samples and context asked for and used, batch, device, seed, the fingerprint of the prompts, and in
+            `data` what was read and skipped (`octavo.text.ReadReport.to_dict`).
         versions: of octavo, torch and transformers.
         prompts, tokens: how many were run.
     """

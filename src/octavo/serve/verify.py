@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.artifact.tensors import ArtifactError
 from octavo.device import choose_device
-from octavo.serve.prompts import has_tokenizer, open_tokenizer, read_prompts
+from octavo.serve.prompts import OnRead, has_tokenizer, open_tokenizer, read_prompts
 from octavo.serve.quality import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, Quality
 from octavo.serve.skeleton import transformers_skeleton
 from octavo.serve.verify_bytes import Bytes, Finding, read_bytes
@@ -36,6 +36,7 @@ from octavo.serve.verify_model import Against, Linear, StreamedModel, is_causal,
 from octavo.serve.verify_numbers import leave_input, round_input
 from octavo.serve.verify_reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
 from octavo.serve.verify_words import Words
+from octavo.text import ReadReport
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,6 +69,7 @@ class Report:
     packed: Path
     against: Path
     architecture: str = ""
+    data: ReadReport | None = None
     findings: list[Finding] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
     layers: list[LayerReport] = field(default_factory=list)
@@ -112,13 +114,14 @@ def verify(
     seed: int = 0,
     folded: bool = False,
     progress: Progress | None = None,
+    on_read: OnRead | None = None,
 ) -> Report:
     """Check a packed folder against its bytes, its model and its readers, and measure what packing cost.
 
     Args:
         packed: the folder; whatever is wrong with it becomes a finding.
         against: the model that it was packed from, a Hugging Face folder or a run of ours.
-        data: files and folders of text, see `octavo.serve.prompts.read_prompts`; without it no quality is measured.
+        data: sources of text, see `octavo.text.read_text`; without it no quality is measured.
         budget: what a finding is made of if packing cost more.
         samples, context, batch: prompts, tokens of each at most, and prompts at once.
         device: where the reference and our runtime run; transformers runs on the CPU.
@@ -126,10 +129,11 @@ def verify(
         folded: something was folded into the weights, which are then compared with MODEL's by what they do alone; so
             where octavo.json says it.
         progress: called with what is being done, and how much of how much is.
+        on_read: called with the report of what was read, before anything runs.
 
     Raises:
         FileNotFoundError, ArtifactError, ImportError: of MODEL, which must be whole.
-        PromptError: the data.
+        DataError: the data.
         ValueError: a setting; a budget without data, or one that is not for this kind of model.
     """
     budget = Budget() if budget is None else budget
@@ -142,8 +146,12 @@ def verify(
     model = Against(against)
     if budget.cosine is not None if model.causal else budget.of_logits:
         raise ValueError("budgets of KL and perplexity are for language models, those of cosine for encoders")
-    prompts = _read(model, data, samples, context, batch, seed)
     report = Report(packed, against)
+    prompts: list[Tensor] = []
+    if data:
+        report.data, prompts = _read(model, data, samples, context, batch, seed)
+        if on_read is not None:
+            on_read(report.data)
     read = read_bytes(packed)
     read.folded |= folded
     report.architecture = ", ".join(map(str, read.config.get("architectures") or ()))
@@ -163,14 +171,14 @@ def verify(
     return report
 
 
-def _read(model: Against, data: Sequence[str], samples: int, context: int, batch: int, seed: int) -> list[Tensor]:
-    """Batches int64 [B, T] of prompts of one length."""
-    if not data:
-        return []
+def _read(
+    model: Against, data: Sequence[str], samples: int, context: int, batch: int, seed: int
+) -> tuple[ReadReport, list[Tensor]]:
+    """What was read, and batches int64 [B, T] of prompts of one length."""
     tokenizer = open_tokenizer(model.folder)
     seen = min(context, tokenizer.model_max_length, model.context)
     prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
-    return [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
+    return prompts.report, [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
 
 
 def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[str, Words]:

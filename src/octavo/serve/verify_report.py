@@ -61,6 +61,7 @@ def to_dict(report: Report, run: Run) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in report.findings],
         "not_run": report.not_run or None,
         "remarks": report.remarks,
+        "data": None if report.data is None else report.data.to_dict(),
         "consumers": [asdict(consumer) for consumer in report.consumers],
         "quality": None if report.quality is None else report.quality.to_dict(),
         "int8": None if report.int8 is None else report.int8.to_dict(),

@@ -11,152 +11,42 @@ other ranks, needs no saved state.
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
-import os
-import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.artifact.text import decode, files_below
-from octavo.extras import import_extra
-from octavo.models.tokenizer import Tokenizer
+from octavo.models import BUILT_IN_MODELS
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from octavo.text import DataError, Reading, read_text
+from octavo.train.config import Config
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
-NOT_TEXT = ("__pycache__", "site-packages")  # folders
-
-
-class DataError(ValueError):
-    """Text that is missing, not text, or too short; the message names the source."""
-
-
-class Texts(list[str]):
-    """Documents, none of them empty, with the `files` they came from and how many (binary or empty) were `skipped`."""
-
-    def __init__(self, texts: Iterable[str] = (), files: Iterable[Path] = (), skipped: int = 0) -> None:
-        super().__init__(texts)
-        self.files = tuple(files)
-        self.skipped = skipped
-
-
-# --- Sources ---------------------------------------------------------------------------------------------------
-
-
-def find_text(sources: Sequence[str]) -> list[Path]:
-    """The text files that `sources` (see `load_texts`; none of them `hf:`) stand for, sorted, each once."""
-    return list(_read_files(sources).files)
-
-
-def load_texts(sources: Sequence[str]) -> Texts:
-    """Read every document of `sources`.
-
-    A source is `stdlib` (the modules of Python's standard library), a file, a folder (all below it but hidden files,
-    `__pycache__` and `site-packages`), a glob (`**` crosses folders), or a Hugging Face dataset,
-    `hf:NAME_OR_FOLDER?config=...&split=train&column=text`. Files must be UTF-8 without NUL bytes: another one is an
-    error where it is named itself, and is skipped and counted where a folder, a glob or `stdlib` leads to it.
+def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
+    """The tokenizer of a new run, or the one that a resumed run has `saved`, and the texts that `config` names.
 
     Raises:
-        DataError: a source does not exist, matches no file, is named and not text, or all of them hold no text.
-        ImportError: an `hf:` source without the extra `hf`.
+        DataError: see `octavo.text.read_text`.
+        ImportError: the extra that the tokenizer or the data needs is not installed.
     """
-    if not sources:
-        raise DataError("data must name at least one source; got none")
-    texts = _read_files([source for source in sources if not source.startswith("hf:")])
-    for source in sources:
-        if source.startswith("hf:"):
-            rows = _read_dataset(source)
-            documents = [row for row in rows if row]
-            texts.extend(documents)
-            texts.skipped += len(rows) - len(documents)
-    if not texts:
-        found = f"{texts.skipped} documents, all of them empty or binary" if texts.skipped else "nothing"
-        raise DataError(f"data must hold some text; {', '.join(sources)} gave {found}")
-    return texts
+    opened: Tokenizer | None = None
+    if config.model not in BUILT_IN_MODELS:
+        opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
+    elif saved.exists():
+        opened = load_tokenizer(saved)
+    reading = read_text(config.data, opened.chat if opened else None)
+    return opened or _new_tokenizer(config, reading.texts), reading
 
 
-def _read_files(sources: Sequence[str]) -> Texts:
-    named: dict[Path, bool] = {}  # whether a source names the file itself
-    for source in sources:
-        paths, by_name = _expand(source)
-        for path in paths:
-            named[path.resolve()] = by_name or named.get(path.resolve(), False)
-    texts, files = [], []
-    for path in sorted(named):
-        text = decode(path.read_bytes())
-        if isinstance(text, int) and named[path]:
-            raise DataError(f"{path} must be text (UTF-8 without NUL); byte {text} is not")
-        if isinstance(text, str) and text:
-            texts.append(text)
-            files.append(path)
-    return Texts(texts, files, skipped=len(named) - len(files))
-
-
-def _expand(source: str) -> tuple[list[Path], bool]:
-    """The files of one source, and whether it names a file itself."""
-    if source == "stdlib":
-        files = [
-            path for path in files_below(Path(sysconfig.get_path("stdlib")), leave_out=NOT_TEXT) if path.suffix == ".py"
-        ]
-        return files, False
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path], True
-    if path.is_dir():
-        files = list(files_below(path, leave_out=NOT_TEXT))
-        if not files:
-            raise DataError(f"the folder {source} must hold files; it has none (hidden ones do not count)")
-        return files, False
-    if not glob.has_magic(source):
-        raise DataError(f"data source {source} must be stdlib, a file, a folder, a glob or hf:DATASET; no such file")
-    files = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
-    if not files:
-        raise DataError(f"the glob {source} must match files; it matches none from {Path.cwd()}")
-    return files, False
-
-
-def _read_dataset(source: str) -> list[str | None]:
-    """The rows of one column of a Hugging Face dataset."""
-    name, _, query = source.removeprefix("hf:").partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    if unknown := options.keys() - {"config", "split", "column"}:
-        raise DataError(f"{source} takes the options config, split and column; got {', '.join(sorted(unknown))}")
-    dataset, column = _open_dataset(source, name, options), options.get("column", "text")
-    if column not in dataset.column_names:
-        columns = ", ".join(dataset.column_names)
-        raise DataError(f"{source} must have the column {column}; it has {columns}: add ?column=NAME")
-    rows = list(dataset[column])
-    for index, row in enumerate(rows):
-        if not isinstance(row, str | None):
-            raise DataError(f"column {column} of {source} must hold strings; row {index} is {type(row).__name__}")
-    return rows
-
-
-def _open_dataset(source: str, name: str, options: dict[str, str]) -> Any:
-    datasets = import_extra("datasets", "hf", f"{source} is read through the package datasets")
-    saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
-    split = options.get("split", "train")
-    try:
-        if not saved:
-            return datasets.load_dataset(name, options.get("config"), split=split)
-        opened = datasets.load_from_disk(name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source} cannot be opened as a Hugging Face dataset: {error}") from error
-    if not isinstance(opened, datasets.DatasetDict):
-        if "split" in options:
-            raise DataError(f"{source} must not ask for a split: the saved folder holds a single one")
-        return opened
-    if split not in opened:
-        raise DataError(f"{source} must have the split {split}; it has {', '.join(opened)}: add ?split=NAME")
-    return opened[split]
+def _new_tokenizer(config: Config, texts: list[str]) -> Tokenizer:
+    return ByteTokenizer() if config.tokenizer == "bytes" else BpeTokenizer.train(texts, config.vocabulary)
 
 
 # --- Tokens ----------------------------------------------------------------------------------------------------
@@ -172,8 +62,6 @@ class Corpus:
 
     train: Tokens
     validation: Tokens
-    files: tuple[Path, ...]
-    skipped: int
     fingerprint: str
 
 
@@ -186,8 +74,6 @@ def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, valid
     Raises:
         DataError: a part is shorter than one sequence.
     """
-    if not isinstance(texts, Texts):
-        texts = Texts(texts)
     # A newline ends each document, so that no two run into one line.
     documents = [text if text.endswith("\n") else text + "\n" for text in texts if text]
     documents.sort(key=lambda text: hashlib.sha256(text.encode("utf-8")).digest())
@@ -201,7 +87,7 @@ def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, valid
     split = _split(ends, total, context + 1, validation_fraction)
     fingerprint = hashlib.sha256(f"{split} {tokens.dtype.name} ".encode())
     fingerprint.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
-    return Corpus(tokens[:split], tokens[split:], texts.files, texts.skipped, fingerprint.hexdigest())
+    return Corpus(tokens[:split], tokens[split:], fingerprint.hexdigest())
 
 
 def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: float) -> int:

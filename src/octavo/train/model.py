@@ -13,21 +13,11 @@ from torch import Tensor, nn
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.causal import logits_of
-from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from octavo.models.tokenizer import Tokenizer
 from octavo.train.config import Config, ConfigError
-from octavo.train.data import Texts
 from octavo.train.hugging_face import open_language_model
 
 Forward = Callable[..., Any]  # a model, or what torch.compile made of it
-
-
-def make_tokenizer(config: Config, texts: Texts, saved: Path) -> Tokenizer:
-    """The tokenizer of a new run, or the one that a resumed run has `saved`."""
-    if config.model not in BUILT_IN_MODELS:
-        return HuggingFaceTokenizer(saved if saved.exists() else config.model)
-    if saved.exists():
-        return load_tokenizer(saved)
-    return ByteTokenizer() if config.tokenizer == "bytes" else BpeTokenizer.train(texts, config.vocabulary)
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:

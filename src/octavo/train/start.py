@@ -18,14 +18,15 @@ from octavo.device import choose_device
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import convert
 from octavo.recipe import get_recipe
+from octavo.text import absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
-from octavo.train.data import Batches, build_corpus, load_texts
+from octavo.train.data import Batches, build_corpus, open_data
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.metrics import event_writer
-from octavo.train.model import check_vocabulary, make_model, make_tokenizer, save_description
+from octavo.train.model import check_vocabulary, make_model, save_description
 from octavo.train.optimizer import make_optimizer
 
 
@@ -44,6 +45,7 @@ def start(config: Config, console: Console) -> Trainer:
         _check_empty(run)
         if config.model not in BUILT_IN_MODELS:
             config = _fit_to_folder(config)
+        config = _absolute_data(config)
         trainer = _prepare(config, run, lock, console)
         _describe(trainer)
     except BaseException:
@@ -67,7 +69,7 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     lock = locked_folder(path)
     try:
         newest = run.newest()
-        config = _read_settings(run).replace(overrides)
+        config = _absolute_data(_read_settings(run).replace(overrides))
         if config.out != str(path):
             raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         trainer = _prepare(config, run, lock, console)
@@ -89,6 +91,11 @@ def _fit_to_folder(config: Config) -> Config:
     folder = Path(config.model).resolve()
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return config.change(model=str(folder), **context)
+
+
+def _absolute_data(config: Config) -> Config:
+    """The settings with data sources that mean the same from another working directory."""
+    return config.change(data=tuple(map(absolute_source, config.data)))
 
 
 def _check_empty(run: RunFolder) -> None:
@@ -141,9 +148,10 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
-    texts = load_texts(config.data)
-    tokenizer = make_tokenizer(config, texts, run.model)
-    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+    tokenizer, reading = open_data(config, run.model)
+    for line in reading.report.lines():
+        print_line(console, line)
+    corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
     training = Batches(corpus.train, config.context, config.batch, config.seed)
     validation = Batches(corpus.validation, config.context, config.batch, None)
     torch.manual_seed(config.seed)

@@ -1,0 +1,74 @@
+"""The data of a run: what it is read from, what the log says of it, and where it is found again."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from octavo.train.config import Config
+from octavo.train.start import resume, start
+
+
+@pytest.fixture
+def logged(settings):
+    """logged(**overrides): the trainer of a new run, and the lines of its log."""
+
+    def make(**overrides):
+        out = io.StringIO()
+        trainer = start(settings(**overrides), Console(file=out))
+        return trainer, out.getvalue().splitlines()
+
+    return make
+
+
+def trained_text(trainer):
+    parts = (trainer.training._tokens, trainer.validation._tokens)
+    return bytes(np.concatenate(parts).astype(np.uint8)).decode()
+
+
+def test_the_log_says_what_was_read_and_skipped(logged, text, tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.txt").write_text(text.read_text())
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "tokenizer.json").write_text('{"model": "BPE"}')
+    trainer, lines = logged(data=(str(folder),))
+    assert lines[0].endswith("skipped 2: 1 not UTF-8 (latin.txt), 1 not text by name (tokenizer.json)")
+    assert lines[0].startswith("read 1 file (")
+    assert trained_text(trainer) == text.read_text() + "\n"
+
+
+def test_rows_are_trained_on_as_text(logged, tmp_path):
+    rows = [{"text": f'row {i} with a "quotation"\nand a line'} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trainer, lines = logged(data=(str(path),))
+    assert lines[0].startswith("read 40 documents from 1 file (")
+    found = trained_text(trainer)
+    assert sorted(found.split("and a line\n")[:-1]) == sorted(row["text"].removesuffix("and a line") for row in rows)
+
+
+def test_conversations_need_a_chat_template(logged, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 1: a conversation needs the tokenizer's chat template"):
+        logged(data=(str(path),))
+
+
+def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text.read_text())
+    monkeypatch.chdir(tmp_path)
+    trainer = start(settings(data=("texts", "texts/*.txt"), out="run", steps=4), Console(quiet=True))
+    trainer.run()
+    data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
+    monkeypatch.chdir("/")
+    again = resume(tmp_path / "run", ["--steps", "6"], Console(quiet=True))
+    assert again.state.step == 4
+    again.run()
+    monkeypatch.chdir(tmp_path)
+    resume(tmp_path / "run", ["--data", "texts"], Console(quiet=True))
+    assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
