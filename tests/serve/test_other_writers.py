@@ -5,6 +5,7 @@ The oracle is the product of bytes and scales in float64 (`other_writers`), and 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_writers import CACHES, INPUT, WRITERS, Weights
+from other_writers import CACHES, INPUT, WRITERS, Weights, make_source
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -103,3 +104,59 @@ def test_scales_that_are_not_used_are_named(made: Made) -> None:
     with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
         octavo.load(folder)
     assert len(PackedTensors(folder).unused) == 2 * 2 * 7
+
+
+# ---- octavo verify
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_source(folder := tmp_path_factory.mktemp("model"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        ("compressed-tensors FP8 and cache", ["transformers", "octavo"]),
+        ("DeepSeek, E8M0", ["transformers", "octavo"]),
+        ("Qwen3", ["transformers", "octavo"]),
+        ("transformers, static", ["transformers", "octavo"]),
+        ("AutoFP8 and cache", ["octavo"]),
+        ("ModelOpt", ["octavo"]),
+        ("ModelOpt in config.json", ["octavo"]),
+    ],
+)
+def test_verify_finds_a_right_folder_right(made: Made, source: Path, writer: str, readers: list[str]) -> None:
+    report = serve.verify(made(writer)[0], source)
+    assert report.ok, [str(finding) for finding in report.findings]
+    assert [consumer.name for consumer in report.consumers if consumer.outcome == "agrees"] == readers
+    assert report.remarks == []
+
+
+@pytest.mark.parametrize(
+    ("writer", "failure", "remarks"),
+    [
+        ("compressed-tensors of 2024", "unexpected_keys", ["has compression_config", "states no quantization_status"]),
+        (
+            "no status, no ignore, vectors", "ignore_mismatched_sizes",
+            ["lacks lm_head, which is in BF16", "states no quantization_status", r"has shape \[128\]"],
+        ),
+        (
+            "single numbers, outputs' scales, zero points", "ignore_mismatched_sizes",
+            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers refuses another than \[1\]"],
+        ),
+        ("cache in k_proj.output_scale", "missing_keys: model.layers.0.self_attn.k_scale", []),
+    ],
+)  # fmt: skip
+def test_verify_says_what_transformers_gets_wrong(
+    made: Made, source: Path, writer: str, failure: str, remarks: list[str]
+) -> None:
+    report = serve.verify(made(writer)[0], source)
+    outcomes = {consumer.name: consumer.outcome for consumer in report.consumers}
+    assert (outcomes["transformers"], outcomes["octavo"]) == ("failed", "agrees")
+    (finding,) = report.findings
+    assert finding.where == "transformers"
+    assert failure in finding.message
+    assert len(report.remarks) == len(remarks)
+    assert all(re.search(pattern, said) for pattern, said in zip(remarks, report.remarks, strict=True))

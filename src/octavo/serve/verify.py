@@ -193,6 +193,7 @@ def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[
         read.found("config", "config.json", f"transformers makes no model of it ({type(error).__name__}: {error})")
         return {}
     layers = check_folder(read, required, partial(told, "reading tensors"))
+    report.remarks += read.remarks
     if read.findings:
         return layers
     if not layers:

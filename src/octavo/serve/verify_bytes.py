@@ -44,6 +44,7 @@ class Bytes:
         config: config.json, or {} where that cannot be read.
         dtypes: of each tensor, as safetensors spells it (F8_E4M3, BF16, F32, U8, ...).
         shapes: of each tensor.
+        remarks: what is unusual, and wrong for some readers alone.
         folded: something was folded into the weights, which are not MODEL's then.
     """
 
@@ -52,6 +53,7 @@ class Bytes:
     dtypes: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     folded: bool = False
     _files: dict[str, Path] = field(default_factory=dict)
 
@@ -88,10 +90,8 @@ def read_bytes(folder: Path) -> Bytes:
         read.found("file", str(folder), "there is no such folder")
         return read
     read.config = _json(read, "config.json", required=True)
-    if read.config and read.settings is None:  # older folders of ModelOpt's say it in a file of its own
-        said = _json(read, "hf_quant_config.json", required=False).get("quantization")
-        if isinstance(said, dict):
-            read.config["quantization_config"] = {"quant_method": "modelopt"} | said
+    if read.config:
+        _find_settings(read)
     read.folded = bool(_json(read, "octavo.json", required=False).get("folded"))
     for path in sorted(p for p in folder.rglob("*") if p.suffix in PICKLES):
         read.found(
@@ -100,6 +100,20 @@ def read_bytes(folder: Path) -> Bytes:
     for name, wanted in _files(read).items():
         _open(read, name, wanted)
     return read
+
+
+def _find_settings(read: Bytes) -> None:
+    """Put into `quantization_config` what older writers said elsewhere."""
+    older = read.config.get("compression_config")
+    if read.settings is None and isinstance(older, dict):
+        read.config["quantization_config"] = {"quant_method": "compressed-tensors"} | older
+        read.remarks.append("config.json has compression_config, the older name of quantization_config")
+    found = read.settings
+    if found is None:
+        found = _json(read, "hf_quant_config.json", required=False)
+    said = found.get("quantization") if isinstance(found, dict) else None
+    if isinstance(said, dict):
+        read.config["quantization_config"] = {"quant_method": "modelopt"} | said
 
 
 def _json(read: Bytes, name: str, required: bool) -> dict[str, Any]:

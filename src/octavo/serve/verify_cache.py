@@ -21,8 +21,8 @@ from octavo.serve.verify_words import Words
 
 _E4M3 = Words(0, 0, "static")
 # Below the name of an attention layer, as compressed-tensors, ModelOpt and AutoFP8 (two ways) spell them.
-_KEYS = ("k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale")
-_VALUES = ("v_scale", "v_proj.v_scale", "kv_scale", "v_proj.output_scale")
+_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale")
+_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale", "v_proj.output_scale")
 
 
 def cache_scales(read: Bytes) -> dict[str, tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ _FLOATS, _EXPONENTS = ("F32", "BF16", "F16"), ("U8", "F8_E8M0")
 _SAME_DB = 12.0  # bytes of e4m3 give 28 dB and more; another model's weights give 0
 _FACTOR = 1.25  # what clipping and rounding leave of s' / s
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+_LAYER_SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
+_UNUSED = ("output_scale", "prob_scale", "weight_zero_point", "input_zero_point")  # what no layer reads
+_HEADS = ("lm_head", "embed_out", "score", "classifier")
 
 
 class Required(NamedTuple):
@@ -47,13 +51,16 @@ def check_folder(read: Bytes, required: Required, progress: Progress | None = No
         read.found("config", "config.json", f"quantization_config: {error}")
         return {}
     for entry in unused:
+        if "*" in entry or entry.startswith("re:") or any(name.startswith(f"{entry}.") for name in required.shapes):
+            continue  # a pattern, or a module that is no linear layer: nobody would have packed it
         read.found("config", "config.json", f"the list of ignored modules has {entry!r}, which is no linear layer")
     packed = {name: words[name] for name in stored if _is_packed(read, name, words[name])}
-    layers = {name: how for name, how in packed.items() if how is not None}
+    layers = {name: _as_named(read, name, how) for name, how in packed.items() if how is not None}
     known = set(required.shapes)
     for name, how in layers.items():
         known |= _check_layer(read, name, how, required.shapes[f"{name}.weight"])
     _check_names(read, known, layers, required)
+    _remark(read, layers, required)
     for done, name in enumerate(read.shapes, start=1):
         _check_numbers(read, name)
         if progress is not None:
@@ -72,6 +79,10 @@ def _is_packed(read: Bytes, name: str, words: Words | None) -> bool:
     eight_bits = dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")
     if words is None and eight_bits:
         read.found("config", f"{name}.weight", f"is packed ({dtype}), and the list of ignored modules has {name}")
+    if words is not None and dtype is not None and not eight_bits and name.rpartition(".")[2] in _HEADS:
+        if read.settings.get("quant_method") == "compressed-tensors":
+            read.remarks.append(f"the list of ignored modules lacks {name}, which is in {dtype}: transformers needs it")
+        return False  # which readers of the other layouts never take for packed
     if words is not None and dtype is not None and not eight_bits:
         read.found(
             "config", f"{name}.weight",
@@ -80,6 +91,33 @@ def _is_packed(read: Bytes, name: str, words: Words | None) -> bool:
         )  # fmt: skip
         return False
     return words is not None
+
+
+def _as_named(read: Bytes, name: str, words: Words) -> Words:
+    """`words` with the names that transformers gives the scales of whole tensors, where the folder has those."""
+    if words.flat and read.settings.get("quant_method") == "fp8" and f"{name}.weight_scale_inv" in read.shapes:
+        return replace(words, scale="weight_scale_inv", input_scale="activation_scale")
+    return words
+
+
+def _remark(read: Bytes, layers: Mapping[str, Words], required: Required) -> None:
+    """Note what one reader takes and another does not."""
+    if read.settings.get("quant_method") == "compressed-tensors" and read.settings.get("quantization_status") is None:
+        read.remarks.append(
+            "config.json states no quantization_status: transformers takes the weights for such as were never packed"
+        )
+    unused = [name for name in read.shapes if name.endswith(tuple(f".{leaf}" for leaf in _UNUSED))]
+    unused = [name for name in unused if not name.endswith(("k_proj.output_scale", "v_proj.output_scale"))]
+    if unused:
+        read.remarks.append(f"{unused[0]} ({len(unused)} such tensors) is read by no layer here")
+    for name, words in layers.items():
+        usual, *others = words.scale_shapes(*required.shapes[f"{name}.weight"])
+        found = read.shapes.get(f"{name}.{words.scale}", usual)
+        if found in others and read.settings.get("quant_method") == "compressed-tensors":
+            read.remarks.append(
+                f"{name}.{words.scale} has shape {list(found)}: transformers refuses another than {list(usual)}"
+            )
+            break
 
 
 def _check_layer(read: Bytes, name: str, words: Words, shape: Shape) -> set[str]:
@@ -105,16 +143,15 @@ def _check_layer(read: Bytes, name: str, words: Words, shape: Shape) -> set[str]
                 f"must have shape {list(shapes[0])}, for a weight [{n}, {k}] with a scale for each "
                 f"{words}; it has {list(read.shapes[scale])}",
             )  # fmt: skip
-        wanted = _EXPONENTS if words.exponents else _FLOATS
+        wanted = _EXPONENTS if words.exponents else (*_FLOATS, *_EXPONENTS) if words.pow2_inputs else _FLOATS
         if read.dtypes[scale] not in wanted:
             read.found("scale", scale, f"must be {' or '.join(wanted)}, it is {read.dtypes[scale]}")
     if words.inputs == "static":
-        names.add(f"{name}.input_scale")
-        found = read.shapes.get(f"{name}.input_scale")
+        stored = f"{name}.{words.input_scale}"
+        names.add(stored)
+        found = read.shapes.get(stored)
         if found is None or math.prod(found) != 1:
-            read.found(
-                "scale", f"{name}.input_scale", "is missing" if found is None else f"must be one number, it is {found}"
-            )
+            read.found("scale", stored, "is missing" if found is None else f"must be one number, it is {found}")
     return names
 
 
@@ -123,12 +160,11 @@ def _check_names(read: Bytes, known: set[str], layers: Mapping[str, Words], requ
     declared = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
     of_autofp8 = settings.get("quant_method") == "fp8" and not settings.get("weight_block_size")
     cache: tuple[str, ...] = _CACHE_SCALES if declared or of_autofp8 else ()  # AutoFP8 has them without a word
-    cache += tuple(f"{layer}.output_scale" for layer in ("k_proj", "v_proj")) if of_autofp8 else ()
     for name in sorted(required.shapes.keys() - read.shapes.keys()):
         if not _stands_elsewhere(read, name, required):
             read.found("tensor", name, "is missing, and the model needs it")
     for name in sorted(read.shapes.keys() - known):
-        if not name.endswith(tuple(f".{leaf}" for leaf in cache)):
+        if not name.endswith(tuple(f".{leaf}" for leaf in (*cache, *_UNUSED))):
             read.found("tensor", name, "has no place in the model that config.json describes")
     for name in sorted(required.shapes.keys() & read.shapes.keys()):
         if read.shapes[name] != required.shapes[name]:
@@ -140,7 +176,7 @@ def _check_numbers(read: Bytes, name: str) -> None:
     """Numbers that are not finite, and scales that are not positive."""
     tensor = read.get(name)
     leaf = name.rpartition(".")[2]
-    scale = leaf in ("weight_scale", "weight_scale_inv", "input_scale", "output_scale", *_CACHE_SCALES)
+    scale = leaf in (*_LAYER_SCALES, "output_scale", *_CACHE_SCALES)
     if scale and read.dtypes[name] in _EXPONENTS:
         values = scale_values(tensor, Words(1, 1, "none", exponents=True))
         wrong = {"NaN (255)": int((tensor.view(torch.uint8) == 255).sum()), "zero": int((values == 0).sum())}
@@ -201,8 +237,8 @@ def check_weights(
 
 def _belongs_to_packing(name: str, layers: Mapping[str, Words]) -> bool:
     module, _, leaf = name.rpartition(".")
-    scales = ("input_scale", layers[module].scale) if module in layers else ()
-    return leaf in ("output_scale", *_CACHE_SCALES, *scales)
+    scales = (layers[module].input_scale, layers[module].scale) if module in layers else ()
+    return leaf in (*_UNUSED, *_CACHE_SCALES, *scales)
 
 
 def _difference(stored: Tensor, truth: Tensor) -> str:

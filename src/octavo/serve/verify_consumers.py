@@ -108,7 +108,9 @@ class Probe:
     def vllm_only(self) -> bool:
         """Whether the layout is one that transformers does not open."""
         method = self.settings.get("quant_method")
-        return method == "modelopt" or (method == "fp8" and self.settings.get("weight_block_size") is None)
+        blocks = self.settings.get("weight_block_size") is not None
+        of_transformers = blocks or any(words.scale == "weight_scale_inv" for words in self.layers.values())
+        return method == "modelopt" or (method == "fp8" and not of_transformers)
 
     def judge(self, name: str, version: str, found: Tensor, factors: Factors, note: str, of: View = _whole) -> Consumer:
         """What is said of a consumer that gave `found`: its outputs, or what `of` makes of outputs."""
@@ -177,7 +179,9 @@ def _architecture(transformers: Any, folder: Path) -> Any:
 
 def _on_a_cpu(transformers: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What makes transformers widen the layout fp8 when it loads it: it does on a CPU, but not where it sees a GPU."""
-    given = {key: settings[key] for key in ("modules_to_not_convert", "weight_block_size") if key in settings}
+    names = ("modules_to_not_convert", "ignored_layers", "activation_scheme", "scale_fmt")
+    given = {key: settings[key] for key in names if settings.get(key)} | {"weight_block_size": None}
+    given |= {"weight_block_size": settings["weight_block_size"]} if settings.get("weight_block_size") else {}
     return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, **given)}
 
 
@@ -200,7 +204,9 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _octavo(probe: Probe, version: str, device: str) -> Consumer:
-    model = fill(read_skeleton(probe.folder), probe.folder, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of scales that are not used, which the report remarks
+        model = fill(read_skeleton(probe.folder), probe.folder, device)
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)
     return probe.judge("octavo", version, found, BF16, f"in BF16, on {device}")

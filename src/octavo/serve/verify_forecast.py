@@ -54,7 +54,7 @@ class Forecast:
 def measure_sizes(read: Bytes, layers: Mapping[str, Words]) -> Sizes:
     """Of the tensors in the files."""
     scales = [f"{name}.{words.scale}" for name, words in layers.items()]
-    scales += [f"{name}.input_scale" for name, words in layers.items() if words.inputs == "static"]
+    scales += [f"{name}.{words.input_scale}" for name, words in layers.items() if words.inputs == "static"]
     weights = [f"{name}.weight" for name in layers]
     packed = sum(read.nbytes(name) for name in (*weights, *scales))
     packed_bf16 = 2 * sum(read.nbytes(name) for name in weights)  # they are one byte an element

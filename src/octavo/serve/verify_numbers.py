@@ -14,13 +14,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from octavo.serve.verify_words import Words
 
 
 def scale_values(scale: Tensor, words: Words) -> Tensor:
     """The scales float32 [blocks of N, blocks of K], from what is stored."""
-    if words.exponents:
+    if words.exponents or scale.dtype == torch.uint8:
         return torch.exp2(scale.view(torch.uint8).float() - 127)
     values = scale.float()
     if values.ndim == 4:
@@ -50,8 +51,11 @@ def round_input(x: Tensor, words: Words, input_scale: Tensor | None = None) -> T
         return _rounded(x, input_scale.float().reshape(-1)[0], words)
     if words.inputs == "tensor":
         return _rounded(x, _input_scale(x.abs().amax(), words), words)
-    parts = x.reshape(*x.shape[:-1], -1, words.group or x.shape[-1])
-    return _rounded(parts, _input_scale(parts.abs().amax(-1, keepdim=True), words), words).reshape(x.shape)
+    size = words.group or x.shape[-1]
+    padded = pad(x, (0, -x.shape[-1] % size))  # the last part may be smaller
+    parts = padded.reshape(*x.shape[:-1], -1, size)
+    rounded = _rounded(parts, _input_scale(parts.abs().amax(-1, keepdim=True), words), words)
+    return rounded.flatten(-2)[..., : x.shape[-1]]
 
 
 def leave_input(x: Tensor, words: Words, input_scale: Tensor | None = None) -> Tensor:
@@ -69,7 +73,7 @@ def round_input_by_compressed_tensors(x: Tensor, words: Words, input_scale: Tens
 
 def _input_scale(amax: Tensor, words: Words) -> Tensor:
     scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / words.largest
-    if not words.exponents:
+    if not words.exponents and not words.pow2_inputs:
         return scale
     mantissa, exponent = torch.frexp(scale)
     return torch.exp2((exponent - (mantissa == 0.5).int()).float())

@@ -46,7 +46,7 @@ class PackedLayers:
         words = self._layers.get(name)
         if words is None or words.inputs != "static":
             return None
-        return self._read.get(f"{name}.input_scale").to(self._device).float().reshape(-1)[0]
+        return self._read.get(f"{name}.{words.input_scale}").to(self._device).float().reshape(-1)[0]
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         words = self._layers.get(name)

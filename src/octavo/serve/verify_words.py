@@ -31,7 +31,8 @@ class Words:
         exponents: scales are powers of two, stored as bytes e + 127.
         integers: int8 numbers, and not e4m3.
         flat: as ModelOpt shapes scales: one is a scalar, those of channels a vector, those of blocks [N, 1, K, 1].
-        scale: the last part of the scale's name.
+        scale, input_scale: the last part of the names of the scales.
+        pow2_inputs: the scales of inputs are powers of two; so they are where `exponents`.
     """
 
     rows: int
@@ -42,6 +43,8 @@ class Words:
     integers: bool = False
     flat: bool = False
     scale: str = "weight_scale"
+    input_scale: str = "input_scale"
+    pow2_inputs: bool = False
 
     @property
     def dtype(self) -> str:
@@ -56,15 +59,14 @@ class Words:
     def scale_shapes(self, n: int, k: int) -> list[tuple[int, ...]]:
         """The shapes that the scale of a weight [N, K] may have, the usual one first."""
         if not self.rows and not self.columns:
-            return [(), (1,)] if self.flat else [(1,)]
+            return [(), (1,), (1, 1)] if self.flat else [(1,), (), (1, 1)]
         shape = (-(-n // (self.rows or n)), -(-k // (self.columns or k)))
-        if not self.flat:
-            return [shape]
-        return [(shape[0], 1, shape[1], 1), shape] if self.columns else [(n,), shape]
+        other = (shape[0], 1, shape[1], 1) if self.columns else (n,)
+        return [other, shape] if self.flat else [shape, other]
 
     def misfit(self, n: int, k: int) -> str:
-        """Why a weight [N, K] cannot be stored so, or nothing."""
-        if n % (self.rows or n) or k % (self.columns or k):
+        """Why a weight [N, K] cannot be stored so, or nothing. The last of square blocks may be smaller."""
+        if self.rows <= 1 and k % (self.columns or k):
             return f"has shape [{n}, {k}], no multiple of its blocks of {self.rows} x {self.columns}"
         return ""
 
@@ -140,7 +142,7 @@ def _is_class(target: str, name: str) -> bool:
 
 
 def _groups(settings: Mapping[str, Any]) -> list[tuple[list[str], Words]]:
-    if (status := settings.get("quantization_status")) != "compressed":
+    if (status := settings.get("quantization_status")) not in ("compressed", None):  # other writers may not state it
         raise WordsError(
             f'quantization_status must be "compressed", it is {status!r}: transformers would quantize the bytes again'
         )
@@ -181,6 +183,8 @@ def _check_numbers(arguments: Mapping[str, Any], where: str) -> bool:
 
 def _blocks(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
     strategy, size, shape = weights.get("strategy"), weights.get("group_size"), weights.get("block_structure")
+    if isinstance(shape, str):  # "128x128"
+        shape = [int(part) for part in shape.split("x") if part.isdigit()]
     if strategy == "tensor":
         return 0, 0
     if strategy == "channel":
@@ -229,7 +233,14 @@ def _whole(settings: Mapping[str, Any], method: str) -> Words:
         return Words(0, 0, "static" if scheme == "static" else "token", flat=True)
     if not _is_shape(blocks) or scheme == "static":
         raise WordsError(f"weight_block_size must be two sizes, with dynamic activations; it is {blocks!r}, {scheme}")
-    return Words(blocks[0], blocks[1], "token", blocks[1], scale="weight_scale_inv")
+    if (scales := settings.get("scale_fmt", "float")) not in ("float", "ue8m0"):
+        raise WordsError(f"scale_fmt must be float or ue8m0, it is {scales!r}")
+    pow2 = scales == "ue8m0"  # of 1 x 32 blocks that is MX, whose scales are bytes
+    exponents = pow2 and blocks == [1, 32]
+    return Words(
+        blocks[0], blocks[1], "token", blocks[1], exponents,
+        scale="weight_scale_inv", pow2_inputs=pow2 and not exponents,
+    )  # fmt: skip
 
 
 _MODELOPT = {
