@@ -14,7 +14,8 @@ from octavo.models.gpt2 import merge_from_hf, split_for_hf
 
 TIED = GPT2Config(vocabulary=61, layers=2, width=24, heads=3, context=20)
 UNTIED = GPT2Config(vocabulary=61, layers=2, width=24, heads=3, context=20, tied=False)
-CONFIGS = pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+WITHOUT_BIAS = GPT2Config(vocabulary=61, layers=2, width=24, heads=3, context=20, bias=False)
+CONFIGS = pytest.mark.parametrize("config", [TIED, UNTIED, WITHOUT_BIAS], ids=["tied", "untied", "without bias"])
 
 
 def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
@@ -115,7 +116,6 @@ def test_names_and_shapes_that_do_not_belong_are_refused() -> None:
         {"do_layer_norm_before": False},
         {"_remove_final_layer_norm": True},
         {"word_embed_proj_dim": 12},
-        {"enable_bias": False},
         {"layer_norm_elementwise_affine": False},
         {"ffn_dim": 100},
         {"vocab_size": None},

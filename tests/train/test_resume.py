@@ -20,6 +20,7 @@ RUNS = [
     {"recipe": "tensorwise", "accumulate": 2},
     {"recipe": "rowwise", "precision": "fp16"},
     {"recipe": "delayed", "model": "gpt2", "checkpoint_activations": True},
+    {"recipe": "rowwise", "model": "gpt2", "dropout": 0.2, "bias": False},
     {"recipe": "bf16", "precision": "fp32", "schedule": "wsd", "tokenizer": "bpe", "vocabulary": 300},
 ]
 

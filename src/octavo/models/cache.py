@@ -69,16 +69,17 @@ def _buffer(buffer: Tensor | None, x: Tensor, context: int) -> Tensor:
     return buffer
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where the T queries are the last T of the S positions.
 
     q[B, heads, T, head_dim], k and v[B, kv_heads, S, head_dim] with heads a multiple of kv_heads (query head h reads
-    key head h * kv_heads // heads). Returns [B, heads, T, head_dim] in q's dtype.
+    key head h * kv_heads // heads). Each probability is dropped with the probability `dropout`. Returns
+    [B, heads, T, head_dim] in q's dtype.
     """
     T, S = q.shape[2], k.shape[2]
     gqa = q.shape[1] != k.shape[1]
     if T == S:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
     # is_causal counts positions from the first key, which is wrong for queries that come after cached ones.
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=gqa)

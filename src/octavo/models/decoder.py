@@ -5,6 +5,9 @@
 The head may be tied to the embedding (Press and Wolf 2017, arXiv:1608.05859). Weights start normal with std 0.02, and
 the two projections of a block that write to the residual stream a factor 1/sqrt(2 * layers) smaller, so that the
 stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+
+In training, dropout (Srivastava et al. 2014) applies to the embeddings, to the probabilities of an attention, and to
+what an attention and an MLP add to the stream: the places where GPT-2 has it. Its random numbers are torch's.
 """
 
 from __future__ import annotations
@@ -35,6 +38,20 @@ class DecoderShape(Protocol):
     def context(self) -> int: ...
     @property
     def tied(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+class Dropout(nn.Dropout):
+    """`nn.Dropout` that draws no random number where its probability is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.p else x
+
+    @property
+    def now(self) -> float:
+        """The probability in the module's mode: 0 in evaluation."""
+        return self.p if self.training else 0.0
 
 
 class Decoder(nn.Module, ABC):

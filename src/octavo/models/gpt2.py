@@ -1,9 +1,9 @@
-"""GPT-2: pre-norm decoder with LayerNorm, learned positions, one fused q/k/v projection, a GELU MLP, and biases.
+"""GPT-2: pre-norm decoder with LayerNorm, learned positions, one fused q/k/v projection, a GELU MLP, biases or none.
 
     x = wte[token] + wpe[position];  x = x + attention(ln_1(x));  x = x + c_proj(gelu(c_fc(ln_2(x))))
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names and the exact (erf) GELU as
-in nanoGPT, `nn.Linear` where the first release had its transpose, an MLP four times as wide as the model, no dropout.
+in nanoGPT, `nn.Linear` where the first release had its transpose, an MLP four times as wide as the model.
 
 On disk it is OPT (Zhang et al. 2022, arXiv:2205.01068), the same mathematics in `nn.Linear` form, which FP8 loaders
 know: separate q, k and v, and two unused rows in front of the positions, where OPT had those of padding.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.models.cache import KVCache, causal_attention
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Decoder, Dropout
 from octavo.nn import GELU, NormLinear
 
 ARCHITECTURE = "OPTForCausalLM"
@@ -29,7 +29,11 @@ POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a GPT-2. Raises ValueError where they do not fit together."""
+    """Sizes of a GPT-2. Raises ValueError where they do not fit together.
+
+    Without `bias` the linear layers have none, and those of the norms stay 0 and are not trained: OPT, the form on
+    disk, has no norm without one.
+    """
 
     vocabulary: int
     layers: int
@@ -37,6 +41,8 @@ class GPT2Config:
     heads: int
     context: int
     tied: bool = True
+    bias: bool = True
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.vocabulary, self.layers, self.width, self.heads, self.context) < 1:
@@ -63,10 +69,10 @@ class GPT2Config:
             "ffn_dim": self.mlp_width,
             "activation_function": "gelu",
             "do_layer_norm_before": True,
-            "enable_bias": True,
+            "enable_bias": self.bias,
             "layer_norm_elementwise_affine": True,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
+            "dropout": self.dropout,
+            "attention_dropout": self.dropout,
             "layerdrop": 0.0,
             "bos_token_id": None,
             "eos_token_id": None,
@@ -78,7 +84,7 @@ class GPT2Config:
         """Read the fields of an OPT config.json; what is absent has transformers' default.
 
         Raises ValueError for a missing size and for what this implementation does not have: other activations than
-        gelu (OPT's own models use relu), post-norm, projected embeddings, no biases, other MLP widths than 4 * width.
+        gelu (OPT's own models use relu), post-norm, projected embeddings, other MLP widths than 4 * width.
         Dropout is ignored: it changes training only.
         """
         required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -92,12 +98,12 @@ class GPT2Config:
             heads=hf["num_attention_heads"],
             context=hf["max_position_embeddings"],
             tied=hf.get("tie_word_embeddings", True),
+            bias=hf.get("enable_bias", True),
         )
         for key, default, supported in (
             ("activation_function", "relu", "gelu"),
             ("do_layer_norm_before", True, True),
             ("_remove_final_layer_norm", False, False),
-            ("enable_bias", True, True),
             ("layer_norm_elementwise_affine", True, True),
             ("word_embed_proj_dim", config.width, config.width),
             ("ffn_dim", 3072, config.mlp_width),
@@ -113,8 +119,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads = config.heads
-        self.c_attn = nn.Linear(config.width, 3 * config.width)
-        self.c_proj = nn.Linear(config.width, config.width)
+        self.c_attn = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.c_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] of what `c_attn` made of the block's input, [B, T, 3 * width]."""
@@ -122,8 +129,8 @@ class Attention(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, head_dim] each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
-        return self.c_proj(y)  # type: ignore[no-any-return]
+        y = causal_attention(q, k, v, self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
+        return self.dropout(self.c_proj(y))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -132,14 +139,15 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.width)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.width)
-        self.mlp = GELU(config.width, config.mlp_width)
+        self.mlp = GELU(config.width, config.mlp_width, bias=config.bias)
+        self.dropout = Dropout(config.dropout)
         self.qkv = NormLinear(self, "ln_1", "attn.c_attn")
 
     def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
         (qkv,), x = self.qkv(x, delta)
         delta, x = self.mlp(x, self.ln_2, self.attn(qkv, cache))
-        return x, delta
+        return x, self.dropout(delta)
 
 
 class Trunk(nn.Module):
@@ -151,6 +159,7 @@ class Trunk(nn.Module):
         self.wpe = nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
+        self.dropout = Dropout(config.dropout)
 
 
 class GPT2(Decoder):
@@ -163,6 +172,9 @@ class GPT2(Decoder):
         super().__init__(config)
         self.transformer = Trunk(config)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.bias.requires_grad_(config.bias)
         self.tie_weights()
         self.init_weights()
 
@@ -174,7 +186,7 @@ class GPT2(Decoder):
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start)
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x, delta = self.transformer.wte(tokens) + self.transformer.wpe(positions), None
+        x, delta = self.transformer.dropout(self.transformer.wte(tokens) + self.transformer.wpe(positions)), None
         for block in self.transformer.h:
             x, delta = self.run_block(block, x, delta, cache)
         return self.lm_head(self.transformer.ln_f(x + delta))  # type: ignore[no-any-return]

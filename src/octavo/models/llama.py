@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.cache import KVCache, causal_attention
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Decoder, Dropout
 from octavo.nn import NormLinear, SwiGLU
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -40,6 +40,7 @@ class LlamaConfig:
     tied: bool = True
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = (self.vocabulary, self.layers, self.width, self.heads, self.kv_heads, self.mlp_width, self.context)
@@ -75,7 +76,7 @@ class LlamaConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "attention_dropout": 0.0,
+            "attention_dropout": self.dropout,
             "bos_token_id": None,
             "eos_token_id": None,
         }
@@ -157,6 +158,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.width, kv_width, bias=False)
         self.v_proj = nn.Linear(config.width, kv_width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] of what the projections made of the input: q [B, T, width], k and v [B, T, kv_width]."""
@@ -164,8 +166,8 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v).transpose(1, 2).flatten(2)  # [B, T, width]
-        return self.o_proj(y)  # type: ignore[no-any-return]
+        y = causal_attention(q, k, v, self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
+        return self.dropout(self.o_proj(y))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -175,6 +177,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
+        self.dropout = Dropout(config.dropout)
         self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
     def forward(
@@ -186,7 +189,7 @@ class Block(nn.Module):
             v = v.contiguous()  # attention keeps it for backward: not all of q, k, v for it
         attended = self.self_attn(q, k, v, cos, sin, cache)
         delta, x = self.mlp(x, self.post_attention_layernorm, attended)
-        return x, delta
+        return x, self.dropout(delta)
 
 
 class Trunk(nn.Module):
@@ -197,6 +200,7 @@ class Trunk(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
+        self.dropout = Dropout(config.dropout)
 
 
 class Llama(Decoder):
@@ -220,7 +224,7 @@ class Llama(Decoder):
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start)
         cos, sin = rope_tables(self.config, start, start + tokens.shape[1], tokens.device)
-        x, delta = self.model.embed_tokens(tokens), None
+        x, delta = self.model.dropout(self.model.embed_tokens(tokens)), None
         for block in self.model.layers:
             x, delta = self.run_block(block, x, delta, cos, sin, cache)
         return self.lm_head(self.model.norm(x + delta))  # type: ignore[no-any-return]

@@ -63,7 +63,16 @@ def logits(model: Forward, tokens: Tensor) -> Tensor:
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:
     if config.model == "gpt2":
-        return GPT2Config(vocabulary, config.layers, config.width, config.heads, config.context, config.tied)
+        return GPT2Config(
+            vocabulary=vocabulary,
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            context=config.context,
+            tied=config.tied,
+            bias=config.bias,
+            dropout=config.dropout,
+        )
     return LlamaConfig(
         vocabulary=vocabulary,
         layers=config.layers,
@@ -74,4 +83,5 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
         context=config.context,
         tied=config.tied,
         rope_theta=config.rope_theta,
+        dropout=config.dropout,
     )
