@@ -69,7 +69,7 @@ def _buffer(buffer: Tensor | None, x: Tensor, context: int) -> Tensor:
     return buffer
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where the T queries are the last T of the S positions.
 
     q[B, heads, T, head_dim], k and v[B, kv_heads, S, head_dim] with heads a multiple of kv_heads (query head h reads

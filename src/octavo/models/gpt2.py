@@ -129,7 +129,7 @@ class Attention(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, head_dim] each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v, self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
+        y = causal_attention(q, k, v, dropout=self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
         return self.dropout(self.c_proj(y))  # type: ignore[no-any-return]
 
 

@@ -166,7 +166,7 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v, self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
+        y = causal_attention(q, k, v, dropout=self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
         return self.dropout(self.o_proj(y))  # type: ignore[no-any-return]
 
 
