@@ -131,7 +131,7 @@ def test_on_the_meta_device() -> None:
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "no nn.Linear"),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), {}, "no linear layer"),
         (nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), {}, "every linear layer"),
         (nn.Sequential(nn.Linear(4, 4)), {"recipe": "rowise"}, "rowwise, rowwise_dw_bf16"),
         (nn.Sequential(nn.Linear(4, 4)), {"skip": ["block*"]}, "matches no linear layer; the model has 1, named '0'$"),

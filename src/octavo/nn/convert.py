@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.backends import gemm_backends, pick_recipe
+from octavo.nn.conv1d import conv1d_as_recipe, is_conv1d, shape_of
 from octavo.nn.conversion import Conversion, Row
 from octavo.nn.coverage import Coverage, find_coverage
 from octavo.nn.fast_path import leave_fast_paths
@@ -56,10 +58,11 @@ def convert(
     """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
     A module changes its class, not its identity: hooks, tied parameters and references to it keep working.
-    `octavo.restore` is the way back. Where the recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules
-    quantize in the pass that norms or activates, and so do the decoder layers of transformers' Llama, Mistral, Qwen2
-    and Qwen3 (`octavo.nn.patterns`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its
-    converted layers.
+    `octavo.restore` is the way back. The `Conv1D` of transformers' GPT-2 is a linear layer too: its weight is the
+    transpose. Where the recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that
+    norms or activates, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
+    (`octavo.nn.patterns`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted
+    layers.
 
     Args:
         model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
@@ -86,13 +89,14 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
     if not linears:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to convert: FP8 is for models with linear layers. "
+            f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
             f"{_named(find_coverage(model, ()))}"
         )
-    device = next(iter(linears.values())).weight.device
+    first_layer: Any = next(iter(linears.values()))
+    device = first_layer.weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in linears):
@@ -102,9 +106,7 @@ def convert(
                 + (", ..." if len(linears) > 8 else "")
             )
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    rows = tuple(
-        Row(name, (m.out_features, m.in_features), _reason(name, m, skip, tied)) for name, m in linears.items()
-    )
+    rows = tuple(Row(name, shape_of(m), _reason(name, m, skip, tied)) for name, m in linears.items())
     report = _covered(Conversion(recipe, rows, gemm_backends(recipe, device), find_coverage(model, ())), model)
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
@@ -118,9 +120,16 @@ def convert(
         if row.reason:
             restore_linear(linears[row.name])  # an earlier conversion may have changed it
         else:
-            as_recipe(linears[row.name], recipe, emulate=emulate)
+            _as_recipe(linears[row.name], recipe, emulate)
     leave_fast_paths(model)
     return replace(report, fused=_fused(model))
+
+
+def _as_recipe(layer: nn.Module, recipe: Recipe, emulate: bool) -> None:
+    if isinstance(layer, nn.Linear):
+        as_recipe(layer, recipe, emulate=emulate)
+    else:
+        conv1d_as_recipe(layer, recipe, emulate=emulate)
 
 
 def _covered(report: Conversion, model: nn.Module) -> Conversion:
@@ -156,7 +165,7 @@ def _fused(model: nn.Module) -> dict[str, str]:
 
 
 def _only_faster(
-    report: Conversion, model: nn.Module, linears: dict[str, nn.Linear], device: torch.device, tokens: int
+    report: Conversion, model: nn.Module, linears: dict[str, nn.Module], device: torch.device, tokens: int
 ) -> Conversion:
     """The report with the gains, and the layers that FP8 would not speed up among the skipped; these are BF16 then."""
     widths = _gemm_widths(report, model, linears)
@@ -170,15 +179,15 @@ def _only_faster(
     return weighed
 
 
-def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, int]:
+def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, int]:
     """N of the GEMM that a layer to be converted runs in, by name: of its stack, where all of that is converted."""
     names = {id(linears[name]): name for name in report.converted}
-    widths = {name: linears[name].out_features for name in report.converted}
+    widths = {name: shape_of(linears[name])[0] for name in report.converted}
     modules = [m for m in model.modules() if report.recipe.folds and isinstance(m, NormLinear | SwiGLU)]
     for module in modules:
         stack = module.linears if isinstance(module, NormLinear) else module.inner
         if all(id(layer) in names for layer in stack):
-            together = sum(linears[names[id(layer)]].out_features for layer in stack)
+            together = sum(shape_of(layer)[0] for layer in stack)
             widths.update({names[id(layer)]: together for layer in stack})
     return widths
 
@@ -190,12 +199,14 @@ def _weighed(row: Row, gains: Gains, tokens: int, width: int) -> Row:
     return replace(row, gain=gain, reason="" if gain >= LEAST_GAIN else f"{gain:.2f}x: left in BF16")
 
 
-def _reason(name: str, module: nn.Linear, skip: Sequence[str], tied: set[int]) -> str:
+def _reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -> str:
     """Why this layer is not converted, or nothing."""
-    if id(module.weight) in tied:
+    weight: Any = module.weight
+    outputs, inputs = shape_of(module)
+    if id(weight) in tied:
         return "its weight is an embedding's"
     for glob in DEFAULT_SKIP:
-        is_router = module.out_features < module.in_features or "gate" not in glob  # an MLP's gate widens
+        is_router = outputs < inputs or "gate" not in glob  # an MLP's gate widens
         if fnmatchcase(name, glob) and is_router:
             return f"an output head or router ({glob})"
     for glob in skip:
@@ -205,8 +216,8 @@ def _reason(name: str, module: nn.Linear, skip: Sequence[str], tied: set[int]) -
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multi-head attention reads its weight directly and never calls it"
-    if type(module) not in (nn.Linear, Linear):
+    if type(module) not in (nn.Linear, Linear) and not is_conv1d(module):
         return f"a {type(module).__name__}, whose forward is its own"
-    if module.weight.dtype not in FLOATS:
-        return f"its weight is {module.weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
     return ""

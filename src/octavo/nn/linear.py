@@ -12,27 +12,24 @@ from octavo.nn.folded import Plan
 from octavo.nn.function import linear
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
+from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import hadamard
 from octavo.recipe import Recipe
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` that computes y, dx and dw as its recipe says. Same parameters, same `state_dict`.
-
-    Made from an `nn.Linear` by `octavo.convert`. Input [..., K] of any rank, zero rows included; output [..., N] in the
-    autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
-    """
+class RecipeLayer(nn.Module):
+    """What a converted layer has beside its parameters, and how it computes y = x @ w^T + bias by its recipe."""
 
     recipe: Recipe
     emulate: bool
     histories: nn.ModuleDict | None
     weight_cache: WeightCache
 
-    def prepare(self, recipe: Recipe, *, emulate: bool) -> None:
+    def prepare(self, recipe: Recipe, device: torch.device, *, emulate: bool) -> None:
         """Take a recipe, and make room for its scale histories: a child module only where the recipe keeps some."""
         self.recipe, self.emulate, self.weight_cache = recipe, emulate, WeightCache()
         casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
-        found = {name: ScaleHistory(c, self.weight.device) for name, c in casts.items() if c is not None and c.history}
+        found = {name: ScaleHistory(c, device) for name, c in casts.items() if c is not None and c.history}
         self.histories = nn.ModuleDict(found) if found else None
 
     def release(self) -> None:
@@ -40,19 +37,39 @@ class Linear(nn.Linear):
         for name in ("recipe", "emulate", "weight_cache", "histories"):
             delattr(self, name)
 
-    def forward(self, x: Tensor | Branches) -> Tensor:
-        if isinstance(x, Branches):
-            return x.output_of(self)
-        dtype, w = compute_dtype(x), self.weight
+    def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, kept: QTensor | None) -> Tensor:
+        """y [..., N] of x [..., K] and w [N, K] with any strides; `kept` holds the bytes of w, if there are some."""
+        dtype = compute_dtype(x)
         if x.numel() == 0:
-            return F.linear(x.to(dtype), w.to(dtype), None if self.bias is None else self.bias.to(dtype))
+            return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
             x, w = hadamard(x), hadamard(w)
         plan = Plan(self.recipe, dtype, self.emulate, self._history("x"), self._history("w"), self._history("dy"))
-        wanted = self.cached_weights()
-        kept = None if wanted is None else self.weight_cache.get([w], wanted[1])
-        y = linear(x.reshape(-1, x.shape[-1]), w, self.bias, plan, kept)
+        y = linear(x.reshape(-1, x.shape[-1]), w, bias, plan, kept)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _history(self, operand: str) -> ScaleHistory | None:
+        history = None if self.histories is None else dict(self.histories.items()).get(operand)
+        assert history is None or isinstance(history, ScaleHistory)
+        return history
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.name}")))
+
+
+class Linear(RecipeLayer, nn.Linear):
+    """`nn.Linear` that computes y, dx and dw as its recipe says. Same parameters, same `state_dict`.
+
+    Made from an `nn.Linear` by `octavo.convert`. Input [..., K] of any rank, zero rows included; output [..., N] in the
+    autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
+    """
+
+    def forward(self, x: Tensor | Branches) -> Tensor:
+        if isinstance(x, Branches):
+            return x.output_of(self)
+        wanted = self.cached_weights()
+        kept = None if wanted is None or x.numel() == 0 else self.weight_cache.get([self.weight], wanted[1])
+        return self.compute(x, self.weight, self.bias, kept)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, unless that is drawn anew, has a history, or rotates the weight."""
@@ -61,20 +78,12 @@ class Linear(nn.Linear):
             return None
         return [self], cast
 
-    def _history(self, operand: str) -> ScaleHistory | None:
-        history = None if self.histories is None else dict(self.histories.items()).get(operand)
-        assert history is None or isinstance(history, ScaleHistory)
-        return history
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
-
 
 def as_recipe(linear: nn.Linear, recipe: Recipe, *, emulate: bool = False) -> Linear:
     """`linear`, changed in place into the layer that runs as `recipe` says."""
     linear.__class__ = Linear
     assert isinstance(linear, Linear)
-    linear.prepare(recipe, emulate=emulate)
+    linear.prepare(recipe, linear.weight.device, emulate=emulate)
     return linear
 
 

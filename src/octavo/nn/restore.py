@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from octavo.nn.conv1d import restore_conv1d
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.mixed import unmixed
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.patterns import DecoderLayer
@@ -40,7 +41,7 @@ def restore(model: nn.Module) -> list[str]:
         ['0']
     """
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and shards(module):
+        if isinstance(module, RecipeLayer) and shards(module):
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
@@ -49,9 +50,9 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def restore_linear(module: nn.Module) -> bool:
-    """Make a converted linear layer an `nn.Linear` again; False, and nothing done, for any other module."""
+    """Make a converted linear layer what it was; False, and nothing done, for any other module."""
     if type(module) is not Linear:
-        return False
+        return restore_conv1d(module)
     module.release()
     object.__setattr__(module, "__class__", nn.Linear)
     return True

@@ -1,0 +1,61 @@
+"""The linear layer of transformers' GPT-2, `Conv1D`, run by a recipe.
+
+    Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
+
+It is a linear layer whose weight is stored transposed. A recipe casts W^T, so scales by row are scales by output as in
+`nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.nn.linear import RecipeLayer
+from octavo.nn.mixed import mixed, unmixed
+from octavo.recipe import Recipe
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is a `Conv1D` of transformers, converted or not. Found by name: octavo does not need transformers."""
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
+    )
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """[N, K], the outputs and inputs of an `nn.Linear` or a `Conv1D`."""
+    any_layer: Any = layer
+    if is_conv1d(layer):
+        inputs, outputs = any_layer.weight.shape
+        return outputs, inputs
+    return any_layer.out_features, any_layer.in_features
+
+
+class Conv1D(RecipeLayer):
+    """What a `Conv1D` becomes: its weight is cast in every forward pass, also within `octavo.cast_once`."""
+
+    weight: nn.Parameter  # [K, N]
+    bias: nn.Parameter  # [N]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x, self.weight.t(), self.bias, None)
+
+
+def conv1d_as_recipe(module: nn.Module, recipe: Recipe, *, emulate: bool = False) -> None:
+    """Change `module`, a `Conv1D`, in place into the layer that runs as `recipe` says."""
+    layer: Any = module
+    if not isinstance(module, Conv1D):
+        layer.__class__ = mixed(Conv1D, type(module))
+    layer.prepare(recipe, layer.weight.device, emulate=emulate)
+
+
+def restore_conv1d(module: nn.Module) -> bool:
+    """Make a converted `Conv1D` what it was; False, and nothing done, for any other module."""
+    ours, *theirs = unmixed(type(module))
+    if ours is not Conv1D or not isinstance(module, Conv1D):
+        return False
+    module.release()
+    object.__setattr__(module, "__class__", theirs[0])
+    return True
