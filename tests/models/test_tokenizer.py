@@ -8,9 +8,9 @@ from octavo.models.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     HuggingFaceTokenizer,
-    byte_characters,
     load_tokenizer,
 )
+from octavo.models.tokenizer_json import byte_characters
 
 TEXTS = [
     "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from octavo.models.characters import CharacterTokenizer
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.serve.prompts import open_tokenizer, read_prompts
 from octavo.text import DataError
@@ -130,6 +131,16 @@ def test_prompts_come_from_every_source_that_training_reads(tmp_path, byte_token
     prompts = read_prompts(["hf:set", "*.txt"], byte_tokens, samples=9, context=8)
     assert texts(prompts) == ["globbed", "of a dat"]
     assert len(read_prompts(["stdlib"], byte_tokens, samples=3, context=8).ids) == 3
+
+
+def test_a_tokenizer_of_characters_names_what_it_does_not_know(tmp_path):
+    CharacterTokenizer.train(["ACGT"]).save(tmp_path / "characters")
+    tokenizer = open_tokenizer(tmp_path / "characters")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "GATTACA"}])
+    assert read_prompts([rows], tokenizer, samples=1, context=9).ids == ((3, 1, 4, 4, 1, 2, 1),)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "GATTACA"}, {"text": "a gene"}])
+    with pytest.raises(DataError, match=r"cannot encode 'a gene'.*no token for ' ', 'a', 'e', 'g', 'n'"):
+        read_prompts([rows], tokenizer, samples=2, context=9)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

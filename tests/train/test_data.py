@@ -7,7 +7,7 @@ import torch
 
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.text import DataError, read_text
-from octavo.train.data import Batches, build_corpus
+from octavo.train.data import Batches, RandomBatches, build_corpus
 
 
 def fails(call, *essentials):
@@ -154,3 +154,40 @@ def test_bad_batches():
         Batches(TOKENS, 7, 0, 0)
     with pytest.raises(ValueError, match="0 or more; got -1"):
         Batches(TOKENS, 7, 1, 0).at(-1)
+
+
+# --- Random offsets
+
+
+def offsets(batches, count):
+    """Where each row of the first `count` batches begins: the tokens count up from 0."""
+    return [int(row[0]) for index in range(count) for row in batches.at(index)[0]]
+
+
+def test_random_sequences_begin_anywhere_and_are_consecutive():
+    tokens = np.arange(20, dtype=np.uint16)
+    batches = RandomBatches(tokens, 7, 5, seed=0)
+    inputs, targets = batches.at(3)
+    assert inputs.shape == targets.shape == (5, 7)
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    counts = np.bincount(offsets(batches, 520), minlength=13)  # 2,600 draws of 13 offsets
+    assert len(counts) == 13  # the last sequence ends in the last token
+    expected = 200
+    assert ((counts - expected) ** 2 / expected).sum() < 32.9  # chi squared, 12 degrees of freedom: p = 0.001
+
+
+def test_random_offsets_follow_from_seed_and_position_alone():
+    one_by_one = offsets(RandomBatches(TOKENS, 7, 1, seed=2), 12)
+    assert offsets(RandomBatches(TOKENS, 7, 4, seed=2), 3) == one_by_one
+    batches = RandomBatches(TOKENS, 7, 4, seed=2)
+    assert [int(row[0]) for index in (2, 0, 1) for row in batches.at(index)[0]] == [
+        *one_by_one[8:],
+        *one_by_one[:8],
+    ]
+    assert offsets(RandomBatches(TOKENS, 7, 1, seed=3), 12) != one_by_one
+    fails(lambda: RandomBatches(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
+
+
+def test_random_offsets_stay_the_same_from_release_to_release():
+    assert offsets(RandomBatches(TOKENS, 7, 6, seed=7), 1) == [3, 6, 9, 24, 34, 37]

@@ -5,9 +5,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config
+from octavo.train.data import Batches, RandomBatches
 from octavo.train.start import resume, start
 
 
@@ -72,3 +75,31 @@ def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypa
     monkeypatch.chdir(tmp_path)
     resume(tmp_path / "run", ["--data", "texts"], Console(quiet=True))
     assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
+
+
+def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_path, text):
+    (tmp_path / "data.txt").write_text(text.read_text().replace("a", "ä"), encoding="utf-8")
+    setup = {"data": (str(tmp_path / "data.txt"),), "tokenizer": "characters", "sampling": "random", "recipe": "bf16"}
+    first = start(settings(**setup, steps=3), Console(quiet=True))
+    assert first.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
+    assert type(first.training) is RandomBatches
+    assert type(first.validation) is Batches
+    first.run()
+    resumed = resume(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
+    assert resumed.tokenizer.characters == first.tokenizer.characters
+    assert all(torch.equal(a, b) for a, b in zip(resumed.training.at(9), first.training.at(9), strict=True))
+    assert resumed.run().step == 4
+
+
+def test_conversations_are_written_by_the_chat_template_of_the_model(logged, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    ByteTokenizer().save(tmp_path / "model")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(30)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trainer, _ = logged(model=str(tmp_path / "model"), data=(str(tmp_path / "chat.jsonl"),), recipe="bf16")
+    assert sorted(trained_text(trainer).splitlines()) == sorted(f"<user>question {i}" for i in range(30))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, byte-level BPE, or a Hugging Face tokenizer.
+"""Text to token ids and back: bytes, byte-level BPE, or a Hugging Face tokenizer (characters: `characters.py`).
 
 In bytes mode the id of a token is the byte itself, in UTF-8: nothing to train, nothing unknown, 256 tokens. Byte-level
 BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 and merges
@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.extras import import_extra
+from octavo.models.characters import CharacterTokenizer
+from octavo.models.tokenizer_json import byte_json, characters_of, is_bytes, save_tokenizer_json
 from octavo.text import Chat, chat_of
 
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
@@ -65,7 +67,7 @@ class ByteTokenizer:
         return bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, folder: str | Path) -> None:
-        _save(folder, json.dumps(_byte_tokenizer_json(), ensure_ascii=False, indent=1))
+        save_tokenizer_json(folder, json.dumps(byte_json(), ensure_ascii=False, indent=1))
 
 
 class BpeTokenizer:
@@ -121,7 +123,7 @@ class BpeTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: str | Path) -> None:
-        _save(folder, self._tokenizer.to_str())
+        save_tokenizer_json(folder, self._tokenizer.to_str())
 
 
 class HuggingFaceTokenizer:
@@ -161,7 +163,9 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open the tokenizer in `folder`: our bytes (no extra needed), any other `tokenizer.json`, or an older layout.
+    """Open the tokenizer in `folder`: our bytes or characters, any other `tokenizer.json`, or an older layout.
+
+    Bytes and characters need no extra.
 
     Raises:
         FileNotFoundError: `folder` holds neither `tokenizer.json` nor `tokenizer_config.json`.
@@ -169,59 +173,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     path = Path(folder) / "tokenizer.json"
     if path.is_file():
-        return ByteTokenizer() if _is_bytes(json.loads(path.read_text("utf-8"))) else BpeTokenizer.load(folder)
+        content = json.loads(path.read_text("utf-8"))
+        if is_bytes(content):
+            return ByteTokenizer()
+        characters = characters_of(content)
+        return BpeTokenizer.load(folder) if characters is None else CharacterTokenizer(characters)
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
-
-
-def byte_characters() -> list[str]:
-    """The character that spells each of the 256 bytes in a `tokenizer.json`."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
-
-
-def _byte_tokenizer_json() -> dict[str, Any]:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }
-
-
-def _is_bytes(content: dict[str, Any]) -> bool:
-    model, ours = content["model"], _byte_tokenizer_json()["model"]
-    plain = not content.get("added_tokens") and content.get("normalizer") is None
-    return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")
-
-
-def _save(folder: str | Path, tokenizer_json: str) -> None:
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    # The clean-up of older models ("do n't" to "don't") would not give back the text that was encoded.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _tokenizers() -> Any:

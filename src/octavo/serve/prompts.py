@@ -23,8 +23,6 @@ from octavo.text import DataError, Document, ReadReport, chat_of, read_text
 
 OnRead = Callable[[ReadReport], None]  # called with what was read, before a model runs on it
 
-_PROBE = "a"
-
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
@@ -114,12 +112,13 @@ class _Cutter:
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
-        plain, dressed = self._encode(_PROBE, special=False), self._encode(_PROBE, special=True)
+        probe = self._probe()
+        plain, dressed = self._encode(probe, special=False), self._encode(probe, special=True)
         starts = range(len(dressed) - len(plain) + 1)
         start = next((i for i in starts if dressed[i : i + len(plain)] == plain), None)
         if start is None:
             raise DataError(
-                f"the tokenizer turns {_PROBE!r} into {list(plain)}, and into {list(dressed)} with special tokens, "
+                f"the tokenizer turns {probe!r} into {list(plain)}, and into {list(dressed)} with special tokens, "
                 "which must contain the former"
             )
         self._before, self._after = dressed[:start], dressed[start + len(plain) :]
@@ -134,9 +133,24 @@ class _Cutter:
         stop = len(ids) if document.kind == "text" else min(len(ids), self._room)
         return [self._before + ids[i : i + self._room] + self._after for i in range(0, stop, self._room)]
 
+    def _probe(self) -> str:
+        """A text that the tokenizer encodes: a letter, or the first token of one that has no token for the letter."""
+        try:
+            self._encode("a", special=False)
+        except DataError:
+            return str(min(self._tokenizer.get_vocab()))
+        return "a"
+
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
-        # verbose=False: a text longer than the model's context is cut here, and needs no warning.
-        encoded = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        try:
+            # verbose=False: a text longer than the model's context is cut here, and needs no warning.
+            encoded = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        except Exception as error:  # The library `tokenizers` raises this type where there is no unknown token.
+            unknown = sorted(set(text) - self._tokenizer.get_vocab().keys())
+            raise DataError(
+                f"the tokenizer cannot encode {text[:40]!r} ({error}); it has no token for "
+                f"{', '.join(map(repr, unknown[:8]))}{', ...' * (len(unknown) > 8)}"
+            ) from error
         return tuple(encoded["input_ids"])
 
 

@@ -75,8 +75,15 @@ class Config:
 
     # Data
     data: tuple[str, ...] = _setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", _SOME)
-    tokenizer: str = _setting("bytes", "bytes, or bpe (trained on the data)", choices=("bytes", "bpe"))
+    tokenizer: str = _setting(
+        "bytes", "bytes, characters (of the data), or bpe (trained on the data)", choices=("bytes", "characters", "bpe")
+    )
     vocabulary: int = _setting(4096, "tokens to train (bpe)", _BYTES)
+    sampling: str = _setting(
+        "epochs",
+        "epochs: every sequence once before any twice; random: sequences at random offsets",
+        choices=("epochs", "random"),
+    )
     validation_fraction: float = _setting(0.05, "share of the tokens held out for evaluation", _INSIDE)
 
     # Optimization

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.models import BUILT_IN_MODELS
+from octavo.models.characters import CharacterTokenizer
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from octavo.text import DataError, Reading, read_text
 from octavo.train.config import Config
@@ -46,6 +47,8 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
 
 
 def _new_tokenizer(config: Config, texts: list[str]) -> Tokenizer:
+    if config.tokenizer == "characters":
+        return CharacterTokenizer.train(texts)
     return ByteTokenizer() if config.tokenizer == "bytes" else BpeTokenizer.train(texts, config.vocabulary)
 
 
@@ -134,15 +137,35 @@ class Batches:
         """
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
-        positions = range(index * self._batch, (index + 1) * self._batch)
-        rows = [self._order(position // self.sequences)[position % self.sequences] for position in positions]
-        starts = np.array(rows, dtype=np.int64)[:, None] * self._context
+        starts = self._starts(range(index * self._batch, (index + 1) * self._batch))[:, None]
         window = self._tokens[starts + np.arange(self._context + 1)].astype(np.int64)  # [batch, context + 1]
         pair = torch.from_numpy(window)
         return pair[:, :-1].contiguous(), pair[:, 1:].contiguous()
 
+    def _starts(self, positions: range) -> npt.NDArray[np.int64]:
+        """Where the sequences begin that stand at `positions` of the endless row of sequences."""
+        rows = [self._order(position // self.sequences)[position % self.sequences] for position in positions]
+        return np.array(rows, dtype=np.int64) * self._context
+
     def _order(self, epoch: int) -> Sequence[int] | npt.NDArray[np.int64]:
         return range(self.sequences) if self._seed is None else _permutation(self._seed, epoch, self.sequences)
+
+
+class RandomBatches(Batches):
+    """Micro-batches of sequences that begin at random offsets, each drawn independently of the others.
+
+    The offset of a sequence is a function of the seed and of its position in the run, so these batches are stateless
+    too. They have no epochs: some tokens are seen more often than others.
+    """
+
+    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int) -> None:
+        super().__init__(tokens, context, batch, seed)
+        self._key = np.array([seed, 0], dtype=np.uint64)
+
+    def _starts(self, positions: range) -> npt.NDArray[np.int64]:
+        # Philox makes four numbers of 64 bits from each value of its counter; a sequence takes the first of them.
+        drawn = np.random.Philox(key=self._key, counter=positions.start).random_raw(4 * len(positions))[::4]
+        return (drawn % np.uint64(len(self._tokens) - self._context)).astype(np.int64)
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from octavo.recipe import get_recipe
 from octavo.text import absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
-from octavo.train.data import Batches, build_corpus, open_data
+from octavo.train.data import Batches, RandomBatches, build_corpus, open_data
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
@@ -152,7 +152,8 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     for line in reading.report.lines():
         print_line(console, line)
     corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
-    training = Batches(corpus.train, config.context, config.batch, config.seed)
+    draw = RandomBatches if config.sampling == "random" else Batches
+    training = draw(corpus.train, config.context, config.batch, config.seed)
     validation = Batches(corpus.validation, config.context, config.batch, None)
     torch.manual_seed(config.seed)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
