@@ -25,8 +25,9 @@ from octavo.artifact.packed import copy_description, read_json
 from octavo.artifact.shards import Spec, write_shards
 from octavo.models.tokenizer import load_tokenizer
 from octavo.serve.quality import LogitQuality
-from octavo.serve.verify import Report, verify
+from octavo.serve.verify import verify
 from octavo.serve.verify_model import Against
+from octavo.serve.verify_result import Report
 from octavo.text import read_text
 from octavo.train.config import Config
 from octavo.train.data import build_corpus

@@ -27,14 +27,18 @@ def inspect(
       octavo inspect packed/first
     """
     from octavo.artifact.packed_tensors import PackedTensors
+    from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
     rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]
     rows += [_other(packed, name) for name in packed.others]
     total = sum(row["bytes"] for row in rows)
+    weights = ((name, packed.weight(name)) for name in packed.packing.schemes)
+    suspects = [name for name, weight in weights if looks_reciprocal(weight.scale, weight.dequantize)]
     if as_json:
-        print(json.dumps({"layout": packed.packing.layout, "bytes": total, "tensors": rows}, indent=2))
+        found = {"layout": packed.packing.layout, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
+        print(json.dumps(found, indent=2))
         return
     table = Table(box=None, pad_edge=False)
     for column in ("tensor", "dtype", "shape", "scheme", "scales", "least", "largest", "MB"):
@@ -50,6 +54,9 @@ def inspect(
         f"{packed.packing.layout}: {len(packed.packing.schemes)} layers packed, {len(packed.ignored)} linear layers in "
         f"BF16, {total / 1e6:.2f} MB", highlight=False,
     )  # fmt: skip
+    if suspects:
+        warning = reciprocal_warning(suspects, len(packed.packing.schemes))
+        console.print(warning, style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def pack(
     calibration: Annotated[
         Path | None, typer.Option(help="What octavo calibrate made of the model, for static and --kv-cache.")
     ] = None,
-    rule: Annotated[str, typer.Option(help="Of static scales: amax, percentile (99.99) or mse.")] = "amax",
+    rule: Annotated[
+        str | None, typer.Option(help="Of the calibration's scales: amax (if not given), percentile (99.99) or mse.")
+    ] = None,
     weights: Annotated[str, typer.Option(help="Of weights' scales: amax, or mse, the least squared error.")] = "amax",
     pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
@@ -115,7 +117,7 @@ def pack(
                 progress=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
             )  # fmt: skip
     console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
-    console.print(_table(report))
+    console.print(_table(report, kept))
     if kept is not None:
         print_budget(console, kept)
     if layout in READERS:
@@ -136,17 +138,25 @@ def _degrees(given: str) -> list[int]:
     return [int(part) for part in given.split(",")]
 
 
-def _table(report: serve.PackReport) -> Table:
+def _table(report: serve.PackReport, kept: serve.Kept | None) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for scheme, count in Counter(report.packed.values()).items():
         table.add_row("linear layers packed", f"{count}, {scheme}")
+    before, after = (f"{size / 1e6:.2f} MB" for size in (report.bf16_bytes, report.packed_bytes))
+    table.add_row("size of packed layers", f"{after} with scales, {report.ratio:.3f} of {before} in BF16")
+    if report.cached:
+        table.add_row("KV cache", f"scales of keys and values in e4m3, for {report.cached} attention layers")
+    by_budget = [] if kept is None else kept.skip
     for name, reason in report.skipped.items():
-        table.add_row("left in BF16", f"{name}: {reason}")
-    table.add_row("their weights in BF16", f"{report.bf16_bytes / 1e6:.2f} MB")
+        if name not in by_budget:
+            table.add_row("left in BF16", f"{name}: {reason}")
+    if by_budget:
+        table.add_row("left in BF16", f"{len(by_budget)} by the budget, in the table below")
     for name in report.left_out:
         table.add_row("left out", f"{name}: the model has no place for it")
-    table.add_row("in e4m3, with scales", f"{report.packed_bytes / 1e6:.2f} MB ({report.ratio:.3f} of it)")
     table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
+    if not report.has_tokenizer:
+        table.add_row("no tokenizer", "the source has none, and octavo generate needs one")
     if any(scheme.startswith("group") for scheme in report.packed.values()):
         table.add_row("not for vLLM", "it knows no groups of float32 scales; transformers and octavo do")
     if report.gains:

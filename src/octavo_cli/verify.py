@@ -18,8 +18,8 @@ from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
-    from octavo.serve.verify import Report
     from octavo.serve.verify_report import Section
+    from octavo.serve.verify_result import Report
 
 _ROWS = 12
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -59,9 +59,9 @@ def verify(
 
       octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
     """
-    from octavo.serve.verify import Budget
     from octavo.serve.verify import verify as run_verify
     from octavo.serve.verify_report import sections, verdict
+    from octavo.serve.verify_result import Budget
 
     console = Console()
     budget = Budget(_limit("kl", budget_kl), _limit("ppl", budget_ppl), _limit("cosine", budget_cosine))

@@ -23,12 +23,13 @@ from octavo.artifact.shards import ShardReader
 from octavo.serve import quality
 from octavo.serve.quality import EmbeddingQuality, LogitQuality
 from octavo.serve.skeleton import transformers_skeleton
-from octavo.serve.verify import Budget, Report, verify
+from octavo.serve.verify import verify
 from octavo.serve.verify_bytes import Bytes, read_bytes
 from octavo.serve.verify_cache import cache_scales
 from octavo.serve.verify_check import check_folder
 from octavo.serve.verify_model import StreamedModel, required_by
 from octavo.serve.verify_reference import PackedLayers
+from octavo.serve.verify_result import Budget, Report
 
 DOWN = "model.layers.1.mlp.down_proj"
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from verify_examples import change_config, change_tensors, make_model
 
 from octavo import serve
-from octavo.serve.verify import Report, verify
+from octavo.serve.verify import verify
+from octavo.serve.verify_result import Report
 
 Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.0.mlp.down_proj"

@@ -9,7 +9,8 @@ from verify_examples import make_model, write_text
 
 from octavo import serve
 from octavo.serve.quality import LogitQuality
-from octavo.serve.verify import Report, verify
+from octavo.serve.verify import verify
+from octavo.serve.verify_result import Report
 
 pytestmark = pytest.mark.gpu
 

@@ -47,9 +47,20 @@ def operation(
 
     def register(function: Function) -> CustomOpDef:
         OPERATIONS[name] = (function, runs_kernels)
-        return torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
+        made = torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
+        if not mutates:
+            made.register_autograd(partial(_no_gradient, name))
+        return made
 
     return register
+
+
+def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
+    """The gradient of an operation that is called by itself; the layers of `octavo.nn` have gradients of their own."""
+    raise RuntimeError(
+        f"octavo.{name} has no gradient, and neither has a packed model: it is for inference. To train, take the BF16 "
+        "model (octavo unpack makes one of a packed folder) and octavo.convert it"
+    )
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:

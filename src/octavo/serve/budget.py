@@ -27,65 +27,17 @@ from torch import Tensor
 
 from octavo.artifact.folder import check_absent
 from octavo.serve.groups import groups
-from octavo.serve.limits import MEASURES, read_limit
-from octavo.serve.pack import PackReport, pack
+from octavo.serve.limits import Budget
+from octavo.serve.pack import pack
+from octavo.serve.pack_report import PackReport
 from octavo.serve.prompts import OnRead, Prompts, open_tokenizer, read_prompts
-from octavo.serve.quality import EmbeddingSums, Estimate, LogitQuality, LogitSums, Quality, compare_many
+from octavo.serve.quality import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
 from octavo.serve.source import Source, open_source
 from octavo.serve.switched import SwitchedModel
 from octavo.serve.verify_model import gives_logits
 from octavo.text import DataError
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What packing may cost: `measure` is kl (nats a token, at most `limit`), ppl (perplexity, at most so much worse,
-    relative), or of an encoder cosine (of mean-pooled last hidden states, in the mean at least `limit`)."""
-
-    measure: str
-    limit: float
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """kl=0.01, ppl=0.005 or ppl=0.5%, cosine=0.999; a ValueError for anything else."""
-        measure, _, limit = text.partition("=")
-        if measure not in MEASURES:
-            raise ValueError(
-                "a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), and for an encoder "
-                f"cosine=0.999, got {text!r}"
-            )
-        return cls(measure, read_limit(measure, limit, f"the budget {measure}"))
-
-    @property
-    def of_logits(self) -> bool:
-        """Whether it is for language models; else it is for encoders."""
-        return self.measure != "cosine"
-
-    def estimate(self, quality: Quality) -> Estimate:
-        """The measured value."""
-        if not isinstance(quality, LogitQuality):
-            return quality.cosine
-        return quality.kl if self.measure == "kl" else quality.perplexity_ratio
-
-    def holds(self, quality: Quality) -> bool:
-        """Whether it is within the limit."""
-        value = self.estimate(quality).value
-        return value <= self.limit if self.of_logits else value >= self.limit
-
-    def show(self, value: float) -> str:
-        """A value for a message, as kl=0.01."""
-        return f"{self.measure}={self._number(value)}"
-
-    def show_estimate(self, estimate: Estimate) -> str:
-        """A value and its interval, all rounded alike, so that the interval holds the value."""
-        if estimate.low is None or estimate.high is None:
-            return self.show(estimate.value)
-        return f"{self.show(estimate.value)} ({self._number(estimate.low)} to {self._number(estimate.high)})"
-
-    def _number(self, value: float) -> str:
-        return f"{value:.3%}" if self.measure == "ppl" else f"{value:.{4 if self.of_logits else 6}g}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from octavo.artifact.packed import (
     read_json,
     read_packing,
 )
+from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
 from octavo.artifact.scales import unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
@@ -72,7 +73,9 @@ def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Mod
     tensors = _read_tensors(packing, reader, disks)
     required = skeleton.on_disk(model_tensors(skeleton.model))
     check_tensors(_rounded(tensors, required), required, packed.path)
-    model = _materialize(skeleton, tensors).to(device)
+    model = _materialize(skeleton, tensors)
+    _check_scales(model, packed.path)
+    model.to(device)
     fuse(model)
     return model
 
@@ -105,6 +108,14 @@ def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict
         if wide and name in required and required[name].dtype == OTHER_DTYPE:
             tensors[name] = tensor.to(OTHER_DTYPE)
     return tensors
+
+
+def _check_scales(model: nn.Module, folder: Path) -> None:
+    """Warn where weights multiplied by their scales are far beyond those of a trained model."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
+    if names := [name for name, weight in weights.items() if looks_reciprocal(weight.scale, weight.dequantize)]:
+        warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
 
 
 def end_tokens(folder: str | Path) -> frozenset[int]:

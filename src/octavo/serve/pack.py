@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -35,8 +34,10 @@ from octavo.nn import convert
 from octavo.numerics import TENSOR, QTensor
 from octavo.serve.conv1d import describe_model
 from octavo.serve.groups import check_groups, groups
+from octavo.serve.pack_report import PackReport
+from octavo.serve.prompts import has_tokenizer
 from octavo.serve.source import Source, open_source
-from octavo.serve.static_scales import StaticScales, calibrated_scales, check_cache, trained_scales
+from octavo.serve.static_scales import StaticScales, calibrated_scales, check_cache, check_rule, trained_scales
 from octavo.serve.tensor_parallel import check_degrees
 from octavo.serve.weight_scales import WeightRule, WeightScales
 from octavo.version import __version__
@@ -49,31 +50,6 @@ SCHEME_OF = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PackReport:
-    """What `pack` made. Sizes in bytes.
-
-    `packed` names the scheme of each packed layer, `gains` the dB of SQNR that each gained by the rule mse. `ratios`:
-    layers that consumers fuse ("q, k, v") and that keep scales of their own, with the largest over the smallest.
-    """
-
-    folder: Path
-    source: Path
-    packed: Mapping[str, str]
-    skipped: Mapping[str, str]
-    left_out: Sequence[str]
-    bf16_bytes: int
-    packed_bytes: int
-    folder_bytes: int
-    gains: Mapping[str, float] = field(default_factory=dict)
-    ratios: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        """The packed linear weights, scales included, against the same in BF16."""
-        return self.packed_bytes / self.bf16_bytes
-
-
 def pack(
     source: Path,
     out: Path,
@@ -83,7 +59,7 @@ def pack(
     layout: str = "compressed-tensors",
     skip: Sequence[str] = (),
     calibration: Path | None = None,
-    rule: str = "amax",
+    rule: str | None = None,
     weights: str = "amax",
     pow2: bool = False,
     share: bool | None = None,
@@ -108,7 +84,7 @@ def pack(
             all or none of those that consumers run as one (`octavo.serve.groups`).
         calibration: the folder that `octavo calibrate` made of this model, for `kv_cache` and the scheme static, where
             a run that was trained with `delayed` needs none.
-        rule: what the scales from it are of: amax, percentile (99.99) or mse.
+        rule: what the scales from it are of: amax (as None), percentile (99.99) or mse.
         weights: what the scales of weights are of: amax, or mse, the least squared error
             (`octavo.serve.least_squares`).
         pow2: round the scales of weights up to powers of two.
@@ -125,10 +101,12 @@ def pack(
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
         ValueError: an unknown scheme, layout, rule or cache, a scheme that the layout does not hold, a layer whose
-            sizes the scheme cannot have or that cannot be split, or static scales without a calibration of this model.
+            sizes the scheme cannot have or that cannot be split, static scales without a calibration of this model, or
+            a rule without a calibration.
         WriteError: the disk refused.
     """
     check_absent(out)
+    rule = check_rule(rule, calibration)
     opened = open_source(source, step)
     conversion = convert(opened.skeleton.model, "rowwise", skip=(*opened.skip, *skip))
     scheme = SCHEME_OF.get(opened.recipe, "channel") if scheme is None else scheme
@@ -226,6 +204,8 @@ class _Plan:
             folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
             gains=self.weights.gains,
             ratios=self.weights.ratios,
+            cached=len(self._kv_scales()) // 2,
+            has_tokenizer=has_tokenizer(out),
         )
 
     def record(self, digest: str) -> dict[str, object]:
@@ -295,5 +275,7 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
         "dtype": str(OTHER_DTYPE).removeprefix("torch."),
         "quantization_config": quantization_config(plan.packing, disks),
     }
+    if plan.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors reads it; OPT does not state it
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
     write_config(target.path, config)
     copy_description(folder, target.path)

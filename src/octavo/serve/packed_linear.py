@@ -37,7 +37,8 @@ class PackedModule(nn.Module):
 
 
 class PackedLinear(PackedModule):
-    """x [..., K] to y [..., N] in x's dtype, or in that of autocast. For inference; any rank, zero rows included.
+    """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included. It is for inference,
+    and has no gradient.
 
     Args:
         linear: the layer whose place it takes, for its sizes and its device.
@@ -98,7 +99,7 @@ class PackedLinear(PackedModule):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, scheme={self.scheme.name}"
+        return f"{sizes}, scheme={self.scheme.name}, for inference only"
 
 
 def swap_linears(model: nn.Module, packed: Mapping[str, tuple[Scheme, int]]) -> None:

@@ -17,6 +17,7 @@ from octavo.artifact.kv_scales import K_SCALE, V_SCALE, attentions
 from octavo.artifact.tensors import ArtifactError, load_tensors
 from octavo.serve.calibration import Calibration
 from octavo.serve.source import Source
+from octavo.serve.statistics import SCALE_RULES
 
 CACHES = ("fp8",)
 HISTORY = "history"  # what octavo.json calls the rule of scales that training kept
@@ -79,6 +80,22 @@ def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
     return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
+
+
+def check_rule(rule: str | None, calibration: Path | None) -> str:
+    """The rule that chooses scales from a calibration: amax if none is given.
+
+    Raises:
+        ValueError: there is no such rule, or no calibration that it would choose from.
+    """
+    if rule is not None and rule not in SCALE_RULES:
+        raise ValueError(f"unknown rule {rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
+    if rule is not None and calibration is None:
+        raise ValueError(
+            f"the rule {rule} chooses scales from a calibration, and none is given: give --calibration, made by octavo "
+            "calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
+        )
+    return rule or "amax"
 
 
 def check_cache(kv_cache: str | None) -> bool:

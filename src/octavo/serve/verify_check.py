@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
 from octavo.serve.quality import energies, sqnr
 from octavo.serve.verify_bytes import Bytes
-from octavo.serve.verify_numbers import scale_values, spread
+from octavo.serve.verify_numbers import scale_values, spread, widen
 from octavo.serve.verify_words import Words, WordsError, read_words
 
 Shape = tuple[int, ...]
@@ -211,6 +213,7 @@ def check_weights(
         The SQNR of each packed weight in dB, where nothing was folded into the weights.
     """
     if read.folded:
+        _check_plausible(read, layers)
         return {}
     found: dict[str, float] = {}
     mine = {name for name in read.shapes if not _belongs_to_packing(name, layers)}
@@ -233,6 +236,17 @@ def check_weights(
         if wrong:
             read.found("weights", name, wrong)
     return found
+
+
+def _check_plausible(read: Bytes, layers: Mapping[str, Words]) -> None:
+    """Of weights that MODEL has no equal of: note scales that are probably reciprocal, as `load` warns of them."""
+    suspects = []
+    for name, words in layers.items():
+        data, scale = read.get(f"{name}.weight"), read.get(f"{name}.{words.scale}")
+        if not words.integers and looks_reciprocal(scale_values(scale, words), partial(widen, data, scale, words)):
+            suspects.append(name)
+    if suspects:
+        read.found("scale", f"{suspects[0]}.{layers[suspects[0]].scale}", reciprocal_warning(suspects, len(layers)))
 
 
 def _belongs_to_packing(name: str, layers: Mapping[str, Words]) -> bool:

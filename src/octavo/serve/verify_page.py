@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from octavo.serve.verify import LayerReport, Report
 from octavo.serve.verify_report import Run, Section, sections, verdict
+from octavo.serve.verify_result import LayerReport, Report
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ddd; --grey: #555; --weight: #3b6fb6;

@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from octavo.serve.quality import EmbeddingQuality, Estimate, LogitQuality
-from octavo.serve.verify import Report
 from octavo.serve.verify_forecast import DECODE, PREFILL, REMARK, weighted_gain
+from octavo.serve.verify_result import Report
 from octavo.version import __version__
 
 
