@@ -18,7 +18,7 @@ from octavo.recipe import Recipe
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is a `Conv1D` of transformers, converted or not. Found by name: octavo does not need transformers."""
+    """Whether this is a `Conv1D` of transformers, converted or not: by name, as octavo does not need transformers."""
     return any(
         cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
     )
