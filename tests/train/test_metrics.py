@@ -23,12 +23,42 @@ def test_a_run_writes_all_that_was_promised(begin, records, tmp_path):
     trainer = begin(steps=6, log_every=2, evaluate_every=3, sample=5)
     trainer.run()
     run = trainer.run_folder.path
-    keys = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "dtypes", "weights")
-    assert [list(records(run, key)) for key in keys] == [[2, 4, 6]] * 6
+    keys = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "seconds", "peak_memory", "largest_weight")
+    assert [list(records(run, key)) for key in keys] == [[2, 4, 6]] * len(keys)
+    assert [list(records(run, key)) for key in ("precision", "dtypes")] == [[0]] * 2
+    assert records(run, "tokens") == {2: 128, 4: 256, 6: 384}
     assert [list(records(run, key)) for key in ("evaluation_loss", "sample")] == [[3, 6]] * 2
     assert all(speed > 0 for speed in records(run, "tokens_per_second").values())
-    weights = records(run, "weights")[6]
-    assert weights == {name: [t.min().item(), t.max().item()] for name, t in model_tensors(trainer.model).items()}
+    speeds = zip(records(run, "seconds").values(), records(run, "tokens_per_second").values(), strict=True)
+    assert all(seconds * speed == pytest.approx(128, rel=1e-3) for seconds, speed in speeds)
+    assert all(1 << 26 < peak < 1 << 36 for peak in records(run, "peak_memory").values())
+    largest = max(t.abs().max().item() for t in model_tensors(trainer.model).values())
+    assert records(run, "largest_weight")[6] == largest
+
+
+def test_a_line_of_the_log_is_short_however_many_layers_there_are(begin):
+    trainer = begin(steps=3, layers=6, recipe="rowwise")
+    trainer.run()
+    lines = [line for line in trainer.run_folder.metrics.read_text().splitlines() if '"loss"' in line]
+    assert max(map(len, lines[1:])) < 400
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("rowwise", 0.6), ("bf16", 0.0)])
+def test_the_log_tells_an_fp8_run_from_a_bf16_run(begin, records, recipe, share):
+    trainer = begin(steps=1, warmup=0, recipe=recipe, skip=("*.down_proj",))
+    trainer.run()
+    found = records(trainer.run_folder.path, "precision")[0]
+    (layers,) = [entry["layers"] for entry in found["recipes"].values()]
+    assert list(found["recipes"]) == [recipe]
+    assert len(layers) == 12
+    assert not [name for name in layers if "down_proj" in name or "lm_head" in name]
+    backends = {found["recipes"][recipe][gemm] for gemm in ("y", "dx", "dw")}
+    assert backends == ({"bf16"} if recipe == "bf16" else {"emulated"})
+    sizes = {name: p.numel() for name, p in trainer.model.named_parameters()}
+    in_fp8 = sum(size for name, size in sizes.items() if name.removesuffix(".weight") in layers)
+    assert found["fp8_share"] == (pytest.approx(in_fp8 / sum(sizes.values()), abs=1e-6) if share else 0)
+    assert found["fp8_share"] + sum(found["high_precision"].values()) == pytest.approx(1, abs=1e-5)
+    assert "model.layers.*.mlp.down_proj.weight" in found["high_precision"]
 
 
 def test_gradient_norm_is_that_of_all_gradients_before_clipping(begin, records):
@@ -116,7 +146,7 @@ def test_progress_is_one_line_however_narrow_the_terminal():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_tensorboard_reads_the_events(begin, go_on, records):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer = begin(tensorboard=True, steps=6)
+    trainer = begin(tensorboard=True, steps=6, recipe="delayed")
     trainer.run()
     run = trainer.run_folder.path
     shutil.rmtree(trainer.run_folder.checkpoint(6))  # as if it had been killed before it saved that
@@ -129,8 +159,12 @@ def test_tensorboard_reads_the_events(begin, go_on, records):
         assert [value for _, value in found] == pytest.approx(list(required.values()))
     assert list(records(run)) == [1, 2, 3, 4, 5, 6]
     weight = "model.layers.0.mlp.up_proj.weight"
-    largest = {step: max(map(abs, ranges[weight])) for step, ranges in records(run, "weights").items()}
-    assert {e.step: e.value for e in events.Scalars(f"weights/{weight}/largest")} == pytest.approx(largest)
+    found = {e.step: e.value for e in events.Scalars(f"weights/{weight}/largest")}
+    assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert found[6] == pytest.approx(trainer.model.get_parameter(weight).abs().max().item())
+    scales = events.Scalars("scales/model.layers.0.mlp.up_proj.histories.w")
+    assert scales[-1].step == 6
+    assert 0 < scales[-1].value < 1
 
 
 def test_without_tensorboard_the_error_names_the_extra_and_nothing_is_written(begin, monkeypatch, tmp_path):

@@ -45,7 +45,7 @@ def files(folder):
 
 def assert_same_run(found, required, records):
     """Every number of every step, and every byte of the last checkpoint."""
-    for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "weights", "sample"):
+    for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight", "sample"):
         assert records(found, key) == records(required, key)
     assert files(RunFolder(found).newest()) == files(RunFolder(required).newest())
     assert len(files(RunFolder(found).newest())) == 4

@@ -1,4 +1,4 @@
-"""What a learner wants to see of a mixed-precision run: which dtype everything has, and how large the weights are."""
+"""What can be seen of a mixed-precision run: what each layer computes in, every dtype, and how large the weights are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,42 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from octavo.nn.backends import gemm_backends
+from octavo.nn.coverage import find_coverage
+from octavo.nn.delayed import histories
+from octavo.nn.linear import RecipeLayer
+
+
+def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """What the parameters of `model` are computed in, read from the model itself, in JSON's terms.
+
+    Returns:
+        `recipes`: for each recipe the `layers` that run it, and what their GEMMs `y`, `dx` and `dw` run on ("bf16":
+        unquantized, in the autocast dtype). `fp8_share`: the part of the parameters, 0 to 1, that FP8 GEMMs read.
+        `high_precision`: the parts of the others, by parameter (repeated layers are one entry, their index written *),
+        and of `embeddings` and `other` (norms, biases and other vectors).
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
+    recipes: dict[str, dict[str, Any]] = {}
+    for name, layer in layers.items():
+        entry = recipes.setdefault(layer.recipe.name, _backends(layer, device) | {"layers": []})
+        entry["layers"].append(name)
+    coverage = find_coverage(model, [name for name, layer in layers.items() if layer.recipe.quantized])
+    rest = {left.name: left.share for left in coverage.left}
+    high = rest | {"embeddings": coverage.embeddings, "other": coverage.other}
+    return {
+        "recipes": recipes,
+        "fp8_share": round(coverage.computed, 6),
+        "high_precision": {name: round(share, 6) for name, share in high.items()},
+    }
+
+
+def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
+    found = {gemm: backend.name for gemm, backend in gemm_backends(layer.recipe, device).items()}
+    return {gemm: "emulated" if name == "none" and layer.emulate else name for gemm, name in found.items()}
 
 
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
@@ -40,7 +75,32 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 
 @torch.no_grad()
 def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(smallest, largest) element of every parameter, read from the device in one transfer."""
+    """(smallest, largest) element of every parameter, read from the device in one transfer.
+
+    Parameters may be sharded (DTensor: FSDP2, tensor parallel): every rank returns the extremes of the whole, and every
+    rank must call this.
+    """
     names = [name for name, _ in model.named_parameters()]
-    extremes = torch.stack([torch.stack(p.aminmax()).float() for p in model.parameters()])
-    return {name: (low, high) for name, (low, high) in zip(names, extremes.tolist(), strict=True)}
+    parameters: list[Any] = list(model.parameters())
+    extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
+    return {name: (low, -negated) for name, (low, negated) in zip(names, extremes.tolist(), strict=True)}
+
+
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """The scale of every history of `delayed` that has one, by its name such as LAYER.histories.x; in one transfer."""
+    known = {name: history.scale for name, history in histories(model) if history.ready}
+    values = torch.cat([scale.view(1) for scale in known.values()]).tolist() if known else []
+    return dict(zip(known, values, strict=True))
+
+
+def _extremes(p: Any) -> Tensor:
+    """(smallest, -largest) of a parameter, or of the part that lies on this rank: [2] FP32."""
+    local: Tensor = p.to_local() if hasattr(p, "to_local") else p
+    if local.numel() == 0:  # a parameter with fewer rows than there are ranks
+        return torch.full((2,), torch.inf, device=local.device)
+    low, high = local.aminmax()
+    return torch.stack([low, -high]).float()

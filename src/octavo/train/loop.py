@@ -32,9 +32,10 @@ from octavo.nn import cast_once, update_scales
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
 from octavo.train.data import Batches
-from octavo.train.instrument import observed_dtypes, weight_ranges
+from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import interrupt
 from octavo.train.log import print_line
+from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
 from octavo.train.model import Forward, logits
 from octavo.train.schedule import learning_rate
@@ -86,6 +87,9 @@ class Trainer:
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
             cast_once(self.model),
         ):
+            with clock.paused():
+                precision = precision_of(self.model, state.device)
+                metrics.write(state.step, precision=precision, dtypes=self._dtypes())
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
                 signal = stop.received  # read once a step: what comes later in this turn is for the next
@@ -161,19 +165,28 @@ class Trainer:
 
     def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
-        seconds = clock.lap(state.step)
-        tokens = config.batch * config.accumulate * config.context
-        record: dict[str, Any] = {
-            "loss": float(loss),
-            "learning_rate": learning_rate(state.step - 1, config),
-            "gradient_norm": float(norm),
-            "tokens_per_second": tokens / seconds,
-        }
-        if config.precision == "fp16":
-            record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+        steps, seconds = clock.lap(state.step)
         with clock.paused():
-            show_progress(self.console, state.step, config.steps, record, seconds * (config.steps - state.step))
-            metrics.write(state.step, **record, dtypes=self._dtypes(), weights=weight_ranges(self.model))
+            tokens = config.batch * config.accumulate * config.context
+            ranges = weight_ranges(self.model)
+            record: dict[str, Any] = {
+                "loss": float(loss),
+                "learning_rate": learning_rate(state.step - 1, config),
+                "gradient_norm": float(norm),
+                "tokens": tokens * state.step,
+                "seconds": round(seconds, 6),
+                "tokens_per_second": tokens * steps / seconds,
+                "peak_memory": peak_memory(state.device),
+                "largest_weight": max(max(-low, high) for low, high in ranges.values()),
+            }
+            if config.precision == "fp16":
+                record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+            left = seconds / steps * (config.steps - state.step)
+            show_progress(self.console, state.step, config.steps, record, left)
+            metrics.write(state.step, **record)
+            if config.tensorboard:
+                metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
+                metrics.draw(state.step, {f"scales/{name}": value for name, value in scales_of(self.model).items()})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
@@ -206,17 +219,17 @@ class Trainer:
 
 
 class _Clock:
-    """Seconds a step, without what is not training (logging, evaluation, saving)."""
+    """Seconds of training, without what is not training (logging, evaluation, saving)."""
 
     def __init__(self, step: int) -> None:
         self._step, self._start = step, time.perf_counter()
 
-    def lap(self, step: int) -> float:
-        """Seconds a step since the last lap, up to `step`."""
+    def lap(self, step: int) -> tuple[int, float]:
+        """The steps since the last lap, up to `step`, and the seconds that they took."""
         now = time.perf_counter()
-        seconds = (now - self._start) / max(step - self._step, 1)
+        steps, seconds = max(step - self._step, 1), now - self._start
         self._step, self._start = step, now
-        return seconds
+        return steps, seconds
 
     def paused(self) -> _Pause:
         """A block that does not count."""

@@ -1,10 +1,21 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard where asked for, and one line a log step on the terminal."""
+"""Where a run's numbers go: metrics.jsonl, TensorBoard where asked for, and one line a log step on the terminal.
+
+A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
+
+    at the start and each resume   precision (`octavo.train.instrument.precision_of`), and what the tensors' dtypes are:
+                                   dtypes (`observed_dtypes`)
+    every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
+                                   since the log record before), tokens_per_second, peak_memory (bytes),
+                                   largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps
+    every evaluate_every steps     evaluation_loss, sample (a text)
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +41,14 @@ class Metrics:
         record = {name: None if _no_number(value) else value for name, value in record.items()}
         self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
+        self.draw(step, record)
+
+    def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Give the numbers among the values to TensorBoard, where it was asked for."""
         if self._board is not None:
-            for name, value in record.items():
+            for name, value in numbers.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
-                elif name == "weights":
-                    for weight, (low, high) in value.items():
-                        self._board.add_scalar(f"weights/{weight}/largest", max(-low, high), step)
 
     def __enter__(self) -> Metrics:
         return self

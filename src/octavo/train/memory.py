@@ -1,0 +1,24 @@
+"""The memory of the device that a run trains on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes so far: of tensors on a GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes that the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
