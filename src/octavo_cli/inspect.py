@@ -27,7 +27,7 @@ def inspect(
       octavo inspect packed/first
     """
     from octavo.artifact.packed_tensors import PackedTensors
-    from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
+    from octavo.artifact.plausible import reciprocal_warning, suspected
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
@@ -35,7 +35,7 @@ def inspect(
     rows += [_other(packed, name) for name in packed.others]
     total = sum(row["bytes"] for row in rows)
     weights = ((name, packed.weight(name)) for name in packed.packing.schemes)
-    suspects = [name for name, weight in weights if looks_reciprocal(weight.scale, weight.dequantize)]
+    suspects = suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
     if as_json:
         found = {"layout": packed.packing.layout, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
         print(json.dumps(found, indent=2))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.artifact.plausible import looks_reciprocal
+from octavo.artifact.plausible import looks_reciprocal, suspected
 from octavo.artifact.scheme import SCHEMES
 from octavo.numerics import QTensor
 from octavo.ops import quantize
@@ -38,3 +38,11 @@ def test_reciprocal_scales_are_told_from_right_ones(scheme: str, size: float) ->
 def test_large_scales_of_small_data_are_right() -> None:
     data, scale = torch.full((4, 32), 0.5), torch.full((4, 1), 2.0)
     assert not looks_reciprocal(scale, lambda: data * scale)
+
+
+def test_a_layer_of_huge_weights_among_others_is_no_suspicion() -> None:
+    huge, plain = packed("channel", 500.0), packed("channel", 0.02)
+    weights = [("huge", huge), ("a", plain), ("b", plain)]
+    assert looks_reciprocal(huge.scale, huge.dequantize)
+    assert suspected((name, q.scale, q.dequantize) for name, q in weights) == []
+    assert suspected((name, q.scale, q.dequantize) for name, q in weights[:1]) == ["huge"]

@@ -1,14 +1,15 @@
-"""Do the scales of a packed weight look reciprocal?
+"""Do the scales of packed weights look reciprocal?
 
 A scale multiplies: w = data * scale, and data fill e4m3 up to 448. So a scale is amax / 448, and above 1 only where
 weights exceed 448. Weights of trained linear layers are about 1; where a writer stores 448 / amax instead, the scales
 are far above 1. A layer is suspected if both hold: the median of its scales is above 1, and its largest weight above
-448. Scales that are right raise no suspicion unless a layer's weights exceed 448 in most of its blocks.
+448. A writer makes this error in every layer, so a folder is suspected if more than half of its layers are. Scales that
+are right raise no suspicion unless weights exceed 448 in most blocks of most layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -19,6 +20,13 @@ def looks_reciprocal(scale: Tensor, weight: Callable[[], Tensor]) -> bool:
     """Whether the scales of a packed weight, in floating point, are probably 1 / scale. `weight` gives data * scale;
     it is called only where the scales are large."""
     return float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
+
+
+def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
+    """The packed layers whose scales look reciprocal, if they are more than half. Of each layer `layers` gives the
+    name, the scales, and what gives the weight; one layer at a time is in memory."""
+    found = {name: looks_reciprocal(scale, weight) for name, scale, weight in layers}
+    return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
 
 
 def reciprocal_warning(names: list[str], layers: int) -> str:

@@ -19,7 +19,7 @@ from octavo.artifact.packed import (
     read_json,
     read_packing,
 )
-from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
+from octavo.artifact.plausible import reciprocal_warning, suspected
 from octavo.artifact.scales import unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
@@ -114,7 +114,7 @@ def _check_scales(model: nn.Module, folder: Path) -> None:
     """Warn where weights multiplied by their scales are far beyond those of a trained model."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
     weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
-    if names := [name for name, weight in weights.items() if looks_reciprocal(weight.scale, weight.dequantize)]:
+    if names := suspected((name, weight.scale, weight.dequantize) for name, weight in weights.items()):
         warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
 
 

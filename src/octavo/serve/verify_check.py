@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octavo.artifact.plausible import looks_reciprocal, reciprocal_warning
+from octavo.artifact.plausible import reciprocal_warning, suspected
 from octavo.serve.quality import energies, sqnr
 from octavo.serve.verify_bytes import Bytes
 from octavo.serve.verify_numbers import scale_values, spread, widen
@@ -240,13 +240,14 @@ def check_weights(
 
 def _check_plausible(read: Bytes, layers: Mapping[str, Words]) -> None:
     """Of weights that MODEL has no equal of: note scales that are probably reciprocal, as `load` warns of them."""
-    suspects = []
-    for name, words in layers.items():
-        data, scale = read.get(f"{name}.weight"), read.get(f"{name}.{words.scale}")
-        if not words.integers and looks_reciprocal(scale_values(scale, words), partial(widen, data, scale, words)):
-            suspects.append(name)
+    suspects = suspected(_scales_and_weight(read, *layer) for layer in layers.items() if not layer[1].integers)
     if suspects:
         read.found("scale", f"{suspects[0]}.{layers[suspects[0]].scale}", reciprocal_warning(suspects, len(layers)))
+
+
+def _scales_and_weight(read: Bytes, name: str, words: Words) -> tuple[str, Tensor, Callable[[], Tensor]]:
+    data, scale = read.get(f"{name}.weight"), read.get(f"{name}.{words.scale}")
+    return name, scale_values(scale, words), partial(widen, data, scale, words)
 
 
 def _belongs_to_packing(name: str, layers: Mapping[str, Words]) -> bool:
