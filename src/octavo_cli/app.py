@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo_cli.calibrate import calibrate
+from octavo_cli.data import DataCommand
 from octavo_cli.doctor import doctor
 from octavo_cli.export_gguf import export_gguf
 from octavo_cli.fold import fold
@@ -45,15 +46,15 @@ app = typer.Typer(
 app.command()(formats)
 app.command()(doctor)
 app.command(context_settings=CONTEXT)(train)
-app.command()(calibrate)
+app.command(cls=DataCommand)(calibrate)
 app.command()(fold)
-app.command()(pack)
+app.command(cls=DataCommand)(pack)
 app.command()(generate)
 app.command()(inspect)
 app.command()(unpack)
 app.command("convert-layout")(convert_layout)
 app.command("export-gguf")(export_gguf)
-app.command()(verify)
+app.command(cls=DataCommand)(verify)
 
 
 def version() -> str:

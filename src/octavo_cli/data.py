@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
 
-DATA_HELP = "Text: stdlib, a file, folder or glob, .jsonl (text, prompt or messages), or hf:DATASET. Repeatable"
+DATA = "--data"
+DATA_HELP = (
+    "Text: stdlib, a file, folder or glob, .jsonl (text, prompt or messages), or hf:DATASET; several, or repeated"
+)
 
 
 def print_reading(console: Console) -> Callable[[ReadReport], None]:
@@ -21,3 +26,38 @@ def print_reading(console: Console) -> Callable[[ReadReport], None]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     return show
+
+
+class DataCommand(TyperCommand):
+    """A command whose option --data takes several words, as a shell makes of `--data books/*.txt`.
+
+    The arguments of the command come before: the words after --data are its own only if the arguments have been given.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Read the words of the command line into the parameters of the command."""
+        given = list(args)
+        ctx.allow_extra_args = True
+        super().parse_args(ctx, list(given))
+        if ctx.args and ctx.args == _further_words(given):
+            ctx.params["data"] = [*(ctx.params["data"] or ()), *ctx.args]
+            ctx.args = []
+        elif ctx.args:
+            ctx.allow_extra_args = False
+            super().parse_args(ctx, given)  # which says what is wrong
+        return ctx.args
+
+
+def _further_words(args: list[str]) -> list[str]:
+    """The words after each `--data VALUE`, up to the next option."""
+    found: list[str] = []
+    inside = False
+    value = False  # whether the next word is the value of --data
+    for word in args:
+        if word.startswith("-") and not value:
+            inside, value = word.partition("=")[0] == DATA, word == DATA
+        elif value:
+            value = False
+        elif inside:
+            found.append(word)
+    return found

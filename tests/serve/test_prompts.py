@@ -105,6 +105,17 @@ def test_conversations_go_through_the_chat_template(tmp_path, byte_tokens):
         read_prompts([rows], byte_tokens, samples=4, context=8)
 
 
+def test_the_text_of_a_conversation_gives_the_ids_of_the_chat_template(tmp_path):
+    tokenizer = dressed_tokenizer()
+    tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['role'] }} {{ m['content'] }} [SEP] {% endfor %}"
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    messages = [{"role": "w1", "content": "w2 w3"}, {"role": "w4", "content": "w5"}]
+    rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
+    (ids,) = read_prompts([rows], tokenizer, samples=1, context=99).ids
+    assert ids == (0, 11, 12, 13, 1, 14, 15, 1)
+    assert list(ids) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
 def test_batches_hold_prompts_of_one_length(tmp_path, byte_tokens):
     lengths = [3, 5, 5, 3, 5, 2, 5, 5]
     rows = write_rows(tmp_path / "a.jsonl", [{"text": str(i) * n} for i, n in enumerate(lengths)])
