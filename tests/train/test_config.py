@@ -102,6 +102,7 @@ def test_describe_covers_every_setting_with_help():
         (["--min-learning-rate", "0.1"], ["min_learning_rate", "0.1", "0.001"]),
         (["--warmup", "500"], ["warmup", "below steps", "500"]),
         (["--schedule", "wsd", "--warmup", "450"], ["warmup 450", "decay 0.2", "500 steps", "(100)"]),
+        (["--width", "100000000001"], ["heads 4", "width 100000000001"]),
         (["--heads", "5"], ["heads 5", "width 256", "2, 4, 8"]),
         (["--kv-heads", "3"], ["kv_heads 3", "heads 4", "1, 2, 4"]),
         (["--width", "6", "--heads", "2"], ["6 / 2 = 3", "even", "RoPE", "1, 3"]),

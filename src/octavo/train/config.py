@@ -221,7 +221,7 @@ def _check_model(config: Config) -> None:
 def _check_heads(config: Config) -> None:
     width, heads, kv_heads, rope = config.width, config.heads, config.kv_heads, config.model == "llama"
     if width % heads or (rope and width // heads % 2):
-        counts = [n for n in range(1, width + 1) if width % n == 0 and not (rope and width // n % 2)]
+        counts = [n for n in range(1, min(width, 1024) + 1) if width % n == 0 and not (rope and width // n % 2)]
         nearby = ", ".join(map(str, sorted(sorted(counts, key=lambda n: abs(n - heads))[:4])))
         advice = f"for this width, heads can be {nearby}" if nearby else "make the width even"
     if width % heads:
@@ -232,7 +232,7 @@ def _check_heads(config: Config) -> None:
             f"got {width} / {heads} = {width // heads}; {advice}"
         )
     if rope and heads % kv_heads:
-        counts = [n for n in range(1, heads + 1) if heads % n == 0]
+        counts = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
         raise ConfigError(
             f"kv_heads must divide heads; got kv_heads {kv_heads} and heads {heads}; "
             f"for these heads, kv_heads can be {', '.join(map(str, counts))}"

@@ -1,4 +1,4 @@
-"""What can be seen of a mixed-precision run: what each layer computes in, every dtype, and how large the weights are."""
+"""What can be seen of a mixed-precision run: what each layer computes in, every dtype, and the range of the weights."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
@@ -16,6 +18,9 @@ from octavo.models.causal import logits_of
 from octavo.models.tokenizer import Tokenizer
 from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import open_language_model
+from octavo.train.memory import total_memory
+
+_BYTES = 16  # of a parameter in training: weight, gradient and two moments, in float32
 
 Forward = Callable[..., Any]  # a model, or what torch.compile made of it
 
@@ -30,6 +35,34 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
         model.checkpoint_activations = config.checkpoint_activations
         return model
     return open_language_model(config, saved)
+
+
+def check_memory(config: Config, vocabulary: int, device: torch.device) -> None:
+    """Raise a ConfigError if what AdamW keeps for a built-in model is more than all the memory of `device`."""
+    if config.model not in BUILT_IN_MODELS:
+        return
+    count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
+    if count is None or count * _BYTES > total:
+        known = "too many to count" if count is None else f"{count:.3g}"
+        needed = "" if count is None else f", {count * _BYTES / 1e9:,.0f} GB before activations"
+        raise ConfigError(
+            f"the model of these settings has too many parameters ({known}) for this device: training takes {_BYTES} "
+            f"bytes for each (weight, gradient and two moments in float32){needed}; {device} has {total / 1e9:,.0f} "
+            "GB. Lower width, mlp_width or layers"
+        )
+
+
+def _count_parameters(config: ModelConfig) -> int | None:
+    """The number of parameters; None if a tensor would have more elements than PyTorch can count."""
+    counts = []
+    try:
+        with torch.device("meta"):  # any number of layers from two small models
+            for layers in (1, 2):
+                model = build(dataclasses.replace(config, layers=layers))
+                counts.append(sum(p.numel() for p in model.parameters()))
+    except (RuntimeError, TypeError):
+        return None
+    return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
 
 
 def check_vocabulary(model: nn.Module, highest: int) -> None:

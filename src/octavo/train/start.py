@@ -22,11 +22,12 @@ from octavo.text import absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, RandomBatches, build_corpus, open_data
+from octavo.train.header import header
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.metrics import event_writer
-from octavo.train.model import check_vocabulary, make_model, save_description
+from octavo.train.model import check_memory, check_vocabulary, make_model, save_description
 from octavo.train.optimizer import make_optimizer
 
 
@@ -155,6 +156,7 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     draw = RandomBatches if config.sampling == "random" else Batches
     training = draw(corpus.train, config.context, config.batch, config.seed)
     validation = Batches(corpus.validation, config.context, config.batch, None)
+    check_memory(config, tokenizer.vocabulary_size, device)
     torch.manual_seed(config.seed)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
     if config.model not in BUILT_IN_MODELS:
@@ -167,12 +169,7 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
         only_if_faster=config.only_if_faster,
         tokens=config.batch * config.context,
     )
-    size = sum(p.numel() for p in model.parameters())
-    print_line(
-        console,
-        f"{config.model}: {size / 1e6:.2f}M parameters on {device}, {config.precision}; "
-        f"{len(corpus.train) / 1e6:.2f}M training tokens\n{report.summary()}",
-    )
+    print_line(console, header(config, model, device, corpus, report))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
     return Trainer(config, state, training, validation, tokenizer, run, lock, console)

@@ -1,0 +1,38 @@
+"""What a run prints before its first step: which model it trains, on what, how long and with which precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from octavo.models import BUILT_IN_MODELS
+from octavo.nn import Conversion
+from octavo.train.config import Config
+from octavo.train.data import Corpus
+from octavo.words import plural
+
+
+def header(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
+    """Lines of a label and what it stands for, and the report of the conversion."""
+    size = sum(p.numel() for p in model.parameters())
+    kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
+    each = config.batch * config.accumulate * config.context
+    epochs = config.steps * each / len(corpus.train)
+    decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
+    lines = {
+        "model": f"{config.model}, {size / 1e6:.2f}M parameters, {kind}",
+        "data": f"{_sources(config)}: {len(corpus.train) / 1e6:.2f}M tokens to train on, "
+        f"{len(corpus.validation) / 1e6:.2f}M held out",
+        "steps": f"{plural(config.steps, 'step')} of {plural(each, 'token')}, {epochs:.2g} of the training tokens",
+        "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
+        f"{plural(config.warmup, 'step')} of warmup",
+        "device": f"{device}, {config.precision} outside of FP8",
+        "folder": config.out,
+    }
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+
+
+def _sources(config: Config) -> str:
+    if config.data == ("stdlib",):
+        return "stdlib, the source code of Python's standard library (another text: --data PATH)"
+    return ", ".join(config.data)
