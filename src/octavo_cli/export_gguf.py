@@ -29,6 +29,7 @@ def export_gguf(
       octavo export-gguf models/qwen qwen-q8_0.gguf
     """
     from octavo import serve
+    from octavo.words import plural
 
     console = Console()
     with Progress(console=console, transient=True) as bar:
@@ -37,8 +38,10 @@ def export_gguf(
             source, out, weights=weights, tokenizer=tokenizer, step=step,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )  # fmt: skip
-    types = ", ".join(f"{count} tensors of {kind}" for kind, count in report.types.items())
+    types = ", ".join(f"{plural(count, 'tensor')} of {kind}" for kind, count in report.types.items())
     console.print(
         f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+    for remark in report.remarks:
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)

@@ -16,7 +16,7 @@ transformers rotates halves (i, i + d/2); for the architecture "llama" the rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,14 @@ _LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What `export_gguf` made: the file, its bytes, its architecture and how many tensors are of each type."""
+    """What `export_gguf` made: the file, its bytes, its architecture and how many tensors are of each type; and
+    `remarks`, what a reader of the file gets wrong."""
 
     path: Path
     bytes: int
     architecture: str
     types: Mapping[str, int]
+    remarks: Sequence[str] = ()
 
 
 def export_gguf(
@@ -87,7 +89,7 @@ def export_gguf(
     rows = model.specs["token_embd.weight"].shape[0]
     words = read_gguf_tokenizer(opened.description, config, rows) if tokenizer else None
     size = write_file(gguf, out, model.architecture, _metadata(model, words), model.content(progress))
-    return GgufReport(out, size, model.architecture, model.types())
+    return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
 
 
 def _package() -> Any:
@@ -220,12 +222,29 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
     return factors.float()
 
 
+def _remarks(model: _Model) -> list[str]:
+    """What transformers' reader gets wrong: it describes the architecture "llama" without biases."""
+    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.specs):
+        return []
+    return [
+        "this model has biases: llama.cpp reads them, and transformers leaves them out, unless it is given "
+        f"config=AutoConfig.from_pretrained({str(model.source.description)!r})"
+    ]
+
+
+def _name(model: _Model) -> str:
+    """The name that the file gives the model. transformers takes a Llama that is called exactly "mistral" for an
+    architecture of that name, which GGUF does not have."""
+    name = model.source.origin.name
+    return name.capitalize() if name == "mistral" else name
+
+
 def _metadata(model: _Model, words: GgufTokenizer | None) -> dict[str, Any]:
     """The keys and values of the file; {arch} stands for its architecture."""
     config, arch = model.config, model.architecture
     rope = _rope(config)
     found = {
-        "general.name": model.source.origin.name,
+        "general.name": _name(model),
         "general.file_type": 7 if "q8_0" in model.types() else 1,
         "general.quantization_version": 2,
         f"{arch}.vocab_size": model.specs["token_embd.weight"].shape[0],
