@@ -20,7 +20,7 @@ from octavo.artifact.packed import (
     read_packing,
 )
 from octavo.artifact.plausible import reciprocal_warning, suspected
-from octavo.artifact.scales import unused_scales
+from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.shards import ShardReader
 from octavo.artifact.tensors import ArtifactError, model_tensors
@@ -68,9 +68,11 @@ def fill(skeleton: Skeleton, folder: Path, device: str | torch.device) -> nn.Mod
     config = packed.read_config()
     disks = [disk for names in skeleton.linears().values() for disk in names]
     reader = ShardReader(packed.path)
-    packing = read_packing(config, disks, packed.config, _plain(disks, reader))
+    experts = _packed_experts(skeleton, reader)
+    packing = read_packing(config, [*disks, *experts], packed.config, _plain(disks, reader))
     swap_linears(skeleton.model, _packed_layers(skeleton, packing, packed.config))
     tensors = _read_tensors(packing, reader, disks)
+    _widen_experts(tensors, packing, experts)
     required = skeleton.on_disk(model_tensors(skeleton.model))
     check_tensors(_rounded(tensors, required), required, packed.path)
     model = _materialize(skeleton, tensors)
@@ -84,6 +86,30 @@ def _plain(disks: list[str], reader: ShardReader) -> set[str]:
     """The linear layers whose weight is not in eight bits; a tied head has none of its own."""
     specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
     return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
+
+
+def _packed_experts(skeleton: Skeleton, reader: ShardReader) -> list[str]:
+    """The experts whose weights are in eight bits, by their names on disk."""
+    files = skeleton.experts
+    specs = {name: reader.specs.get(f"{name}.weight") for name in ([] if files is None else files.experts)}
+    return [name for name, spec in specs.items() if spec is not None and spec.dtype == WEIGHT_DTYPE]
+
+
+def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[str]) -> None:
+    """Put the weights of packed experts in BF16: their stacks are no linear layers, and run as they are."""
+    for name in experts:
+        if (scheme := packing.schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:
+            continue  # `check_tensors` names what is wrong
+        scale = tensors.pop(f"{name}.{SCALE_NAME}")
+        check_scale(f"{name}.{SCALE_NAME}", scale, Path(name))
+        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
+        tensors[f"{name}.weight"] = scheme.packed_weight(tensors[f"{name}.weight"], scale).dequantize(OTHER_DTYPE)
+    if experts:
+        warnings.warn(
+            f"{experts[0]} ({len(experts)} such layers) is an expert in FP8: its weight is widened to BF16, since "
+            "Octavo has no FP8 GEMM of stacked experts yet",
+            stacklevel=2,
+        )
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:

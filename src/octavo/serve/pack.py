@@ -271,6 +271,8 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
     config = describe_model(folder)
     config.pop("torch_dtype", None)  # the older name of "dtype"
     disks = [disk for names in plan.linears.values() for disk in names]
+    if (experts := plan.source.skeleton.experts) is not None:
+        disks += experts.unpacked(plan.packing.layout)
     config |= {
         "dtype": str(OTHER_DTYPE).removeprefix("torch."),
         "quantization_config": quantization_config(plan.packing, disks),

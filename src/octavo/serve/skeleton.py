@@ -19,6 +19,7 @@ from octavo.extras import import_extra
 from octavo.models import Config, build, from_hf_config, hf_mapping
 from octavo.models.llama import merge_from_hf, split_for_hf
 from octavo.serve.conv1d import describe_model, is_gpt2
+from octavo.serve.experts import ExpertFiles, expert_files
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,20 +27,25 @@ class Skeleton:
     """A model in BF16 on the meta device.
 
     `config` is ours for an architecture of `octavo.models`, and None for a model of transformers, which has on disk the
-    names that it has in memory. `context`: the tokens that the model can see.
+    names that it has in memory, but for those that `experts` knows. `context`: the tokens that the model can see.
     """
 
     model: nn.Module
     config: Config | None
     context: int
+    experts: ExpertFiles | None = None
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a file that hold `tensors`, which are named as in the model."""
+        if self.experts is not None:
+            return self.experts.split(tensors)
         split = split_for_hf if self.config is None else hf_mapping(self.config)[0]
         return {ours: t for name, tensor in tensors.items() for ours, t in split(name, tensor).items()}
 
     def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `on_disk`, for a whole file."""
+        if self.experts is not None:
+            return self.experts.merge(tensors)
         return (merge_from_hf if self.config is None else hf_mapping(self.config)[1])(tensors)
 
     def linears(self) -> dict[str, list[str]]:
@@ -91,7 +97,7 @@ def transformers_skeleton(folder: Path) -> Skeleton:
             model = named[0]._from_config(config, dtype=OTHER_DTYPE)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=OTHER_DTYPE)
-    return Skeleton(model.eval(), None, context)
+    return Skeleton(model.eval(), None, context, expert_files(model))
 
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:

@@ -18,6 +18,7 @@ from octavo.artifact.tensors import ArtifactError, check_match, model_tensors
 from octavo.models import BUILT_IN_MODELS, from_hf_config
 from octavo.serve.calibration import Calibration, hash_model
 from octavo.serve.conv1d import open_tensors
+from octavo.serve.experts import ExpertReader
 from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
 
 
@@ -103,7 +104,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if "quantization_config" in settings:
         raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
     skeleton = transformers_skeleton(path)
-    reader = open_tensors(path, path)
+    reader = open_tensors(path, path) if skeleton.experts is None else ExpertReader(path, skeleton.experts)
     required = model_tensors(skeleton.model)
     found = {name: _meta(spec) for name, spec in reader.specs.items() if name in required}
     check_match(found, required, f"{path} is not of the model that its config.json describes")

@@ -168,7 +168,7 @@ class _Work:
     def packed(self, rounds: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
         compute = PackedLayers(self.read, self.layers, self.device, rounds)
         cache = partial(rounded_cache, self.kv_scales) if rounds is not leave_input and self.kv_scales else None
-        return StreamedModel(self.read.folder, self.read.get, self.read.shapes, compute, self.device, dtype, cache)
+        return StreamedModel(self.read.folder, compute.get, self.read.shapes, compute, self.device, dtype, cache)
 
     def plain(self, compute: Linear) -> StreamedModel:
         return StreamedModel(self.model.folder, self.model.get_bf16, self.model.shapes, compute, self.device)

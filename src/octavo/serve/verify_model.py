@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.serve.experts import ExpertReader
 from octavo.serve.skeleton import Skeleton, compute_buffers, transformers_skeleton
 from octavo.serve.source import Source, open_source
 from octavo.serve.verify_check import Required, Shape
@@ -64,7 +65,10 @@ class StreamedModel:
         dtype: torch.dtype = torch.float32,
         cache: Callable[[], Any] | None = None,
     ) -> None:
-        model: Any = transformers_skeleton(folder).model.to(dtype)
+        skeleton = transformers_skeleton(folder)
+        model: Any = skeleton.model.to(dtype)
+        if skeleton.experts is not None:
+            get, stored = skeleton.experts.in_model(get, stored)
         model.config.use_cache = False
         self.compute, self.device, self.causal = compute, torch.device(device), is_causal(model)
         self._cache = cache
@@ -110,8 +114,9 @@ def gives_logits(source: Source) -> bool:
 def required_by(skeleton: Skeleton) -> Required:
     """What the files of a model must hold."""
     model = skeleton.model
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.on_disk(model.state_dict()).items()}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears += [] if skeleton.experts is None else skeleton.experts.experts
     return Required(shapes, linears, _ties(model))
 
 
@@ -167,7 +172,9 @@ class Against:
 
     def get(self, name: str) -> Tensor:
         """A tensor, as it is stored."""
-        ours = self._ours[name]
+        ours, reader = self._ours[name], self._source.reader
+        if isinstance(reader, ExpertReader):
+            return reader.in_file(name)  # and not the stack of all experts
         return self._source.skeleton.on_disk({ours: self._source.get(ours)})[name]
 
     def get_bf16(self, name: str) -> Tensor:

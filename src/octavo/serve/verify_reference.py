@@ -41,6 +41,11 @@ class PackedLayers:
             return data.float()
         return widen(data, self._read.get(f"{name}.{words.scale}").to(self._device), words)
 
+    def get(self, name: str) -> Tensor:
+        """A tensor of the folder, on the CPU; the weights of packed experts, which no linear layer holds, widened."""
+        layer = name.removesuffix(".weight")
+        return self.weight(layer).cpu() if name.endswith(".weight") and layer in self._layers else self._read.get(name)
+
     def input_scale(self, name: str) -> Tensor | None:
         """That is stored, one number, or None."""
         words = self._layers.get(name)
