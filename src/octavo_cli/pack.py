@@ -152,6 +152,8 @@ def _table(report: serve.PackReport, kept: serve.Kept | None) -> Table:
             table.add_row("left in BF16", f"{name}: {reason}")
     if by_budget:
         table.add_row("left in BF16", f"{len(by_budget)} by the budget, in the table below")
+    for entry in report.not_linear:
+        table.add_row("left in BF16", f"{entry} of the parameters")
     for name in report.left_out:
         table.add_row("left out", f"{name}: the model has no place for it")
     table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")

@@ -31,6 +31,7 @@ from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.scheme import Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.nn import convert
+from octavo.nn.coverage import find_coverage
 from octavo.numerics import TENSOR, QTensor
 from octavo.serve.conv1d import describe_model
 from octavo.serve.groups import check_groups, groups
@@ -163,6 +164,8 @@ class _Plan:
         self.linears = source.skeleton.linears()
         disks = {disk: how for name, how in schemes.items() for disk in self.linears[name]}
         self.packing = Packing(layout, disks, static is not None and bool(static.keys_and_values))
+        left = find_coverage(source.skeleton.model, schemes).left
+        self.not_linear = [entry for entry in left if entry.kind != "linear layer"]
         self.specs = {name: Spec.of(scale) for name, scale in self._kv_scales().items()}
         for name, spec in source.specs.items():
             meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -206,6 +209,7 @@ class _Plan:
             ratios=self.weights.ratios,
             cached=len(self._kv_scales()) // 2,
             has_tokenizer=has_tokenizer(out),
+            not_linear=self.not_linear,
         )
 
     def record(self, digest: str) -> dict[str, object]:
@@ -222,6 +226,7 @@ class _Plan:
             "layers": {name: how.name for name, how in self.packing.schemes.items()},
             "weight_scales": self.weights.record(),
             "calibration": None if self.static is None else self.static.record,
+            **({"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}),
         }
 
     def check_split(self, degrees: Sequence[int]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from octavo.nn.coverage import Leftover
+
 
 @dataclass(frozen=True)
 class PackReport:
@@ -14,6 +16,7 @@ class PackReport:
     `packed` names the scheme of each packed layer, `gains` the dB of SQNR that each gained by the rule mse. `ratios`:
     layers that consumers fuse ("q, k, v") and that keep scales of their own, with the largest over the smallest.
     `cached`: attention layers whose keys and values have scales. `has_tokenizer`: whether the folder holds one.
+    `not_linear`: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
     """
 
     folder: Path
@@ -28,6 +31,7 @@ class PackReport:
     ratios: Mapping[str, float] = field(default_factory=dict)
     cached: int = 0
     has_tokenizer: bool = True
+    not_linear: Sequence[Leftover] = ()
 
     @property
     def ratio(self) -> float:

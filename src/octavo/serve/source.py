@@ -106,8 +106,10 @@ def open_source(path: Path, step: int | None = None) -> Source:
     skeleton = transformers_skeleton(path)
     reader = open_tensors(path, path) if skeleton.experts is None else ExpertReader(path, skeleton.experts)
     required = model_tensors(skeleton.model)
-    found = {name: _meta(spec) for name, spec in reader.specs.items() if name in required}
-    check_match(found, required, f"{path} is not of the model that its config.json describes")
+    stored = skeleton.on_disk({name: _meta(spec) for name, spec in reader.specs.items()})
+    needed = skeleton.on_disk(required)
+    found = {name: tensor for name, tensor in stored.items() if name in needed}
+    check_match(found, needed, f"{path} is not of the model that its config.json describes")
     left_out = sorted(reader.specs.keys() - required.keys() - skeleton.model.state_dict().keys())
     return Source(path, path, skeleton, "", (), reader, left_out)
 
