@@ -246,6 +246,7 @@ def test_compiled_steps_are_those_of_eager(begin, tmp_path):
             trainer.training,
             trainer.validation,
             trainer.tokenizer,
+            trainer.read,
             trainer.run_folder,
             trainer.lock,
             trainer.console,

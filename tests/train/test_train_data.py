@@ -31,7 +31,7 @@ def trained_text(trainer):
     return bytes(np.concatenate(parts).astype(np.uint8)).decode()
 
 
-def test_the_log_says_what_was_read_and_skipped(logged, text, tmp_path):
+def test_the_log_says_what_was_read_and_skipped(logged, records, text, tmp_path):
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "a.txt").write_text(text.read_text())
@@ -41,6 +41,9 @@ def test_the_log_says_what_was_read_and_skipped(logged, text, tmp_path):
     assert lines[0].endswith("skipped 2: 1 not UTF-8 (latin.txt), 1 not text by name (tokenizer.json)")
     assert lines[0].startswith("read 1 file (")
     assert trained_text(trainer) == text.read_text() + "\n"
+    trainer.run()
+    assert records(trainer.run_folder.path, "data")[0] == trainer.read.to_dict()
+    assert trainer.read.to_dict()["skipped"]["not UTF-8"] == {"count": 1, "bytes": 4, "examples": ["latin.txt"]}
 
 
 def test_rows_are_trained_on_as_text(logged, tmp_path):

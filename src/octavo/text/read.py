@@ -15,7 +15,7 @@ from octavo.text.sources import DATASET, find_files
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The documents of some sources, at least one, and the report of what was read and skipped."""
+    """The documents of some sources, at least one document, and the report of reading them."""
 
     documents: tuple[Document, ...]
     report: ReadReport
@@ -40,8 +40,8 @@ def read_text(sources: Sequence[str], chat: Chat | None = None) -> Reading:
     - `hf:NAME_OR_FOLDER?config=...&split=train&column=text`: a Hugging Face data set, each row a document. Without
       `column`, the first of the columns text, prompt and messages is read.
 
-    Where a folder, a glob or `stdlib` leads to a file that is not text, the file is skipped and counted in the report:
-    one that is binary, not UTF-8 or empty, a structured file, and files that programs write for themselves (`.lock`,
+    Where a folder, a glob or `stdlib` leads to a file that is not text, the file is skipped and counted in the report.
+    Such a file is binary, not UTF-8, empty or structured, or is one that programs write for themselves (`.lock`,
     `.safetensors`, a tokenizer's `merges.txt` and the like). A row without text is skipped and counted as well. A file
     is read once, however many sources lead to it.
 

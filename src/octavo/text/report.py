@@ -1,4 +1,4 @@
-"""What was read and what was skipped, in a line for people and as a dictionary for JSON."""
+"""The report of a reading: a line for people, and a dictionary for JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUBSTANTIAL = 0.1  # share of the bytes that must not be skipped without a warn
 
 @dataclass
 class Skipped:
-    """What was skipped for one reason: how many files or rows, their bytes, and the names of the first of them."""
+    """The files or rows skipped for one reason: their number, their bytes, and the names of the first of them."""
 
     count: int = 0
     size: int = 0
@@ -28,7 +28,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What a reader of text read.
+    """The files and rows that a reader read and skipped.
 
     Attributes:
         files: the files that gave at least one document.
@@ -51,7 +51,7 @@ class ReadReport:
         return sum(skipped.count for skipped in self.skipped.values())
 
     def lines(self) -> list[str]:
-        """A line that says what was read and skipped, and a warning where much was skipped."""
+        """One line on the files read and skipped, and a second one, a warning, where many bytes were skipped."""
         found = [f"{self._read()}{self._skipped()}{self._fields()}"]
         lost = sum(skipped.size for skipped in self.skipped.values())
         share = lost / max(lost + self.size, 1)

@@ -45,7 +45,7 @@ def _is_glob(path: str) -> bool:
 def find_files(source: str, tally: Tally) -> tuple[list[Path], bool]:
     """The files of a source that is no data set, and whether the source names the file itself.
 
-    What a folder holds besides files that can be opened (a link to a folder, say) is counted in `tally`.
+    `tally` counts what a folder holds besides files that can be opened, such as links to folders.
 
     Raises:
         DataError: the source does not exist, or leads to no file.
@@ -64,7 +64,7 @@ def find_files(source: str, tally: Tally) -> tuple[list[Path], bool]:
     if not glob.has_magic(path):
         raise DataError(
             f"data source {source!r} must be {STDLIB}, a file, a folder, a glob or {DATASET}DATASET; there is no such "
-            f"file or folder (looked from {Path.cwd()})"
+            f"file or folder{'' if os.path.isabs(path) else f' in {Path.cwd()}'}"
         )
     files = [Path(match) for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     if not files:

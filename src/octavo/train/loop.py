@@ -29,6 +29,7 @@ from octavo.artifact.run import RunFolder
 from octavo.models.stream import stream
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import cast_once, update_scales
+from octavo.text import ReadReport
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
 from octavo.train.data import Batches
@@ -66,13 +67,14 @@ class Trainer:
         training: Batches,
         validation: Batches,
         tokenizer: Tokenizer,
+        read: ReadReport,
         run: RunFolder,
         lock: FolderLock,
         console: Console,
     ) -> None:
         self.config, self.state, self.console = config, state, console
         self.run_folder, self.lock = run, lock
-        self.training, self.validation, self.tokenizer = training, validation, tokenizer
+        self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model = state.model
         self.compiled = torch.compile(state.model) if config.compile else state.model
 
@@ -89,7 +91,7 @@ class Trainer:
         ):
             with clock.paused():
                 precision = precision_of(self.model, state.device)
-                metrics.write(state.step, precision=precision, dtypes=self._dtypes())
+                metrics.write(state.step, data=self.read.to_dict(), precision=precision, dtypes=self._dtypes())
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
                 signal = stop.received  # read once a step: what comes later in this turn is for the next

@@ -2,8 +2,9 @@
 
 A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
 
-    at the start and each resume   precision (`octavo.train.instrument.precision_of`), and what the tensors' dtypes are:
-                                   dtypes (`observed_dtypes`)
+    at the start and each resume   data: what was read and skipped (`octavo.text.ReadReport.to_dict`), precision
+                                   (`octavo.train.instrument.precision_of`), and what the tensors' dtypes are: dtypes
+                                   (`observed_dtypes`)
     every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
                                    since the log record before), tokens_per_second, peak_memory (bytes),
                                    largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps
