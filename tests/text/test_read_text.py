@@ -186,6 +186,7 @@ def test_conversations_go_through_the_chat_template(tmp_path):
         ('["x"]', "a row must be an object with text or prompt or messages, got list"),
         ('{"body": "x", "id": 1}', "got the keys body, id"),
         ('{"text": 3}', "text must be a string, got int"),
+        ('{"text": "ab\\ud800"}', "text must be text; character 2 is half a surrogate pair"),
         ('{"text": null}', "text must be a string, got NoneType"),
         ('{"messages": "hi"}', "messages must be a list of objects"),
         ('{"messages": [{"role": "user"}]}', "messages must be a list of objects"),

@@ -41,7 +41,8 @@ def document_of_value(value: Any, field: str, where: str, chat: Chat | None) -> 
     """The document that the value of a row's `field` holds; None if the value holds no text.
 
     Raises:
-        DataError: the value is neither a string nor a conversation, or `chat` is missing or refuses the conversation.
+        DataError: the value is neither a string nor a conversation, holds half a surrogate pair (JSON can spell one,
+            UTF-8 cannot), or is a conversation that `chat` is missing for or refuses.
     """
     if field == "messages" or isinstance(value, list):
         document = Document(_write_conversation(value, field, where, chat), "chat")
@@ -49,6 +50,10 @@ def document_of_value(value: Any, field: str, where: str, chat: Chat | None) -> 
         document = Document(value, "row")
     else:
         raise DataError(f"{where}: {field} must be a string, got {type(value).__name__}")
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {field} must be text; character {error.start} is half a surrogate pair") from error
     return document if document.text.strip() else None
 
 

@@ -39,16 +39,12 @@ class ReadReport:
         fields: the fields of rows that were not read, sorted.
     """
 
-    files: tuple[Path, ...] = ()
-    datasets: int = 0
-    documents: int = 0
-    size: int = 0
-    skipped: Mapping[str, Skipped] = field(default_factory=dict)
-    fields: tuple[str, ...] = ()
-
-    @property
-    def skipped_count(self) -> int:
-        return sum(skipped.count for skipped in self.skipped.values())
+    files: tuple[Path, ...]
+    datasets: int
+    documents: int
+    size: int
+    skipped: Mapping[str, Skipped]
+    fields: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """One line on the files read and skipped, and a second one, a warning, where many bytes were skipped."""
@@ -86,7 +82,8 @@ class ReadReport:
         if not self.skipped:
             return ""
         reasons = [f"{skipped.count} {reason} ({skipped.names()})" for reason, skipped in self.skipped.items()]
-        return f"; skipped {self.skipped_count}: {', '.join(reasons)}"
+        count = sum(skipped.count for skipped in self.skipped.values())
+        return f"; skipped {count}: {', '.join(reasons)}"
 
     def _fields(self) -> str:
         if not self.fields:
