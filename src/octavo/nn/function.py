@@ -16,6 +16,7 @@ axis, and a GEMM without casts runs in the layer's high-precision dtype.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
         ctx.plan, ctx.x_dtype, ctx.bias_dtype = plan, x.dtype, None if bias is None else bias.dtype
         kept_x = _keep_x(x, x_q, plan) if needs_w else (None, None)
-        kept_w = _keep_w(w_q, w_data, gemm.w) if needs_x or needs_w else (None, None)
+        kept_w = _keep_w(w_q, w_data, plan, needs_x=needs_x) if needs_x or needs_w else (None, None)
         ctx.save_for_backward(*kept_x, *kept_w, w)
         return y
 
@@ -90,7 +91,8 @@ def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
         return quantize(t, cast)
     q, amax = quantize_scaled(t, history.scale if history.ready else quantize(t, cast).scale, cast)
     history.observe(amax)
-    return q
+    # The bytes are NaN where t is not finite. With a NaN scale they are that again if they are cast again.
+    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
 
 
 def _by_row(cast: Cast | None) -> bool:
@@ -113,12 +115,19 @@ def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor 
     return x_t.data, x_t.scale
 
 
-def _keep_w(w_q: QTensor | None, given: Tensor | None, cast: Cast | None) -> tuple[Tensor | None, Tensor | None]:
-    """What dx will need of w beside w itself: its scale, and its bytes unless they are cast again from w then."""
-    if w_q is None or cast is None:
-        return None, None
-    again = given is None and cast.granularity == ROW and cast.rounding == "nearest"
-    return None if again else w_q.data, w_q.scale
+def _keep_w(
+    w_q: QTensor | None, given: Tensor | None, plan: Plan, *, needs_x: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the backward pass will need of w beside w itself: its scale, and the bytes that cannot be made again.
+
+    Bytes rounded to nearest are cast again from w, by the same scale; those that were `given` are kept elsewhere. Where
+    dx casts w along its other axis, nothing of the forward pass is read.
+    """
+    cast = plan.recipe.dx.w
+    if w_q is not None and cast is not None and cast == plan.recipe.y.w and _bytes_serve_both(cast):
+        again = not needs_x or (given is None and cast.rounding == "nearest")
+        return None if again else w_q.data, w_q.scale
+    return None, None
 
 
 def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -> QTensor | None:
@@ -137,7 +146,7 @@ def _dx(
     gemm = plan.recipe.dx
     if g is None or gemm.w is None:
         return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
-    if gemm.w == plan.recipe.y.w and (w_data is None or _bytes_serve_both(gemm.w)):
+    if gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
         w_t = weight_transposed([w], w_data, s_w, gemm.w)
     else:
         w_t = quantize_transposed(w, gemm.w)

@@ -17,12 +17,13 @@ from octavo.ops.recast.reference import recast_transposed as reference_transpose
 
 
 def recast_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> Tensor:
-    """The bytes that `quantize` (of one matrix) or `quantize_stack` gave, transposed.
+    """The bytes that `quantize` (of one matrix), `quantize_stack` or `quantize_scaled` gave, transposed.
 
     Args:
         tensors: [M_i, K], what was quantized.
-        scale: float32 [sum of M_i, 1], what came of it.
-        cast: the same, by row, rounded to nearest.
+        scale: float32 [sum of M_i, 1], what it was quantized by; the scale of a whole tensor stands in each row. What
+            lies beyond the format's max saturates.
+        cast: the same, by row or tensor, rounded to nearest.
 
     Returns:
         [K, sum of M_i] of the cast's dtype.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.numerics.codec import cast as cast_to
 from octavo.numerics.formats import Format
 
 
@@ -28,5 +29,5 @@ def recast_norm(
 
 
 def _bytes_transposed(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    data = (x * (1 / scale)).to(fmt.dtype)
+    data = cast_to(x * (1 / scale), fmt)
     return data.view(torch.uint8).t().contiguous().view(fmt.dtype)

@@ -1,0 +1,98 @@
+"""What a layer keeps of its weight from the forward to the backward pass: nothing that can be made again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.nn import function
+from octavo.recipe import Recipe, mxfp8, rowwise, tensorwise
+
+T, K, N = 24, 160, 288
+QUANTIZED = [name for name in octavo.PRESETS if name != "bf16"]
+
+
+def make(recipe: str | Recipe) -> octavo.Linear:
+    linear = nn.Linear(K, N, bias=False)
+    octavo.convert(linear, recipe)
+    return linear
+
+
+def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
+    """dx and dw of one step whose input is always the same."""
+    torch.manual_seed(1)
+    x, dy = torch.randn(T, K, requires_grad=True), torch.randn(T, N)
+    return torch.autograd.grad(linear(x), [x, linear.weight], dy)
+
+
+def kept_of_weight(linear: octavo.Linear, x: Tensor) -> int:
+    """Bytes kept in tensors as large as the weight, beside the weight itself."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x)
+    return sum(t.nbytes for t in kept if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
+
+
+def keep_everything(w_q, given, plan, *, needs_x):
+    return (None, None) if w_q is None else (w_q.data, w_q.scale)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_no_bytes_of_the_weight_are_kept(recipe: str) -> None:
+    linear = make(recipe)
+    for _ in range(2):  # the second pass of `delayed` scales by its history
+        assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
+        octavo.update_scales(linear)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_gradients_are_those_of_kept_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make(recipe)
+    for grown in (1.0, 3.0):  # beyond its history the weight of `delayed` saturates
+        linear.weight.data *= grown
+        cast_again = step(linear)
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "_keep_w", keep_everything)
+            from_kept = step(linear)
+        assert all(torch.equal(a, b) for a, b in zip(cast_again, from_kept, strict=True))
+        octavo.update_scales(linear)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_weight_that_is_not_finite_gives_no_number(recipe: str) -> None:
+    linear = make(recipe)
+    step(linear)
+    octavo.update_scales(linear)
+    linear.weight.data[3, 5] = torch.inf
+    assert not step(linear)[0][:, 5].isfinite().any()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_what_cast_once_keeps_is_used(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make(recipe)
+    with octavo.cast_once(linear):
+        inside = step(linear)
+        assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) in (0, N * K)
+    assert all(torch.equal(a, b) for a, b in zip(inside, step(linear), strict=True))
+
+
+@pytest.mark.parametrize("preset", [tensorwise, rowwise])
+def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
+    plain = preset()
+    w = replace(plain.y.w, rounding="stochastic")
+    recipe = replace(plain, name="drawn", y=replace(plain.y, w=w), dx=replace(plain.dx, w=w))
+    linear = make(recipe)
+    assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) == N * K
+    x = torch.eye(K, requires_grad=True)
+    dy = torch.eye(N)[:K]
+    torch.manual_seed(5)
+    y = linear(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx.t()[:, :K], y.detach()[:, :K], rtol=0.02, atol=1e-6)
+
+
+def test_a_frozen_input_keeps_the_scale_alone() -> None:
+    recipe = replace(tensorwise(), name="drawn", dw=mxfp8().dw)
+    assert kept_of_weight(make(recipe), torch.randn(T, K)) == 0
