@@ -43,12 +43,12 @@ class Conv1D(RecipeLayer):
         return self.compute(x, self.weight.t(), self.bias, None)
 
 
-def conv1d_as_recipe(module: nn.Module, recipe: Recipe, *, emulate: bool = False) -> None:
-    """Change `module`, a `Conv1D`, in place into the layer that runs as `recipe` says."""
+def conv1d_as_recipe(module: nn.Module, recipe: Recipe, name: str, *, emulate: bool = False) -> None:
+    """Change `module`, a `Conv1D` called `name` in its model, in place into the layer that runs as `recipe` says."""
     layer: Any = module
     if not isinstance(module, Conv1D):
         layer.__class__ = mixed(Conv1D, type(module))
-    layer.prepare(recipe, layer.weight.device, emulate=emulate)
+    layer.prepare(recipe, name, layer.weight.device, emulate=emulate)
 
 
 def restore_conv1d(module: nn.Module) -> bool:

@@ -120,16 +120,16 @@ def convert(
         if row.reason:
             restore_linear(linears[row.name])  # an earlier conversion may have changed it
         else:
-            _as_recipe(linears[row.name], recipe, emulate)
+            _as_recipe(linears[row.name], recipe, row.name, emulate)
     leave_fast_paths(model)
     return replace(report, fused=_fused(model))
 
 
-def _as_recipe(layer: nn.Module, recipe: Recipe, emulate: bool) -> None:
+def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> None:
     if isinstance(layer, nn.Linear):
-        as_recipe(layer, recipe, emulate=emulate)
+        as_recipe(layer, recipe, name, emulate=emulate)
     else:
-        conv1d_as_recipe(layer, recipe, emulate=emulate)
+        conv1d_as_recipe(layer, recipe, name, emulate=emulate)
 
 
 def _covered(report: Conversion, model: nn.Module) -> Conversion:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.folded import Plan, folded_dw, folded_dx, folded_dy, mantissa, transposed, weight_transposed
+from octavo.nn.limits import differentiable_once
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
@@ -32,7 +33,7 @@ from octavo.ops import quantize, quantize_scaled, quantize_transposed
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan, kept: QTensor | None) -> Tensor:
-    """y[T,N] = x[T,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says; `kept`: w, quantized before."""
+    """y[...,N] = x[...,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says; `kept`: w, quantized before."""
     data, scale = (None, None) if kept is None else (kept.data, kept.scale)
     y: Tensor = _Linear.apply(x, w, bias, plan, data, scale)  # type: ignore[no-untyped-call]
     return y
@@ -50,6 +51,8 @@ class _Linear(torch.autograd.Function):
         w_scale: Tensor | None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
+        ctx.shape = x.shape
+        x = x.reshape(-1, x.shape[-1])
         gemm = plan.recipe.y
         x_q = w_q = None
         if gemm.x is not None and gemm.w is not None:
@@ -65,20 +68,23 @@ class _Linear(torch.autograd.Function):
         kept_x = _keep_x(x, x_q, plan) if needs_w else (None, None)
         kept_w = _keep_w(w_q, w_data, plan, needs_x=needs_x) if needs_x or needs_w else (None, None)
         ctx.save_for_backward(*kept_x, *kept_w, w)
-        return y
+        # FSDP warns of an output that is a view.
+        shaped: Tensor = torch.ops.aten._unsafe_view(y, (*ctx.shape[:-1], y.shape[1]))
+        return shaped
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.contiguous()
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         fold_w = s_w if _by_row(plan.recipe.dx.w) else None
         m = mantissa(s_x) if needs_w and _by_row(plan.recipe.dw.x) else None
         g = _quantize_dy(dy, fold_w, m, plan) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, m, w_data, s_w, w, plan).to(ctx.x_dtype)
+            dx = _dx(dy, g, m, w_data, s_w, w, plan).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
             dw = _dw(dy, g, x, s_x, fold_w, w.dtype, plan)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None

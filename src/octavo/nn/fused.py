@@ -32,6 +32,7 @@ from octavo.nn.folded import (
     transposed,
     weight_transposed,
 )
+from octavo.nn.limits import differentiable_once
 from octavo.nn.stacked import Layers, cast_weights, stacked_biases
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
@@ -110,6 +111,7 @@ class _NormLinear(torch.autograd.Function):
         return (y, total.view(shape)) if residual is not None else y
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         recipe = plan.recipe
@@ -207,6 +209,7 @@ class _MLP(torch.autograd.Function):
         return (y, total.view(shape)) if residual is not None else y
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         recipe = plan.recipe

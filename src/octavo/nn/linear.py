@@ -10,6 +10,7 @@ from octavo.nn.branches import Branches
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.folded import Plan
 from octavo.nn.function import linear
+from octavo.nn.limits import check_call, unsupported
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
@@ -22,31 +23,39 @@ class RecipeLayer(nn.Module):
 
     recipe: Recipe
     emulate: bool
+    name: str
     histories: nn.ModuleDict | None
     weight_cache: WeightCache
 
-    def prepare(self, recipe: Recipe, device: torch.device, *, emulate: bool) -> None:
-        """Take a recipe, and make room for its scale histories: a child module only where the recipe keeps some."""
-        self.recipe, self.emulate, self.weight_cache = recipe, emulate, WeightCache()
+    def prepare(self, recipe: Recipe, name: str, device: torch.device, *, emulate: bool) -> None:
+        """Take a recipe, and make room for its scale histories: a child module only where the recipe keeps some.
+
+        `name` is that of the layer in its model, for messages.
+        """
+        self.recipe, self.name, self.emulate, self.weight_cache = recipe, name, emulate, WeightCache()
         casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
-        found = {name: ScaleHistory(c, device) for name, c in casts.items() if c is not None and c.history}
+        found = {operand: ScaleHistory(c, device) for operand, c in casts.items() if c is not None and c.history}
         self.histories = nn.ModuleDict(found) if found else None
 
     def release(self) -> None:
         """Drop what `prepare` gave the layer."""
-        for name in ("recipe", "emulate", "weight_cache", "histories"):
+        for name in ("recipe", "name", "emulate", "weight_cache", "histories"):
             delattr(self, name)
 
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, kept: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `kept` holds the bytes of w, if there are some."""
+        check_call(self.name, self.recipe, x, w)
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
             x, w = hadamard(x), hadamard(w)
         plan = Plan(self.recipe, dtype, self.emulate, self._history("x"), self._history("w"), self._history("dy"))
-        y = linear(x.reshape(-1, x.shape[-1]), w, bias, plan, kept)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return linear(x, w, bias, plan, kept)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` calls first."""
+        raise unsupported("torch.jit.script (torch.compile and torch.export take them)")
 
     def _history(self, operand: str) -> ScaleHistory | None:
         history = None if self.histories is None else dict(self.histories.items()).get(operand)
@@ -79,11 +88,11 @@ class Linear(RecipeLayer, nn.Linear):
         return [self], cast
 
 
-def as_recipe(linear: nn.Linear, recipe: Recipe, *, emulate: bool = False) -> Linear:
-    """`linear`, changed in place into the layer that runs as `recipe` says."""
+def as_recipe(linear: nn.Linear, recipe: Recipe, name: str, *, emulate: bool = False) -> Linear:
+    """`linear`, called `name` in its model, changed in place into the layer that runs as `recipe` says."""
     linear.__class__ = Linear
     assert isinstance(linear, Linear)
-    linear.prepare(recipe, linear.weight.device, emulate=emulate)
+    linear.prepare(recipe, name, linear.weight.device, emulate=emulate)
     return linear
 
 

@@ -53,7 +53,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = as_recipe(nn.Linear(1, 1, bias=False, device=device), recipe)
+        fp8 = as_recipe(nn.Linear(1, 1, bias=False, device=device), recipe, "measured")
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.nn.folded import Plan
 from octavo.nn.fused import NormPlan, norm_linear
+from octavo.nn.limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -112,7 +113,8 @@ def watched(module: nn.Module) -> bool:
 
 
 def plan_of(linears: Sequence[Linear], x: Tensor) -> Plan:
-    """How layers that run as one compute, for an input like `x`."""
+    """How layers that run as one compute, for an input like `x`; an error where they cannot."""
+    check_call(linears[0].name, linears[0].recipe, x, *(linear.weight for linear in linears))
     return Plan(linears[0].recipe, compute_dtype(x), linears[0].emulate)
 
 

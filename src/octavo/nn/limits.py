@@ -1,0 +1,82 @@
+"""What octavo's layers do not support, refused in one sentence before PyTorch fails inside of them.
+
+Code that a compiler traces is not checked: an eager call has the same inputs and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from octavo.ops.checks import FLOATS
+from octavo.recipe import Recipe
+
+
+def unsupported(what: str) -> NotImplementedError:
+    """The error for a use of PyTorch, `what`, that the layers do not support."""
+    return NotImplementedError(
+        f"octavo's layers do not support {what}. octavo.restore(model) makes them plain PyTorch layers again"
+    )
+
+
+def check_call(name: str, recipe: Recipe, x: Tensor, *weights: Tensor) -> None:
+    """Refuse a forward pass that cannot run.
+
+    Args:
+        name: of the layer in its model, for the message.
+        recipe: of the layer; one that quantizes nothing takes every dtype.
+        x, weights: the input, and the weights that meet it.
+
+    Raises:
+        TypeError: a dtype that cannot be quantized.
+        NotImplementedError: tensor parallelism, forward-mode differentiation, a transform of torch.func, ONNX export.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    onnx = sys.modules.get("torch.onnx")  # which PyTorch imports when it is first used
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise unsupported("export to ONNX, which has no operations for their scaled GEMMs")
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise unsupported("the transforms of torch.func (grad, vmap, jvp and others)")
+    for what, t in (("its input", x), *(("its weight", w) for w in weights)):
+        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
+        if hasattr(t, "device_mesh"):
+            raise unsupported(f"tensor parallelism yet: in {name!r}, {what} is a DTensor")
+        if recipe.quantized and t.dtype not in FLOATS:
+            raise TypeError(
+                f"the layer {name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: convert "
+                "it to one of these, or leave the layer out of octavo.convert by skip="
+            )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` whose gradients refuse to be differentiated again, where `create_graph=True` asks for it."""
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        return _Final.apply(*(g if g is None else g.detach().requires_grad_() for g in found))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise unsupported("double backward (create_graph=True)")
