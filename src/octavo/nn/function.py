@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.folded import Plan, folded_dw, folded_dx, folded_dy, mantissa, transposed, weight_transposed
-from octavo.nn.limits import differentiable_once
+from octavo.nn.layer_limits import differentiable_once
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor

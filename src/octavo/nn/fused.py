@@ -32,7 +32,7 @@ from octavo.nn.folded import (
     transposed,
     weight_transposed,
 )
-from octavo.nn.limits import differentiable_once
+from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.stacked import Layers, cast_weights, stacked_biases
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor

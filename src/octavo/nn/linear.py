@@ -10,7 +10,7 @@ from octavo.nn.branches import Branches
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.folded import Plan
 from octavo.nn.function import linear
-from octavo.nn.limits import check_call, unsupported
+from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor

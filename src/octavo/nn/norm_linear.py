@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.nn.folded import Plan
 from octavo.nn.fused import NormPlan, norm_linear
-from octavo.nn.limits import check_call
+from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
