@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from octavo_cli.calibrate import calibrate
+from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
 from octavo_cli.data import DataCommand
+from octavo_cli.display import CLOSED_PIPE, discard_output, say
 from octavo_cli.doctor import doctor
 from octavo_cli.export_gguf import export_gguf
 from octavo_cli.fold import fold
@@ -25,36 +25,26 @@ from octavo_cli.train import CONTEXT, train
 from octavo_cli.unpack import convert_layout, unpack
 from octavo_cli.verify import verify
 
-
-class Commands(TyperGroup):
-    """The commands, with `octavo help [COMMAND]` as another way to write `octavo [COMMAND] --help`."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Read the words before the name of the command."""
-        if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(formats)
-app.command()(doctor)
-app.command(context_settings=CONTEXT)(train)
+app.command(cls=Command)(doctor)
+app.command(cls=NumberCommand)(formats)
+app.command(cls=SettingsCommand, context_settings=CONTEXT)(train)
+app.command(cls=Command)(generate)
 app.command(cls=DataCommand)(calibrate)
-app.command()(fold)
+app.command(cls=Command)(fold)
 app.command(cls=DataCommand)(pack)
-app.command()(generate)
-app.command()(inspect)
-app.command()(unpack)
-app.command("convert-layout")(convert_layout)
-app.command("export-gguf")(export_gguf)
 app.command(cls=DataCommand)(verify)
+app.command(cls=Command)(inspect)
+app.command(cls=Command)(unpack)
+app.command("convert-layout", cls=Command)(convert_layout)
+app.command("export-gguf", cls=Command)(export_gguf)
 
 
 def version() -> str:
@@ -81,9 +71,22 @@ def octavo(
 
 
 def run() -> None:
-    """Run the command line; an error of the user's is one message and exit code 1, not a traceback."""
+    """Run the command line, and end the program with its exit code.
+
+    An error of the user's is one message and exit code 1, not a traceback. A reader of standard output that went away,
+    such as `head`, ends the program quietly with the exit code of other Unix tools.
+    """
+    code: int | str | None = 1
     try:
-        app()
+        app(prog_name="octavo")
+    except SystemExit as ended:
+        code = ended.code
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        say(f"error: {error}", "red", error=True)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        code = code or CLOSED_PIPE
+    sys.exit(code)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from octavo_cli.display import print_table, say
 
 if TYPE_CHECKING:
     from octavo import serve
@@ -13,26 +12,27 @@ if TYPE_CHECKING:
 _ROWS = 10
 
 
-def print_budget(console: Console, found: serve.Kept) -> None:
+def print_budget(found: serve.Kept) -> None:
     """What was measured, what stays in BF16, and the groups that are harmed most for each byte that they save."""
+    from octavo.words import plural
+
     budget, of = found.budget, found.quality
     value, packed = budget.estimate(of), budget.estimate(found.all_packed)
-    console.print(
-        f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on {of.tokens} tokens of "
-        f"{of.prompts} prompts; {budget.show(packed.value)} with every layer packed",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    console.print(_table(found))
+    say(
+        f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on "
+        f"{plural(of.tokens, 'token')} of {plural(of.prompts, 'prompt')}; "
+        f"{budget.show(packed.value)} with every layer packed"
+    )
+    _print_ranking(found)
 
 
-def _table(found: serve.Kept) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("layers", found.harm.replace("_", " "), "MB saved", "stays in"):
-        table.add_column(column, justify="left" if column in ("layers", "stays in") else "right", overflow="fold")
+def _print_ranking(found: serve.Kept) -> None:
     shown = max(_ROWS, found.kept + 2)
-    for i, group in enumerate(found.ranking[:shown]):
-        place = "BF16" if i < found.kept else "eight bits"
-        table.add_row(group.name, f"{group.harm:.3g}", f"{group.saved / 1e6:.3g}", place)
+    rows = [
+        (group.name, f"{group.harm:.3g}", f"{group.saved / 1e6:.3g}", "BF16" if i < found.kept else "eight bits")
+        for i, group in enumerate(found.ranking[:shown])
+    ]
     if len(found.ranking) > shown:
-        table.add_row(f"and {len(found.ranking) - shown} more", "", "", "eight bits")
-    return table
+        rows.append((f"and {len(found.ranking) - shown} more", "", "", "eight bits"))
+    harm = found.harm.replace("_", " ")
+    print_table(("layers", harm, "MB saved", "stays in"), rows, right=(harm, "MB saved"))

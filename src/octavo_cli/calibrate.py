@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from octavo_cli.data import DATA_HELP, print_reading
+from octavo_cli.display import print_table, progress, say
+from octavo_cli.options import Device, Out
 
 if TYPE_CHECKING:
     from octavo.serve.calibration import Calibration
@@ -19,17 +18,22 @@ _ROWS = 10
 
 
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face model folder, with safetensors and a tokenizer.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
-    data: Annotated[list[str], typer.Option(help=f"{DATA_HELP}.")],
-    samples: Annotated[int, typer.Option(help="Prompts to take; 128 to 512 as a rule.")] = 256,
-    context: Annotated[int, typer.Option(help="Tokens of a prompt, at most.")] = 2048,
-    batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
-    device: Annotated[str, typer.Option(help="Where a block runs: cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Which prompts are taken.")] = 0,
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A Hugging Face model folder, with safetensors and a tokenizer."),
+    ],
+    out: Out,
+    data: Annotated[list[str], typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")],
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to take; 128 to 512 as a rule.")] = 256,
+    context: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens of a prompt, at most.")] = 2048,
+    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts at once.")] = 8,
+    device: Device = "cpu",
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="The seed of the choice of prompts.")] = 0,
 ) -> None:
-    """Run a model over prompts in BF16 and write what the input of every linear layer, the norms' outputs, and queries,
-    keys and values were like: amax (also by channel and by batch) and the whole distribution of magnitudes.
+    """Measure the tensors of a model while it runs on text.
+
+    The model runs in BF16 over prompts. What is written: amax (also by channel and by batch) and the whole distribution
+    of magnitudes of the input of every linear layer, of the norms' outputs, and of queries, keys and values.
 
     One block is in memory at a time. A run that is interrupted goes on with its block when the command is given again.
 
@@ -38,28 +42,25 @@ def calibrate(
       octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
     """
     from octavo import serve
+    from octavo.words import plural
 
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading model and prompts", total=None)
-
-        def progress(done: int, of: int) -> None:
-            bar.update(task, description="calibrating, block by block", completed=done, total=of)
-
+    doing = "calibrating, block by block"
+    with progress("reading model and prompts") as advance:
         found = serve.calibrate(
             model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed,
-            progress=progress, on_read=print_reading(console),
+            progress=lambda done, of: advance(done, of, doing), on_read=print_reading,
         )  # fmt: skip
-    console.print(f"calibrated {model} into {out}", highlight=False, markup=False)
+    say(f"calibrated {model} into {out}")
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
-    console.print(f"{found.prompts} prompts{fewer}, {found.tokens} tokens, {len(found.sites)} sites", highlight=False)
-    console.print(_table(found))
+    sites = plural(len(found.sites), "site")
+    say(f"{plural(found.prompts, 'prompt')}{fewer}, {plural(found.tokens, 'token')}, {sites}")
+    _print_outliers(found)
 
 
-def _table(found: Calibration) -> Table:
+def _print_outliers(found: Calibration) -> None:
     """The sites where a few elements take the most range from the others."""
     from octavo.serve.statistics import PERCENTILES
+    from octavo.words import plural
 
     high = PERCENTILES[-1]
     rows = []
@@ -67,9 +68,10 @@ def _table(found: Calibration) -> Table:
         percentile = statistics.percentile(high)
         ratio = statistics.amax / percentile if percentile else float("inf") if statistics.amax else 1.0
         rows.append((ratio, name, statistics.amax, percentile, len(statistics.outlier_channels())))
-    table = Table(box=None, pad_edge=False, title=f"the {min(_ROWS, len(rows))} sites with the largest outliers")
-    for column in ("site", "amax", f"{high}%", "ratio", "outlier channels"):
-        table.add_column(column, justify="left" if column == "site" else "right", overflow="fold")
-    for ratio, name, amax, percentile, channels in sorted(rows, reverse=True)[:_ROWS]:
-        table.add_row(name, f"{amax:.4g}", f"{percentile:.4g}", f"{ratio:.2f}", str(channels))
-    return table
+    shown = [
+        (name, f"{amax:.4g}", f"{percentile:.4g}", f"{ratio:.2f}", str(channels))
+        for ratio, name, amax, percentile, channels in sorted(rows, reverse=True)[:_ROWS]
+    ]
+    numbers = ("amax", f"{high}%", "ratio", "outlier channels")
+    title = f"the {plural(len(shown), 'site')} with the largest outliers"
+    print_table(("site", *numbers), shown, right=numbers, title=title)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from typer.core import TyperCommand
+
+from octavo_cli.command import Command
+from octavo_cli.display import say
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
@@ -18,17 +18,13 @@ DATA_HELP = (
 )
 
 
-def print_reading(console: Console) -> Callable[[ReadReport], None]:
-    """A function that prints what was read and what was skipped."""
-
-    def show(report: ReadReport) -> None:
-        for line in report.lines():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    return show
+def print_reading(report: ReadReport) -> None:
+    """Print what was read and what was skipped."""
+    for line in report.lines():
+        say(line)
 
 
-class DataCommand(TyperCommand):
+class DataCommand(Command):
     """A command whose option --data takes several words, as a shell makes of `--data books/*.txt`.
 
     The arguments of the command come before: the words after --data are its own only if the arguments have been given.

@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+
+from octavo_cli.display import print_table, progress, say
+from octavo_cli.options import AsJson
 
 if TYPE_CHECKING:
     import torch
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Minutes: time FP8 against BF16 on this GPU, for convert(only_if_faster=True)."),
+        typer.Option(
+            "--measure", help="Time FP8 against BF16 on this GPU, for convert(only_if_faster=True). Takes minutes."
+        ),
     ] = False,
 ) -> None:
-    """Show the device, and for each recipe which GEMM would run here, and why.
+    """Show this machine and the GEMM that each recipe runs.
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
     """
@@ -37,16 +39,13 @@ def doctor(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console()
     for name, value in report["machine"].items():
-        console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "y", "dx", "dw", "why"):
-        table.add_column(column, no_wrap=column != "why")
+        say(f"{name.replace('_', ' ')}: {value}")
+    rows = []
     for recipe, gemms in report["recipes"].items():
         reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
-        table.add_row(recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons))
-    console.print(table)
+        rows.append((recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons)))
+    print_table(("recipe", "y", "dx", "dw", "why"), rows, prose=["why"])
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -91,9 +90,8 @@ def measure_gains(device: torch.device) -> Path:
     if not able:
         raise ValueError(f"{here.gpu} has no FP8 GEMM to time against BF16: `octavo doctor` says why, by recipe")
     path = cache_path(here)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"timing {', '.join(recipe.name for recipe in able)}")
-        table = measure_grid(able, device, lambda done, of: bar.update(task, completed=done, total=of))
+    with progress(f"timing {', '.join(recipe.name for recipe in able)}") as advance:
+        table = measure_grid(able, device, advance)
     write_table(path, table)
     return path
 

@@ -6,23 +6,27 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from octavo_cli.choices import GGUF_WEIGHTS
+from octavo_cli.display import progress, say
+from octavo_cli.options import Step
 
 
 def export_gguf(
-    source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder, in BF16.")],
-    out: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
-    weights: Annotated[str, typer.Option(help=f"Of linear layers: {' or '.join(GGUF_WEIGHTS)}.")] = GGUF_WEIGHTS[0],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder, in BF16.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to make; it must not exist.")],
+    weights: Annotated[
+        str, typer.Option(metavar="TYPE", help=f"The type of linear weights: {' or '.join(GGUF_WEIGHTS)}.")
+    ] = GGUF_WEIGHTS[0],
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a BPE, too.")] = True,
-    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
+    step: Step = None,
 ) -> None:
-    """Write a model as a GGUF file, for llama.cpp: Llama, Mistral and Qwen2.
+    """Write a Llama, Mistral or Qwen2 for llama.cpp (GGUF).
 
-    Linear weights are Q8_0 (or F16), the embedding and the head F16, vectors F32. octavo unpack makes a packed folder
-    one that can be exported.
+    Linear weights are Q8_0 (or F16), the embedding and the head F16, vectors F32. A packed folder can be exported
+    after octavo unpack.
 
     Example:
 
@@ -31,17 +35,9 @@ def export_gguf(
     from octavo import serve
     from octavo.words import plural
 
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("exporting")
-        report = serve.export_gguf(
-            source, out, weights=weights, tokenizer=tokenizer, step=step,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )  # fmt: skip
+    with progress("exporting") as advance:
+        report = serve.export_gguf(source, out, weights=weights, tokenizer=tokenizer, step=step, progress=advance)
     types = ", ".join(f"{plural(count, 'tensor')} of {kind}" for kind, count in report.types.items())
-    console.print(
-        f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+    say(f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB")
     for remark in report.remarks:
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+        say(remark)

@@ -6,30 +6,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+
+from octavo_cli.display import print_facts, progress, say
+from octavo_cli.options import Out, Step
 
 if TYPE_CHECKING:
     from octavo import serve
 
 
 def fold(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face model folder, or a run of octavo train of a Llama.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train of a Llama.")
+    ],
+    out: Out,
     smooth: Annotated[
         Path | None,
-        typer.Option(help="What octavo calibrate made of the model: move activations' outliers over to weights."),
+        typer.Option(
+            metavar="FOLDER", help="What octavo calibrate made of the model: move outliers of activations into weights."
+        ),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="How much of them, 0 to 1; for --smooth.")] = 0.5,
+    alpha: Annotated[
+        float, typer.Option(metavar="NUMBER", help="With --smooth: how much of the outliers moves, from 0 to 1.")
+    ] = 0.5,
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Rotate residual stream and values by Hadamard matrices; RMSNorm models.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the rotation's signs.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")] = "bfloat16",
-    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="The seed of the signs of the rotation.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="The dtype of the weights: bfloat16 or float32.")
+    ] = "bfloat16",
+    step: Step = None,
 ) -> None:
-    """Write a model that computes the same and quantizes better, to be calibrated and packed as any other.
+    """Write a model that computes the same and quantizes better.
+
+    The folder can be calibrated and packed as any other.
 
     Smoothing's factors are powers of two, so that nothing else changes; a rotation is off by the rounding of the
     weights that it writes. With both, only what a rotation does not reach is smoothed: the input of down_proj.
@@ -47,29 +57,27 @@ def fold(
     """
     from octavo import serve
 
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("folding")
+    with progress("folding") as advance:
         report = serve.fold(
             model, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=dtype, step=step,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
+            progress=advance,
         )  # fmt: skip
-    console.print(f"folded {report.source} into {report.folder}", highlight=False, markup=False)
-    console.print(_table(report))
+    say(f"folded {report.source} into {report.folder}")
+    print_facts(_facts(report))
 
 
-def _table(report: serve.FoldReport) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
+def _facts(report: serve.FoldReport) -> list[tuple[str, str]]:
+    facts = []
     if report.smoothed:
         lows, highs = zip(*report.smoothed.values(), strict=True)
-        table.add_row("tensors smoothed", f"{len(lows)}, by factors of {min(lows):g} to {max(highs):g}")
+        facts.append(("tensors smoothed", f"{len(lows)}, by factors of {min(lows):g} to {max(highs):g}"))
     if report.rotated:
         stream, head = report.rotated
-        table.add_row("rotated", f"residual stream in blocks of {stream}, heads in blocks of {head}")
+        facts.append(("rotated", f"residual stream in blocks of {stream}, heads in blocks of {head}"))
     if report.untied:
-        table.add_row("head", "has a weight of its own now, which it shared with the embedding")
-    table.add_row("tensors changed", str(report.changed))
+        facts.append(("head", "has a weight of its own now, which it shared with the embedding"))
+    facts.append(("tensors changed", str(report.changed)))
     for name in report.left_out:
-        table.add_row("left out", f"{name}: the model has no place for it")
-    table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
-    return table
+        facts.append(("left out", f"{name}: the model has no place for it"))
+    facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))
+    return facts

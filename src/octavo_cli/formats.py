@@ -7,10 +7,10 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from octavo_cli.choices import FORMATS
+from octavo_cli.display import print_table, say
+from octavo_cli.options import AsJson
 
 if TYPE_CHECKING:
     from octavo.numerics.formats import Format
@@ -20,11 +20,15 @@ SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN,
 
 
 def formats(
-    number: Annotated[float | None, typer.Argument(help="A number to look at; none: the table of formats.")] = None,
-    format: Annotated[str | None, typer.Option(help=f"One format only: {', '.join(FORMATS)}.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    number: Annotated[
+        float | None, typer.Argument(metavar="NUMBER", help="A number to look at; without it, all formats are listed.")
+    ] = None,
+    format: Annotated[str | None, typer.Option(metavar="NAME", help=f"One format only: {', '.join(FORMATS)}.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the number formats, or the bits, neighbours and error of one number in them.
+    """Show the number formats, or one number in each of them.
+
+    A number is shown with the bits that store it, the value that they mean, its neighbours and its error.
 
     Examples:
 
@@ -32,7 +36,7 @@ def formats(
 
       octavo formats 0.1 --format e4m3
 
-      octavo formats -- -1e-5
+      octavo formats -1e-5
     """
     from octavo.numerics.formats import get_format
 
@@ -41,18 +45,12 @@ def formats(
     if as_json:
         print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
         return
-    console = Console()
     if number is not None and format is not None:
         for name, value in rows[0].items():
-            console.print(f"{name:<9} {_text(value)}", highlight=False)
+            say(f"{name:<9} {_text(value)}")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     columns = FACTS if number is None else ("format", "bits", "code", "value", "relative")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(_text(row[column]) for column in columns))
-    console.print(table)
+    print_table(columns, [[_text(row[column]) for column in columns] for row in rows])
 
 
 def _json(value: Any) -> Any:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import unicodedata
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from octavo_cli.options import Device, Packed
+
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="The folder that octavo pack made.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    count: Annotated[int, typer.Option(min=0, help="Tokens to generate.")] = 200,
+    folder: Packed,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.")],
+    count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate.")] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most likely token; higher is more varied.")
+        float, typer.Option(metavar="NUMBER", help="0 takes the most likely token; higher is more varied.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many most likely tokens; 0 from all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws: the same seed, the same text.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    top_k: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Draw from so many most likely tokens; 0 draws from all.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="The seed of the draws: the same seed, the same text.")
+    ] = None,
+    device: Device = "auto",
 ) -> None:
-    """Go on from a prompt with a packed model, computing with its eight-bit weights, and print the text as it comes.
+    """Generate text from a prompt.
+
+    The model computes with its eight-bit weights, and the text is printed as it comes.
 
     Example:
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
+from octavo_cli.display import print_table, say
+from octavo_cli.options import AsJson, Packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A packed folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    folder: Packed,
+    as_json: AsJson = False,
 ) -> None:
-    """List the tensors of a packed folder: formats, schemes, the range of each scale, and their sizes.
+    """List the tensors of a packed folder.
+
+    Each row has a tensor's dtype, shape, scheme, the number and range of its scales, and its size.
 
     Example:
 
@@ -28,6 +28,7 @@ def inspect(
     """
     from octavo.artifact.packed_tensors import PackedTensors
     from octavo.artifact.plausible import reciprocal_warning, suspected
+    from octavo.words import plural
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
@@ -40,23 +41,18 @@ def inspect(
         found = {"layout": packed.packing.layout, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
         print(json.dumps(found, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("tensor", "dtype", "shape", "scheme", "scales", "least", "largest", "MB"):
-        table.add_column(column, justify="left" if column in ("tensor", "dtype", "shape", "scheme") else "right")
+    numbers = ("scales", "least", "largest", "MB")
+    shown = []
     for row in rows:
         least, largest = (f"{row[key]:.3g}" if key in row else "" for key in ("least", "largest"))
         shape, megabytes = " x ".join(map(str, row["shape"])), f"{row['bytes'] / 1e6:.2f}"
         scheme, scales = row.get("scheme", ""), str(row.get("scales", ""))
-        table.add_row(row["tensor"], row["dtype"], shape, scheme, scales, least, largest, megabytes)
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{packed.packing.layout}: {len(packed.packing.schemes)} layers packed, {len(packed.ignored)} linear layers in "
-        f"BF16, {total / 1e6:.2f} MB", highlight=False,
-    )  # fmt: skip
+        shown.append((row["tensor"], row["dtype"], shape, scheme, scales, least, largest, megabytes))
+    print_table(("tensor", "dtype", "shape", "scheme", *numbers), shown, right=numbers)
+    layers, left = plural(len(packed.packing.schemes), "layer"), plural(len(packed.ignored), "linear layer")
+    say(f"{packed.packing.layout}: {layers} packed, {left} in BF16, {total / 1e6:.2f} MB")
     if suspects:
-        warning = reciprocal_warning(suspects, len(packed.packing.schemes))
-        console.print(warning, style="red", highlight=False, markup=False, soft_wrap=True)
+        say(reciprocal_warning(suspects, len(packed.packing.schemes)), "red")
 
 
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:

@@ -7,68 +7,77 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
 from octavo_cli.data import DATA_HELP, print_reading
+from octavo_cli.display import print_facts, progress, say
+from octavo_cli.options import Device, Layout, Out, Step
 
 if TYPE_CHECKING:
     from octavo import serve
 
-Layout = Annotated[
-    str, typer.Option(help=f"{', '.join(LAYOUTS)}; the last two are for vLLM, transformers does not open them.")
-]
-KvCache = Annotated[
-    str | None, typer.Option(help="fp8: store scales for a cache of keys and values, from the calibration.")
-]
-TensorParallel = Annotated[
-    str, typer.Option(help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
-]
-
 
 def pack(
-    source: Annotated[Path, typer.Argument(help="A run of octavo train, or a Hugging Face model folder.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder.")
+    ],
+    out: Out,
     scheme: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the packed layers: {', '.join(SCHEMES)}. Without it that of the run's recipe, or channel."
+            metavar="NAME",
+            help=f"Of the packed layers: {', '.join(SCHEMES)}. Without it that of the run's recipe, or channel.",
         ),
     ] = None,
     layer: Annotated[
-        list[str] | None, typer.Option(help="GLOB=SCHEME: another scheme for these layers; may be repeated.")
+        list[str] | None, typer.Option(metavar="GLOB=SCHEME", help="Another scheme for these layers. Repeatable.")
     ] = None,
     layout: Layout = LAYOUTS[0],
-    skip: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in BF16; may be repeated.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Layers that stay in BF16. Repeatable.")
+    ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What octavo calibrate made of the model, for static and --kv-cache.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="What octavo calibrate made of the model, for static and --kv-cache."),
     ] = None,
     rule: Annotated[
-        str | None, typer.Option(help="Of the calibration's scales: amax (if not given), percentile (99.99) or mse.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of the calibration's scales: amax (if not given), percentile (99.99) or mse."
+        ),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Of weights' scales: amax, or mse, the least squared error.")] = "amax",
+    weights: Annotated[
+        str, typer.Option(metavar="NAME", help="Of weights' scales: amax, or mse, the least squared error.")
+    ] = "amax",
     pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
         bool | None, typer.Option(help="One scale for fused layers; without it, unless the run trained its own.")
     ] = None,
-    kv_cache: KvCache = None,
-    tensor_parallel: TensorParallel = "1",
-    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; without it, the newest.")] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="fp8: store scales for a cache of keys and values, from the calibration."),
+    ] = None,
+    tensor_parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBERS", help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over."
+        ),
+    ] = "1",
+    step: Step = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="kl=0.01 (nats a token), ppl=0.5%, of an encoder cosine=0.999: leave in BF16 what it takes on --data."
+            metavar="BUDGET",
+            help="kl=0.01 (nats a token), ppl=0.5%, of an encoder cosine=0.999: leave in BF16 what it takes on --data.",
         ),
     ] = None,
-    data: Annotated[list[str] | None, typer.Option(help=f"For --budget. {DATA_HELP}.")] = None,
-    samples: Annotated[int, typer.Option(help="For --budget: prompts.")] = 32,
-    context: Annotated[int, typer.Option(help="For --budget: tokens of a prompt, at most.")] = 512,
-    device: Annotated[str, typer.Option(help="For --budget: where the model runs, cpu or cuda.")] = "cpu",
+    data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget. {DATA_HELP}.")] = None,
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: prompts.")] = 32,
+    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: tokens of a prompt, at most.")] = 512,
+    device: Device = "cpu",
 ) -> None:
-    """Write a model as a Hugging Face folder whose linear weights are eight bits.
+    """Write a model as a folder of eight-bit linear weights.
 
     The folder holds all that running it takes: octavo generate and transformers (with compressed-tensors) open it.
     Output heads, routers and what training skipped stay in BF16, and so does all that is no linear layer.
@@ -88,9 +97,7 @@ def pack(
     from octavo import serve
     from octavo.artifact.packed import READERS
 
-    console = Console()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("packing")
+    with progress("packing") as advance:
         settings: dict[str, Any] = {
             "scheme": scheme,
             "layers": _layers(layer or []),
@@ -107,21 +114,19 @@ def pack(
         }
         if budget is None:
             kept = None
-            report = serve.pack(
-                source, out, **settings, progress=lambda done, of: bar.update(task, completed=done, total=of)
-            )
+            report = serve.pack(source, out, **settings, progress=advance)
         else:
             report, kept = serve.pack_within(
                 source, out, serve.Budget.parse(budget), data or [],
-                samples=samples, context=context, device=device, **settings, on_read=print_reading(console),
-                progress=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+                samples=samples, context=context, device=device, **settings, on_read=print_reading,
+                progress=lambda doing, done, of: advance(done, of, doing),
             )  # fmt: skip
-    console.print(f"packed {report.source} into {report.folder}", highlight=False, markup=False)
-    console.print(_table(report, kept))
+    say(f"packed {report.source} into {report.folder}")
+    print_facts(_facts(report, kept))
     if kept is not None:
-        print_budget(console, kept)
+        print_budget(kept)
     if layout in READERS:
-        console.print(f"for {READERS[layout]}: transformers computes nonsense from it", highlight=False)
+        say(f"for {READERS[layout]}: transformers computes nonsense from it")
 
 
 def _layers(given: list[str]) -> dict[str, str]:
@@ -138,39 +143,43 @@ def _degrees(given: str) -> list[int]:
     return [int(part) for part in given.split(",")]
 
 
-def _table(report: serve.PackReport, kept: serve.Kept | None) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
+def _facts(report: serve.PackReport, kept: serve.Kept | None) -> list[tuple[str, str]]:
+    from octavo.words import plural
+
+    facts = []
     for scheme, count in Counter(report.packed.values()).items():
-        table.add_row("linear layers packed", f"{count}, {scheme}")
+        facts.append(("linear layers packed", f"{count}, {scheme}"))
     before, after = (f"{size / 1e6:.2f} MB" for size in (report.bf16_bytes, report.packed_bytes))
-    table.add_row("size of packed layers", f"{after} with scales, {report.ratio:.3f} of {before} in BF16")
+    facts.append(("size of packed layers", f"{after} with scales, {report.ratio:.3f} of {before} in BF16"))
     if report.cached:
-        table.add_row("KV cache", f"scales of keys and values in e4m3, for {report.cached} attention layers")
+        facts.append(("KV cache", f"scales of keys and values in e4m3, for {plural(report.cached, 'attention layer')}"))
     by_budget = [] if kept is None else kept.skip
     for name, reason in report.skipped.items():
         if name not in by_budget:
-            table.add_row("left in BF16", f"{name}: {reason}")
+            facts.append(("left in BF16", f"{name}: {reason}"))
     if by_budget:
-        table.add_row("left in BF16", f"{len(by_budget)} by the budget, in the table below")
+        facts.append(("left in BF16", f"{len(by_budget)} by the budget, in the table below"))
     for entry in report.not_linear:
-        table.add_row("left in BF16", f"{entry} of the parameters")
+        facts.append(("left in BF16", f"{entry} of the parameters"))
     for name in report.left_out:
-        table.add_row("left out", f"{name}: the model has no place for it")
-    table.add_row("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")
+        facts.append(("left out", f"{name}: the model has no place for it"))
+    facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))
     if not report.has_tokenizer:
-        table.add_row("no tokenizer", "the source has none, and octavo generate needs one")
+        facts.append(("no tokenizer", "the source has none, and octavo generate needs one"))
     if any(scheme.startswith("group") for scheme in report.packed.values()):
-        table.add_row("not for vLLM", "it knows no groups of float32 scales; transformers and octavo do")
+        facts.append(("not for vLLM", "it knows no groups of float32 scales; transformers and octavo do"))
     if report.gains:
         gains = sorted(report.gains.values())
-        table.add_row(
-            "SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, {gains[len(gains) // 2]:.2f} in the median"
+        facts.append(
+            ("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, {gains[len(gains) // 2]:.2f} in the median")
         )
     if report.ratios:
         most = max(report.ratios, key=lambda names: report.ratios[names])
-        table.add_row(
-            "scales not shared",
-            f"{len(report.ratios)} groups that vLLM casts again by one scale, as training did not; they differ by "
-            f"{report.ratios[most]:.2f}x at most ({most}): --share-scales",
+        facts.append(
+            (
+                "scales not shared",
+                f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, as training did not; they "
+                f"differ by {report.ratios[most]:.2f}x at most ({most}): --share-scales",
+            )
         )
-    return table
+    return facts

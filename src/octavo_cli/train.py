@@ -6,24 +6,29 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+
+from octavo_cli.display import print_table
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def train(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="A TOML file of settings (key = value).")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="A TOML file of settings (key = value).")
+    ] = None,
     resume_from: Annotated[
-        Path | None, typer.Option("--resume", help="The folder of a run to go on with, at its newest checkpoint.")
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="The folder of a run to go on with, at its newest checkpoint."),
     ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List every setting and its default, and exit.")] = False,
 ) -> None:
-    """Train a GPT on text, or fine-tune a Hugging Face model from a local folder, with FP8 linear layers.
+    """Train or fine-tune a language model in BF16 or FP8.
 
-    Every setting is a --key value on the command line or a line of the TOML file: `octavo train --settings` lists them.
-    The ones you meet first: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
+    The model is a small Llama or GPT-2 of Octavo, or a Hugging Face model from a local folder.
+
+    Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them.
+    The first ones to know: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
     --layers N, --device auto|cpu|cuda, --out FOLDER.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit; --resume
@@ -37,12 +42,13 @@ def train(
 
       octavo train --resume runs/first --steps 400
     """
-    from octavo.train.config import Config, ConfigError
+    from octavo.train.config import Config, ConfigError, describe
     from octavo.train.log import print_line, training_console
     from octavo.train.start import resume, start
 
     if settings:
-        Console().print(_settings())
+        rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
+        print_table(("setting", "type", "default", "meaning"), rows, prose=["meaning"])
         return
     console = training_console()
     overrides = list(context.args)
@@ -58,14 +64,3 @@ def train(
     else:
         message = f"done: {result.step} steps in {run}"
     print_line(console, message)
-
-
-def _settings() -> Table:
-    from octavo.train.config import describe
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("setting", "type", "default", "meaning"):
-        table.add_column(column)
-    for name, kind, default, meaning in describe():
-        table.add_row(f"--{name.replace('_', '-')}", kind, str(default), meaning)
-    return table

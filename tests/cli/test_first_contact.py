@@ -1,6 +1,7 @@
 """What a person sees first: help, the version, and the answer to a typing mistake, at once and without PyTorch."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
+from octavo_cli.choices import SETTINGS
+from octavo_cli.other_names import OTHER_NAMES
 
 SOURCE = Path(__file__).parents[2] / "src"
+COMMANDS = (
+    "calibrate", "convert-layout", "doctor", "export-gguf", "fold", "formats", "generate", "inspect", "pack", "train",
+    "unpack", "verify",
+)  # fmt: skip
 CALL = """
 import sys
 sys.argv = ["octavo", *sys.argv[1:]]
@@ -45,7 +52,11 @@ def fresh(*words):
         (["help", "verify"], 0, "octavo verify packed/qwen"),
         (["pakc"], 2, "No such command 'pakc'. Did you mean 'pack'"),
         (["help", "pakc"], 2, "Did you mean 'pack'"),
-        (["pack", "a", "b", "--shceme", "block"], 2, "--scheme"),
+        (["pack", "a", "b", "--shceme", "block"], 2, "No such option: --shceme. Did you mean --scheme?"),
+        (["train", "--recipee", "bf16"], 2, "No such option: --recipee. Did you mean --recipe?"),
+        (["train", "tiny.toml", "--learningrate=1"], 2, "Did you mean --learning-rate?"),
+        (["train", "--n_layer", "3"], 2, "No such option: --n_layer. Did you mean --layers?"),
+        (["train", "-o", "runs"], 2, "No such option: -o. Did you mean --out?"),
         (["inspect"], 2, "Missing argument"),
     ],
 )
@@ -64,3 +75,108 @@ def test_help_takes_less_than_half_a_second():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--lr", "--learning-rate"),
+        ("--max-iters", "--steps"),
+        ("--max_steps", "--steps"),
+        ("--n_head", "--heads"),
+        ("--n_embd", "--width"),
+        ("--block_size", "--context"),
+        ("--batch_size", "--batch"),
+        ("--per_device_train_batch_size", "--batch"),
+        ("--gradient_accumulation_steps", "--accumulate"),
+        ("--warmup_iters", "--warmup"),
+        ("--weight-dacay", "--weight-decay"),
+        ("--grad_clip", "--clip"),
+        ("--max_grad_norm", "--clip"),
+        ("--output_dir", "--out"),
+        ("--model_name_or_path", "--model"),
+        ("--save_steps", "--save-every"),
+        ("--eval_interval", "--evaluate-every"),
+        ("--dtype", "--precision"),
+        ("--init_from", "--model"),
+        ("--num_train_epochs", "--steps"),
+        ("--resume_from_checkpoint", "--resume"),
+    ],
+)
+def test_the_names_of_nanogpt_and_the_trainer_are_known(octavo, theirs, ours):
+    code, out, err = octavo("train", theirs, "3")
+    assert (code, out) == (2, "")
+    assert f"No such option: {theirs}." in err
+    assert ours in err
+
+
+def test_every_other_name_stands_for_an_option_that_exists():
+    shown = " ".join(fresh("help", name)[1] for name in ("train", "generate", "calibrate", "pack"))
+    options = {*re.findall(r"--([a-z0-9-]+)", shown), *SETTINGS}
+    assert [ours for ours in OTHER_NAMES.values() if " " not in ours and ours not in options] == []
+
+
+def test_an_option_of_another_command_is_not_suggested(octavo):
+    code, _, err = octavo("inspect", "--lr", "packed")
+    assert code == 2
+    assert "Did you mean" not in err
+
+
+def test_help_names_types_by_words(octavo):
+    for name in COMMANDS:
+        text = octavo("help", name)[1]
+        assert not re.search(r"[<{]|\bint\b|\bstr\b|\bbool\b|x>=", text), name
+        assert "-h, --help" in text
+
+
+def test_the_list_of_commands_cuts_no_sentence(octavo):
+    text = octavo("--help")[1]
+    assert "..." not in text.split("Commands:")[1]
+    assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_the_usage_line_has_what_must_be_given(octavo):
+    assert "Usage: octavo verify [OPTIONS] PACKED --against MODEL\n" in octavo("verify", "-h")[1]
+
+
+def test_an_example_stands_on_one_line(octavo, monkeypatch):
+    text = octavo("pack", "--help")[1]
+    assert "  octavo pack models/qwen packed/qwen --scheme block --layout fp8 --tensor-parallel 1,2,4\n" in text
+
+
+def test_ctrl_c_is_not_a_traceback(octavo, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.numerics.formats.get_format", interrupt)
+    assert octavo("formats") == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_not_a_traceback():
+    code = """
+import builtins, sys
+real = builtins.__import__
+def interrupted(name, *rest, **more):
+    if name == "typer":
+        raise KeyboardInterrupt
+    return real(name, *rest, **more)
+builtins.__import__ = interrupted
+from octavo_cli import main
+main()
+"""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("words", ["--help", "formats", "formats --json", "doctor"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(words):
+    """The reader is gone before the first byte, as `head` is before the last of a long table."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-m", "octavo_cli", *words.split()]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode in (1, 141)

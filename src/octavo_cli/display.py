@@ -1,0 +1,112 @@
+"""What all commands print through: lines, tables and a progress bar.
+
+In a pipe or a file a line is as long as its text, and nothing is cut, so that `grep` finds every name. On a terminal
+a column of prose is wrapped between words; names are whole there too, if need be on lines longer than the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
+_PROSE = 30  # columns that prose keeps on a narrow terminal
+_WIDE = 1_000_000
+
+
+class Advance(Protocol):
+    """Tells a progress bar that `done` of `of` pieces are done, and what is being done if that changed."""
+
+    def __call__(self, done: int, of: int, doing: str | None = None) -> None: ...
+
+
+class _Screen(Console):
+    """A console which ends the program quietly when the reader of its output is gone."""
+
+    def on_broken_pipe(self) -> None:
+        discard_output()
+        raise SystemExit(CLOSED_PIPE)
+
+
+def discard_output() -> None:
+    """Send to nowhere what standard output still holds, so that Python does not fail at writing it when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def say(text: str = "", style: str = "", *, error: bool = False) -> None:
+    """Print plain text on one line, to standard error if it is about an error: no markup, no wrapping."""
+    _Screen(stderr=error).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    prose: Sequence[str] = (),
+    title: str = "",
+    header: bool = True,
+) -> None:
+    """Print a table without borders.
+
+    Args:
+        columns: their names.
+        rows: a text for each column.
+        right: the columns aligned on the right, as numbers are.
+        prose: the columns that a terminal may wrap between words; the others are never cut or wrapped.
+        title: a line above the table.
+        header: whether to print the names of the columns.
+    """
+    table = Table(box=None, pad_edge=False, show_header=header)
+    for at, name in enumerate(columns):
+        width = max(cell_len(text) for text in (name if header else "", *(row[at] for row in rows)))
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name not in prose,
+            min_width=min(width, _PROSE) if name in prose else width,
+        )
+    for row in rows:
+        table.add_row(*(Text(text) for text in row))
+    if title:
+        say(title, "bold")
+    console = _Screen()
+    room = console.width if console.is_terminal else _WIDE
+    needed = table.__rich_measure__(console, console.options.update(max_width=_WIDE))
+    _Screen(width=min(max(room, needed.minimum), needed.maximum)).print(table, crop=False)
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print pairs of a name and a sentence, one below the other."""
+    print_table(("name", "fact"), facts, prose=("fact",), header=False)
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Advance]:
+    """A progress bar on standard error while the block runs; none where that is no terminal.
+
+    Example:
+
+        with progress("packing") as advance:
+            advance(1, 10)
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def advance(done: int, of: int, doing: str | None = None) -> None:
+            bar.update(task, completed=done, total=of, description=doing)
+
+        yield advance

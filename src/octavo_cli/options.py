@@ -1,0 +1,24 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo_cli.choices import LAYOUTS
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+Layout = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help=f"{', '.join(LAYOUTS)}. The last two are for vLLM; transformers does not open them."
+    ),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist.")]
+Packed = Annotated[Path, typer.Argument(metavar="PACKED", help="A packed folder.")]
+Step = Annotated[
+    int | None, typer.Option(metavar="NUMBER", help="Take the checkpoint of this step; without it, the newest.")
+]
