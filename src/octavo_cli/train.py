@@ -15,7 +15,8 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="A TOML file of settings (key = value).")
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A TOML file of settings (key = value), or the config.json of a run."),
     ] = None,
     resume_from: Annotated[
         Path | None,
@@ -28,6 +29,7 @@ def train(
     The model is a small Llama or GPT-2 of Octavo, or a Hugging Face model from a local folder.
 
     Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them.
+    What is not given follows from what is given: the warmup from the steps, the last learning rate from the first.
     The first ones to know: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
     --layers N, --device auto|cpu|cuda, --out FOLDER.
 
@@ -55,7 +57,7 @@ def train(
     if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
         overrides, config = [str(config), *overrides], None
     if resume_from and config:
-        raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} away")
+        raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} out")
     trainer = resume(resume_from, overrides, console) if resume_from else start(Config.load(config, overrides), console)
     result = trainer.run()
     run = trainer.run_folder.path

@@ -36,3 +36,16 @@ def test_it_trains_under_its_own_names_and_packs(begin, go_on, records, source, 
         found, trained = packed(tokens), trainer.model.eval()(tokens).logits
     found = getattr(found, "logits", found).float()
     assert (found - trained).norm() < 0.1 * trained.norm()
+
+
+def test_what_a_run_left_in_bf16_and_its_scales_are_found_under_its_names(begin, source, tmp_path):
+    trainer = begin(model=str(source), recipe="delayed", steps=4, skip=("transformer.h.0.mlp.*",))
+    trainer.run()
+    serve.pack(tmp_path / "run", tmp_path / "packed")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    dtypes = {layer: packed[f"model.decoder.layers.{layer}.fc1.weight"].dtype for layer in (0, 1)}
+    assert dtypes == {0: torch.bfloat16, 1: torch.float8_e4m3fn}
+    history = trainer.model.get_submodule("transformer.h.1.attn.c_attn").histories["w"]
+    for part in "qkv":
+        scale = packed[f"model.decoder.layers.1.self_attn.{part}_proj.weight_scale"]
+        assert torch.equal(scale.view(()), history.scale.view(()))

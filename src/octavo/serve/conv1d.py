@@ -112,6 +112,11 @@ class Conv1DReader(ShardReader):
             for opt, tensor in _convert(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")).items():
                 self.specs[opt], self._from[opt] = Spec.of(tensor), name
 
+    def trained_names(self) -> dict[str, str]:
+        """GPT-2's layer that each layer of OPT is or is a part of, by OPT's name."""
+        named = {opt.rpartition(".")[0]: name.rpartition(".")[0] for opt, name in self._from.items()}
+        return {opt: name if name.startswith("transformer.") else f"transformer.{name}" for opt, name in named.items()}
+
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
         source = self._from[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from octavo.artifact.shards import ShardReader, Spec
 from octavo.artifact.tensors import ArtifactError, check_match, model_tensors
 from octavo.models import BUILT_IN_MODELS, from_hf_config
 from octavo.serve.calibration import Calibration, hash_model
-from octavo.serve.conv1d import open_tensors
+from octavo.serve.conv1d import Conv1DReader, open_tensors
 from octavo.serve.experts import ExpertReader
 from octavo.serve.skeleton import Skeleton, our_skeleton, transformers_skeleton
 
@@ -34,6 +35,7 @@ class Source:
         skip: globs of the layers that its maker left in BF16.
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
+        trained_as: the name that a layer had in training, by its name here, where the two differ.
     """
 
     origin: Path
@@ -43,6 +45,7 @@ class Source:
     skip: Sequence[str]
     reader: ShardReader
     left_out: Sequence[str] = ()
+    trained_as: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor:
         """A tensor of the model.
@@ -122,7 +125,11 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
     check_match(found, model_tensors(skeleton.model), f"{checkpoint} is not of the model that the run describes")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
-    return Source(checkpoint, folder.model, skeleton, recipe, skip, reader)
+    trained = reader.trained_names() if isinstance(reader, Conv1DReader) else {}
+    if trained:  # the run's globs are of its own names
+        skip = [ours for ours, name in trained.items() if any(fnmatchcase(name, glob) for glob in skip)]
+        skip = [name for name in skip if name in skeleton.linears()]
+    return Source(checkpoint, folder.model, skeleton, recipe, skip, reader, trained_as=trained)
 
 
 def _meta(spec: Spec) -> Tensor:

@@ -74,7 +74,8 @@ def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
     state = load_tensors(path)
     inputs, weights = {}, {}
     for name in layers:
-        found = {operand: _scale(state, f"{name}.histories.{operand}", path) for operand in ("x", "w")}
+        trained = source.trained_as.get(name, name)
+        found = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
         if (x := found["x"]) is not None and (w := found["w"]) is not None:
             inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
     if not inputs:
