@@ -22,7 +22,6 @@ named for a packed one and computes nonsense without an error, which is why fold
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ WEIGHT_DTYPE = torch.float8_e4m3fn
 OTHER_DTYPE = torch.bfloat16
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 _HEADS = ("lm_head", "embed_out", "score", "classifier")
-_NOT_COPIED = ("config.json", "octavo.json", modelopt.SIDE_FILE)
 # For whom the layouts are that transformers does not open.
 READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
 # The schemes of the layouts that do not hold every one, and hold one in a model.
@@ -231,14 +229,6 @@ def read_packing(
     if method == "modelopt":
         return Packing("modelopt", *modelopt.read(found, linears, where))
     return Packing("compressed-tensors", *compressed_tensors.read(found, linears, where))
-
-
-def copy_description(source: Path, target: Path) -> None:
-    """Copy what describes a model beside its config.json and its tensors: the tokenizer, generation settings."""
-    for path in sorted(source.iterdir()):
-        described = path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(".index.json")
-        if path.is_file() and described and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)
 
 
 def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.artifact.description import copy_description
 from octavo.artifact.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale
 from octavo.artifact.packed import (
     WEIGHT_DTYPE,
     PackedFolder,
     Packing,
-    copy_description,
     quantization_config,
     read_packing,
     write_config,

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.artifact.description import copy_description
 from octavo.artifact.folder import check_absent, whole_folder
-from octavo.artifact.packed import copy_description, read_json
+from octavo.artifact.packed import read_json
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve.calibration import Calibration

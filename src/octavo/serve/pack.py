@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.artifact.description import copy_description
 from octavo.artifact.folder import check_absent, whole_folder
 from octavo.artifact.packed import (
     OTHER_DTYPE,
     PackedFolder,
     Packing,
     check_layout,
-    copy_description,
     quantization_config,
     write_config,
 )
