@@ -21,7 +21,8 @@ from rich.console import Console
 from torch import Tensor
 
 from octavo import serve
-from octavo.artifact.packed import copy_description, read_json
+from octavo.artifact.description import copy_description
+from octavo.artifact.packed import read_json
 from octavo.artifact.shards import Spec, write_shards
 from octavo.models.tokenizer import load_tokenizer
 from octavo.serve.quality import LogitQuality
