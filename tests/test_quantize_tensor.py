@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import octavo
+from octavo.numerics import ROW
 
 SHAPES = [(5,), (3, 70), (2, 3, 70), (2, 1, 3, 5)]
 
@@ -165,3 +166,22 @@ def test_unknown_words_are_answered_with_the_choices(words, choices):
 def test_integers_and_float64_are_refused(dtype):
     with pytest.raises(ValueError, match=f"float32, bfloat16 or float16, got {dtype}"):
         octavo.quantize(torch.ones(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", ["fp32", "pow2", "e8m0"])
+@pytest.mark.parametrize("size", [3.35e38, torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
+def test_a_finite_tensor_is_finite_again(size: float, scale: str) -> None:
+    x = torch.full((1, 32), size)
+    q = octavo.quantize(x, "e4m3", "group:32", scale=scale)
+    for dtype in (torch.float32, torch.bfloat16):
+        y = q.dequantize(dtype)
+        assert y.isfinite().all()
+        torch.testing.assert_close(y.double(), x.double(), rtol=2**-4, atol=0)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    codes = torch.tensor([[0x7C, 0x7E, 0xFC, 0x3C]], dtype=torch.uint8).view(torch.float8_e5m2)
+    y = octavo.QTensor(codes, torch.ones(1, 1), octavo.FORMATS["e5m2"], ROW).dequantize()
+    assert torch.equal(y.isinf(), torch.tensor([[True, False, True, False]]))
+    assert y[0, 1].isnan()
+    assert octavo.QTensor(codes, torch.full((1, 1), torch.nan), octavo.FORMATS["e5m2"], ROW).dequantize().isnan().all()

@@ -62,8 +62,9 @@ def test_rowwise():
     assert casts(rowwise()) == three(Cast("e4m3", ROW, "fp32"), weight, Cast("e4m3", ROW, "pow2"))
 
 
-def test_rowwise_dw_bf16_is_rowwise_but_for_dw():
-    assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dw=Gemm())
+def test_rowwise_dw_bf16_is_rowwise_but_for_dw_and_the_scales_of_dy_that_only_dw_asks_for():
+    dx = replace(rowwise().dx, dy=replace(rowwise().dx.dy, scale="fp32"))
+    assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dx=dx, dw=Gemm())
 
 
 def test_delayed():

@@ -179,8 +179,14 @@ def rowwise(gradients: str = "e4m3") -> Recipe:
 
 
 def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:
-    """`rowwise` with dw in BF16, for runs whose weight gradient is the sensitive one; saves x in BF16."""
-    return replace(rowwise(gradients), name="rowwise_dw_bf16", dw=Gemm())
+    """`rowwise` with dw in BF16, for runs whose gradients are the sensitive part; saves x in BF16.
+
+    Only dw asks for power-of-two scales of dy. Here they are float32, so dx too is nearer to the exact product.
+    """
+    recipe = rowwise(gradients)
+    assert recipe.dx.dy is not None
+    dx = replace(recipe.dx, dy=replace(recipe.dx.dy, scale="fp32"))
+    return replace(recipe, name="rowwise_dw_bf16", dx=dx, dw=Gemm())
 
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:

@@ -83,6 +83,19 @@ def test_evaluation_reads_the_scale_and_leaves_no_trace() -> None:
     assert linear.histories["x"].steps == 1  # nothing was met, so no step is counted
 
 
+def test_before_any_training_evaluation_scales_by_each_tensor_itself() -> None:
+    model, linear = make()
+    dynamic = nn.Sequential(nn.Linear(32, 48, bias=False)).eval()
+    dynamic[0].weight = linear.weight
+    octavo.convert(dynamic, "tensorwise")
+    model.eval()
+    for size in (1.0, 100.0):
+        x = torch.randn(4, 32) * size
+        assert torch.equal(model(x), dynamic(x))
+        octavo.update_scales(model)
+    assert linear.histories["x"].steps == 0
+
+
 def test_a_non_finite_step_leaves_no_trace() -> None:
     model, linear = make()
     step(model, 1.0)

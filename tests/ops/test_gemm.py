@@ -136,7 +136,7 @@ def test_opcheck(pair, with_bias):
 
 
 def test_a_gpu_without_the_kernel_raises_unless_emulation_is_asked_for(monkeypatch):
-    monkeypatch.setattr(door, "find_backend", lambda *_: Backend("none", "this GPU is a toaster"))
+    monkeypatch.setattr(door, "find_backend", lambda *_, **__: Backend("none", "this GPU is a toaster"))
     a, b = operands("group64", 3, 64, 5)
     with pytest.raises(RuntimeError, match="no FP8 GEMM here: this GPU is a toaster") as error:
         scaled_mm(a, b)

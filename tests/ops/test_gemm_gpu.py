@@ -76,7 +76,9 @@ def test_worst_row(pair, size, dtype, with_bias, fast):
     a, b = operands(pair, m, k, n)
     bias = torch.randn(n).to(dtype) if with_bias else None
     gpu_a, gpu_b, gpu_bias = on_gpu(a), on_gpu(b), None if bias is None else bias.cuda()
-    assert find_backend(gpu_a.data.device, a.layout, b.layout, (a.format.name, b.format.name)).name == "cublaslt"
+    e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
+    backend = find_backend(gpu_a.data.device, a.layout, b.layout, (a.format.name, b.format.name), e8m0=e8m0)
+    assert backend.name == "cublaslt"
     poison()
     y = scaled_mm(gpu_a, gpu_b, bias=gpu_bias, out_dtype=dtype, fast_accumulation=fast)
     assert (y.shape, y.dtype, y.device.type, y.is_contiguous()) == ((m, n), dtype, "cuda", True)

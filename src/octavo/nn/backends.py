@@ -17,12 +17,13 @@ def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
             backends[name] = Backend("bf16", "no cast: the autocast dtype")
             continue
         a, b = getattr(gemm, first), getattr(gemm, second)
-        backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format))
+        e8m0 = a.scale == "e8m0", b.scale == "e8m0"
+        backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format), e8m0=e8m0)
     return backends
 
 
 def pick_recipe(device: torch.device) -> Recipe:
-    """`rowwise` where `device` has its GEMMs, else `tensorwise` (Ada), in the formats that it takes (MI300: FNUZ).
+    """`rowwise` where `device` has its GEMMs, else `tensorwise`, in the formats that it takes (MI300: FNUZ).
 
     Raises:
         ValueError: a GPU with neither.

@@ -51,8 +51,16 @@ class QTensor:
         return self.data.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """data * scale, computed in float32 and rounded once to `dtype`."""
-        return (widen(self.data) * self.layout.expand(self.scale.float(), tuple(self.shape))).to(dtype)
+        """data * scale, computed in float32 and rounded once to `dtype`.
+
+        A product of finite factors beyond float32's range (or BF16's, where that is `dtype`) is the largest number
+        there, not inf: a finite tensor stays finite. The MX specification leaves such products to the implementation.
+        They come of rounding a number near the end of float32 up, in a block whose scale is a power of two.
+        """
+        wide, scale = widen(self.data), self.layout.expand(self.scale.float(), tuple(self.shape))
+        largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
+        x = wide * scale
+        return torch.where(wide.isfinite() & scale.isfinite(), x.clamp(-largest, largest), x).to(dtype)
 
     def t(self) -> QTensor:
         """The transposed matrix, for layouts whose scale transposes with the bytes (a view: bytes are not moved)."""

@@ -1,8 +1,10 @@
 """Which implementation a scaled GEMM runs on, decided in one place, so that what is reported is what runs.
 
-cuBLASLt's paths by compute capability (PyTorch's `scaled_mm`): tensor scales from Ada (8.9), row scales from Hopper
-(9.0), 1x128 and 128x128 blocks on Hopper only, MX from Blackwell (10.0). Where no path exists a GPU raises; emulation
-runs there only when asked for. Products of few rows, of which the time is that of reading b, have a kernel of ours.
+The paths of PyTorch's `scaled_mm` by compute capability: tensor and row scales from Ada (8.9), 1x128 and 128x128 blocks
+on Hopper (9.x) only, MX, which is groups of 32 with E8M0 scales, from Blackwell (10.0). For row scales PyTorch has
+CUTLASS kernels on 8.9 too (RowwiseScaledMM.cu); how fast Octavo is on Ada is not measured. Where no path exists a GPU
+raises; emulation runs there only when asked for. Products of few rows, of which the time is that of reading b, have a
+kernel of ours.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
 
-# (layout of a, layout of b) -> the lowest and the highest compute capability that has the kernel
+# (layout of a, layout of b) -> the lowest and the highest compute capability that has the kernel. The scales of MX are
+# E8M0, all others float32.
 _PATHS: dict[tuple[Granularity, Granularity], tuple[tuple[int, int], tuple[int, int]]] = {
     (TENSOR, TENSOR): ((8, 9), (99, 0)),
-    (ROW, ROW): ((9, 0), (99, 0)),
+    (ROW, ROW): ((8, 9), (99, 0)),
     (STRIP, SQUARE): ((9, 0), (9, 9)),
     (SQUARE, STRIP): ((9, 0), (9, 9)),
     (STRIP, STRIP): ((9, 0), (9, 9)),
@@ -48,13 +51,22 @@ def find_backend(
     layout_b: Granularity,
     formats: tuple[str, str],
     size: tuple[int, int] | None = None,
+    *,
+    e8m0: tuple[bool, bool] = (False, False),
 ) -> Backend:
-    """What `device` has for operands of these layouts and formats; `size`: of y, None for one of many rows."""
+    """What `device` has for operands of these layouts and formats.
+
+    Args:
+        device: where the operands are.
+        layout_a, layout_b: of the scales of a and b.
+        formats: the names of the formats of a and b.
+        size: [M, N] of y; None for one of many rows.
+        e8m0: whether the scales of a and b are E8M0 instead of float32.
+    """
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
-    found = _cuda_backend(
-        torch.cuda.get_device_capability(device), layout_a, layout_b, formats, torch.version.hip is not None
-    )
+    capability, hip = torch.cuda.get_device_capability(device), torch.version.hip is not None
+    found = _cuda_backend(capability, layout_a, layout_b, formats, hip, e8m0)
     few = size is not None and size[0] <= few_rows(size[1]) and layout_a.outer and set(formats) <= set(FORMATS)
     if few and found.name == "cublaslt" and HAS_TRITON:
         return Backend("triton", f"{found.reason}, few rows")
@@ -67,9 +79,15 @@ def few_rows(columns: int) -> int:
 
 
 def _cuda_backend(
-    capability: tuple[int, int], layout_a: Granularity, layout_b: Granularity, formats: tuple[str, str], hip: bool
+    capability: tuple[int, int],
+    layout_a: Granularity,
+    layout_b: Granularity,
+    formats: tuple[str, str],
+    hip: bool,
+    e8m0: tuple[bool, bool],
 ) -> Backend:
-    names = f"{layout_a.name} x {layout_b.name} scales"
+    kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
+    names = f"{layout_a.name} x {layout_b.name} scales in {' and '.join(dict.fromkeys(kinds))}"
     fnuz = any(f.endswith("fnuz") for f in formats)
     if formats[0].startswith("e5m2") and formats[1].startswith("e5m2"):
         return Backend("none", "no GEMM takes two E5M2 operands: make one E4M3")
@@ -79,12 +97,12 @@ def _cuda_backend(
             return Backend(
                 "none", f"this AMD GPU takes {'FNUZ' if wanted else 'OCP'} formats, the recipe has {formats}"
             )
-        ok = (layout_a, layout_b) in ((TENSOR, TENSOR), (ROW, ROW))
+        ok = (layout_a, layout_b) in ((TENSOR, TENSOR), (ROW, ROW)) and not any(e8m0)
         return Backend("hipblaslt", names) if ok else Backend("none", f"hipBLASLt has no GEMM with {names}")
     if fnuz:
         return Backend("none", "FNUZ formats run on AMD MI300 only")
     path = _PATHS.get((layout_a, layout_b))
-    if path is None:
+    if path is None or e8m0 != (layout_a == MX, layout_b == MX):
         return Backend("none", f"cuBLASLt has no GEMM with {names}")
     low, high = path
     if not low <= capability <= high:

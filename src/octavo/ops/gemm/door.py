@@ -49,7 +49,8 @@ def scaled_mm(
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
     formats, size = (a.format.name, b.format.name), (a.shape[0], b.shape[0])
-    backend = find_backend(a.data.device, a.layout, b.layout, formats, size)
+    e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
+    backend = find_backend(a.data.device, a.layout, b.layout, formats, size, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "

@@ -1,0 +1,78 @@
+"""What folding the scale of w into dy costs, against quantizing every operand separately by row; docs/decisions.md.
+
+The loss is that of dy's power-of-two scales: the largest gradient of a row, which weighs most where few channels carry
+the energy, is rounded, where a float32 scale represents it exactly.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+
+T, K, N, SEEDS = 512, 256, 384, 4
+
+# The recipe -> the data -> the dB that y, dx and dw may lose on average.
+MOST = {
+    "rowwise": {
+        "w rows, sigma 1": (0.05, 0.8, 0.1),
+        "w rows, sigma 2": (0.05, 2.2, 0.1),
+        "dy channels, sigma 1": (0.05, 0.8, 0.2),
+        "dy channels, sigma 2": (0.05, 2.2, 0.4),
+        "student": (0.05, 0.6, 0.6),
+    },
+    "rowwise_dw_bf16": {
+        "w rows, sigma 1": (0.05, 0.2, 0.0),
+        "w rows, sigma 2": (0.05, 0.4, 0.0),
+        "dy channels, sigma 1": (0.05, 0.2, 0.0),
+        "dy channels, sigma 2": (0.05, 0.4, 0.0),
+        "student": (0.05, 0.2, 0.0),
+    },
+}
+
+
+def make(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, dy = torch.randn(T, K), torch.randn(N, K) * 0.02, torch.randn(T, N) * 1e-3
+    sigma = 2 if "2" in kind else 1
+    if kind.startswith("w rows"):
+        w *= (sigma * torch.randn(N, 1)).exp()
+    elif kind.startswith("dy channels"):
+        dy *= (sigma * torch.randn(1, N)).exp()
+    else:
+        student = torch.distributions.StudentT(3.0)
+        x, w, dy = student.sample((T, K)), student.sample((N, K)) * 0.02, student.sample((T, N)) * 1e-3
+    return x, w, dy
+
+
+def separately(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def q(t: Tensor) -> Tensor:
+        scale = t.abs().amax(1, keepdim=True) / 448
+        return (t / scale).to(torch.float8_e4m3fn).double() * scale
+
+    return q(x) @ q(w).t(), q(dy) @ q(w.t()).t(), q(dy.t()) @ q(x.t()).t()
+
+
+def octavos(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    linear = nn.Linear(K, N, bias=False)
+    linear.weight.data.copy_(w)
+    octavo.convert(linear, recipe)
+    x = x.clone().requires_grad_()
+    y = linear(x)
+    return y.detach(), *torch.autograd.grad(y, [x, linear.weight], dy)
+
+
+def decibels(exact: Tensor, got: Tensor) -> float:
+    return float(10 * torch.log10(exact.square().sum() / (exact - got).square().sum()))
+
+
+@pytest.mark.parametrize("kind", list(MOST["rowwise"]))
+@pytest.mark.parametrize("recipe", list(MOST))
+def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
+    losses = torch.zeros(SEEDS, 3)
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        x, w, dy = make(kind)
+        exact = x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()
+        pairs = zip(exact, separately(x, w, dy), octavos(recipe, x, w, dy), strict=True)
+        losses[seed] = torch.tensor([decibels(e, s) - decibels(e, o) for e, s, o in pairs])
+    assert (losses.mean(0) <= torch.tensor(MOST[recipe][kind])).all(), losses.mean(0)
