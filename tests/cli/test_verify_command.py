@@ -187,4 +187,5 @@ def test_help_has_an_example(octavo: Any) -> None:
     code, out, _ = octavo("verify", "--help")
     assert code == 0
     assert "octavo verify packed/qwen --against models/qwen" in out
+    assert "verify [OPTIONS] PACKED --against MODEL" in out
     assert sys.argv[1] == "verify"
