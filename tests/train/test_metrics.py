@@ -1,14 +1,17 @@
 """metrics.jsonl, TensorBoard's events, and the line on the terminal."""
 
+import errno
 import io
 import json
 import math
+import os
 import shutil
 import sys
 
 import pytest
 from rich.console import Console
 
+from octavo.artifact.folder import WriteError
 from octavo.artifact.tensors import model_tensors
 from octavo.train.metrics import Metrics, show_progress
 
@@ -172,3 +175,20 @@ def test_without_tensorboard_the_error_names_the_extra_and_nothing_is_written(be
     with pytest.raises(ImportError, match=r'pip install "\.\[tensorboard\]"'):
         begin(tensorboard=True)
     assert list(tmp_path.iterdir()) == []
+
+
+class FullDisk(io.StringIO):
+    name = "run/metrics.jsonl"
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_record_that_cannot_be_written_says_why(tmp_path, monkeypatch):
+    with Metrics(tmp_path / "metrics.jsonl", tensorboard=False, resumed_at=0) as metrics:
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics, "_file", FullDisk())
+            with pytest.raises(WriteError, match=r"could not write run/metrics.jsonl: the disk is full .*: make room"):
+                metrics.write(1, loss=1.0)
+        metrics.write(1, loss=0.5)
+    assert steps(tmp_path / "metrics.jsonl") == [1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octavo.artifact.folder import write_error
+from octavo.artifact.folder import locked_folder, write_error
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,14 @@ def write_file(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, 
         content: the tensors.
 
     Raises:
+        LockedError: another program writes it.
         WriteError: the disk is full, or refused the write for another reason.
     """
+    with locked_folder(path):
+        return _write(gguf, path, architecture, metadata, content)
+
+
+def _write(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, Any], content: Content) -> int:
     partial = path.parent / f".{path.name}.partial"
     writer = gguf.GGUFWriter(partial, architecture)
     types = {name: gguf.GGMLQuantizationType[kind.upper()] for name, (_, kind) in content.shapes.items()}
@@ -44,7 +50,6 @@ def write_file(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, 
             stored = gguf.quant_shape_to_byte_shape(shape, types[name]) if types[name].name == "Q8_0" else shape
             dtype = np.dtype({"F32": "float32", "F16": "float16"}.get(types[name].name, "uint8"))
             writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw_dtype=types[name])
-        path.parent.mkdir(parents=True, exist_ok=True)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

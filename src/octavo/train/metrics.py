@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from octavo.artifact.folder import write_error
 from octavo.extras import import_extra
 
 
@@ -40,8 +41,11 @@ class Metrics:
     def write(self, step: int, **record: Any) -> None:
         """Append {"step": step, ...}; its numbers go to TensorBoard too. inf and NaN, which JSON lacks, become null."""
         record = {name: None if _no_number(value) else value for name, value in record.items()}
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **record}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise write_error(Path(self._file.name), error) from error
         self.draw(step, record)
 
     def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
