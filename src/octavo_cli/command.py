@@ -16,7 +16,10 @@ from octavo_cli.other_names import OTHER_NAMES
 
 
 class Command(TyperCommand):
-    """A command whose help names types by words, and which suggests an option for an unknown one."""
+    """A command whose help names types by words, and which suggests an option for an unknown one.
+
+    An option that does not take several values is given once.
+    """
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
         # "\b" keeps the lines of a paragraph as they are: an example is copied from one line.
@@ -45,6 +48,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words after the name of the command."""
+        self._refuse_repetition(ctx, args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -53,6 +57,28 @@ class Command(TyperCommand):
             if type(error).__name__ == "NoSuchOption" and unknown is not None:
                 refuse_option(ctx, unknown, self._option_names(ctx))
             raise
+
+    def _refuse_repetition(self, ctx: Any, args: list[str]) -> None:
+        options: dict[str, Any] = {
+            name: param
+            for param in self.get_params(ctx)
+            if param.param_type_name == "option"
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        given = set()
+        words = iter(args)
+        for word in words:
+            name, equals, _ = word.partition("=")
+            option = options.get(name)
+            if word == "--":
+                return
+            if option is None:
+                continue
+            if option.name in given and not option.multiple:
+                ctx.fail(f"{name} must be given once; got it more than once")
+            given.add(option.name)
+            if not equals and not option.is_flag:
+                next(words, None)  # the value, which can look like an option
 
     def _option_names(self, ctx: Any) -> list[str]:
         return [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from octavo.text import ReadReport
 
 DATA = "--data"
-DATA_HELP = (
-    "Text: stdlib, a file, folder or glob, .jsonl (text, prompt or messages), or hf:DATASET; several, or repeated"
-)
+DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
 
 
 def print_reading(report: ReadReport) -> None:

@@ -1,4 +1,4 @@
-"""--data takes several words, as a shell makes of a glob, and does not take the arguments of the command."""
+"""--data takes several words, as a shell makes of a glob; options that take one value are given once."""
 
 from pathlib import Path
 from typing import Annotated
@@ -59,3 +59,15 @@ def test_words_that_could_be_either_are_an_error(words, message):
     result = run(words)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("words", ["--samples 2 --samples 3", "--samples=2 --samples 2", "--dry --no-dry"])
+def test_an_option_of_one_value_is_given_once(words):
+    result = run(f"M OUT --data a {words}")
+    assert result.exit_code == 2
+    assert f"{words.split()[-1] if 'dry' in words else '--samples'} must be given once" in result.output
+
+
+@pytest.mark.parametrize("words", ["--data --samples --samples 3", "--samples 3 --data a -- --samples"])
+def test_a_value_that_looks_like_an_option_is_not_one(words):
+    assert "must be given once" not in run(f"M OUT {words}").output

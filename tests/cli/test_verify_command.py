@@ -38,8 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def words(folders: dict[str, Path], *more: Any) -> list[Any]:
-    given = ["verify", folders["packed"], "--against", folders["model"], "--data", folders["text"]]
-    return [*given, "--samples", 8, "--context", 48, *more]
+    usual = {"--against": folders["model"], "--samples": 8, "--context": 48}
+    given = [word for option, value in usual.items() if option not in more for word in (option, value)]
+    return ["verify", folders["packed"], "--data", folders["text"], *given, *more]
 
 
 class Page(HTMLParser):
