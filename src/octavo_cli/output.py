@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Find out before the work begins whether a file can be written at `path`; None is asked for by nobody.
+    """Find out before the work begins whether a file can be written at `path`. None means that no file is asked for.
 
     Raises:
         ValueError: it cannot; the message names `option`.

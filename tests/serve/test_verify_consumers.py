@@ -147,15 +147,20 @@ def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("cache", "factors"), [(False, BF16), (True, BF16_WITH_CACHE)])
 def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
-    monkeypatch: pytest.MonkeyPatch, cache: bool, factors: tuple[float, float]
+    packed: Path, monkeypatch: pytest.MonkeyPatch, cache: bool, factors: tuple[float, float]
 ) -> None:
-    probe, fake = replace(probe_of(Path("gone"), {}), cache=cache), FakeVllm(False)
+    probe, fake = replace(probe_of(packed, {}), cache=cache), FakeVllm(False)
     fake.model, fake.LLM = lambda ids: probe.reference, lambda **settings: fake
     monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
     found = verify_consumers._vllm(probe, "1", "cpu")
     assert found.outcome == "agrees"
     assert found.tolerance == probe.tolerance(factors, lambda logits: next_logprobs(logits, probe.ids))
     assert probe.tolerance(BF16_WITH_CACHE) > probe.tolerance(BF16)
+
+
+def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
+    found = verify_consumers._vllm(probe_of(Path("gone"), {}), "1", "cpu")
+    assert (found.outcome, found.note) == ("not run", "it needs a tokenizer, and the folder has none")
 
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:

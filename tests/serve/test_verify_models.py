@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from verify_examples import make_model, write_text
 
 from octavo import serve
 from octavo.serve.quality import LogitQuality
+from octavo.serve.skeleton import compute_buffers, transformers_skeleton
 from octavo.serve.verify import verify
 
 
@@ -25,6 +28,15 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -
     assert isinstance(report.quality, LogitQuality)
     assert report.quality.kl.value < 0.1
     assert report.quality.top1.value > 0.7
+
+
+def test_weights_that_are_filled_are_not_initialized_again(tmp_path: Path) -> None:
+    model = transformers_skeleton(make_model(tmp_path / "model", "gemma2")).model
+    embedding = model.get_input_embeddings()
+    embedding.weight = nn.Parameter(torch.ones(embedding.weight.shape))
+    with pytest.raises(RuntimeError, match="Gemma2TextScaledWordEmbedding would be initialized again"):
+        compute_buffers(model, "cpu")
+    assert torch.equal(embedding.weight, torch.ones_like(embedding.weight))
 
 
 # OPT's decoder layers flatten their MLP's input to [T, K]; compressed-tensors then scales it as one tensor.

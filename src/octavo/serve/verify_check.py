@@ -239,7 +239,7 @@ def check_weights(
 
 
 def _check_plausible(read: Bytes, layers: Mapping[str, Words]) -> None:
-    """Of weights that MODEL has no equal of: note scales that are probably reciprocal, as `load` warns of them."""
+    """Note scales that look reciprocal by their size, for folded weights, which cannot be compared with MODEL's."""
     suspects = suspected(_scales_and_weight(read, *layer) for layer in layers.items() if not layer[1].integers)
     if suspects:
         read.found("scale", f"{suspects[0]}.{layers[suspects[0]].scale}", reciprocal_warning(suspects, len(layers)))

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from octavo.serve.load import fill
+from octavo.serve.prompts import has_tokenizer
 from octavo.serve.skeleton import read_skeleton
 from octavo.serve.verify_model import outputs
 from octavo.serve.verify_numbers import leave_input, round_input, round_input_by_compressed_tensors
@@ -216,6 +217,8 @@ def _vllm(probe: Probe, version: str, device: str) -> Consumer:
     """By the log-probabilities that it gives the tokens of the prompts, since it hands out no logits."""
     if not probe.causal:
         return Consumer("vllm", version, "not run", "it is compared by the logits of a language model")
+    if not has_tokenizer(probe.folder):
+        return Consumer("vllm", version, "not run", "it needs a tokenizer, and the folder has none")
     vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
         model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=probe.ids.shape[1] + 1
