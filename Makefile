@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu test-vllm lint bench bench-cpu docs clean
+.PHONY: demo test test-gpu test-vllm test-compressor lint bench bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,6 +37,16 @@ test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of tor
 test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, in an environment of its own
 	.venv-vllm/bin/python -m pytest tests/serve/test_vllm.py
 
+.venv-compressor/installed: pyproject.toml constraints.txt tests/llmcompressor.txt
+	$(PYTHON) -m venv .venv-compressor
+	.venv-compressor/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-compressor/bin/python -m pip install --quiet -c constraints.txt torch -r tests/llmcompressor.txt pytest rich typer
+	.venv-compressor/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1 -e .
+	touch $@
+
+test-compressor: .venv-compressor/installed  ## folders that llm-compressor itself writes, in an environment of its own
+	.venv-compressor/bin/python -m pytest tests/serve/test_llmcompressor.py
+
 bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kernels.py
@@ -57,4 +67,4 @@ docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the file
 	$(BIN)/python bench/gpu_tables.py
 
 clean:
-	rm -rf .venv .venv-vllm runs build
+	rm -rf .venv .venv-vllm .venv-compressor runs build
