@@ -124,6 +124,18 @@ def test_a_weight_that_scales_by_its_history_is_not_kept() -> None:
             assert not torch.equal(model(batch()), before)
 
 
+def test_a_write_through_shared_memory_is_seen_when_the_block_is_entered_again() -> None:
+    """As docs/training_loop.md says: it leaves no trace on the parameter."""
+    model = net("rowwise")
+    weight = model.mlp.down_proj.weight
+    with octavo.cast_once(model), torch.no_grad():
+        before = model(batch())
+        weight.detach().numpy()[...] *= 2
+        assert torch.equal(model(batch()), before)
+    with octavo.cast_once(model), torch.no_grad():
+        assert not torch.equal(model(batch()), before)
+
+
 def test_an_unconverted_model_has_nothing_to_keep() -> None:
     model = Net()
     with octavo.cast_once(model):

@@ -7,8 +7,9 @@ Outside the block every forward pass casts the weights anew and nothing can be s
 after each step of any torch optimizer and each `load_state_dict` of the model, in the same memory, so that compiled
 code and CUDA graphs see them too; and an eager forward pass looks whether a weight was replaced, moved or written in
 place since. Sharded parameters (DTensor: FSDP2, tensor parallel) are not kept: their bytes come and go beneath a
-parameter that looks the same. What cannot be seen is a write through `.data` inside the block by something that is no
-optimizer: enter the block after it.
+parameter that looks the same. Writes that leave no trace are not seen inside the
+block: through `.data` by something that is no optimizer, through memory that the weight shares (`w.detach().numpy()`),
+and in place where compiled code runs, which does not look. Leave the block, write, and enter it again.
 """
 
 from __future__ import annotations
