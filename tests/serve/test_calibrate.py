@@ -14,6 +14,7 @@ from calibration_examples import watch_whole, whole_model, write_data, write_mod
 from safetensors.torch import load_file, save_file
 
 from octavo.artifact.folder import WriteError
+from octavo.artifact.lock import FolderLock, LockedError
 from octavo.artifact.tensors import ArtifactError
 from octavo.serve import blockwise
 from octavo.serve.calibrate import calibrate
@@ -232,3 +233,10 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, tmp_path, data):
     assert len(list(work.glob("part-*.safetensors"))) == done
     expected = calibrate(llama, data, tmp_path / "expected", **SETTINGS)
     assert same(calibrate(llama, data, tmp_path / "out", **SETTINGS), expected)
+
+
+def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama, tmp_path, data):
+    with FolderLock(tmp_path / ".out.calibrating"), pytest.raises(LockedError, match="is in use: process"):
+        calibrate(llama, data, tmp_path / "out", **SETTINGS)
+    assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
+    assert calibrate(llama, data, tmp_path / "out", **SETTINGS).prompts > 0
