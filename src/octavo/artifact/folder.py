@@ -72,7 +72,7 @@ def locked_folder(folder: Path) -> FolderLock:
 
 
 def write_error(path: Path, error: OSError) -> WriteError:
-    """What to raise when the system refused to write `path`: why it did, and what to do about it."""
+    """The error to raise when the system refused to write `path`; its message says why and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
         reason = f"the disk is full ({shutil.disk_usage(existing).free / 1e6:.0f} MB are free there): make room"

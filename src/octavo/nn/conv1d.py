@@ -18,7 +18,7 @@ from octavo.recipe import Recipe
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is a `Conv1D` of transformers, converted or not: by name, as octavo does not need transformers."""
+    """Whether `module` is a `Conv1D` of transformers, converted or not. The name decides: transformers is optional."""
     return any(
         cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
     )
@@ -34,7 +34,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 class Conv1D(RecipeLayer):
-    """What a `Conv1D` becomes: its weight is cast in every forward pass, also within `octavo.cast_once`."""
+    """A converted `Conv1D`. Its weight is cast in every forward pass, also within `octavo.cast_once`."""
 
     weight: nn.Parameter  # [K, N]
     bias: nn.Parameter  # [N]
@@ -52,7 +52,7 @@ def conv1d_as_recipe(module: nn.Module, recipe: Recipe, name: str, *, emulate: b
 
 
 def restore_conv1d(module: nn.Module) -> bool:
-    """Make a converted `Conv1D` what it was; False, and nothing done, for any other module."""
+    """Undo `conv1d_as_recipe`. Returns whether `module` was a converted `Conv1D`; any other module stays as it is."""
     ours, *theirs = unmixed(type(module))
     if ours is not Conv1D or not isinstance(module, Conv1D):
         return False

@@ -50,7 +50,7 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def restore_linear(module: nn.Module) -> bool:
-    """Make a converted linear layer what it was; False, and nothing done, for any other module."""
+    """Undo the conversion of a linear layer. Returns whether `module` was one; any other module stays as it is."""
     if type(module) is not Linear:
         return restore_conv1d(module)
     module.release()

@@ -32,7 +32,7 @@ from octavo.serve.verify_cache import cache_scales, rounded_cache
 from octavo.serve.verify_check import check_folder, check_weights
 from octavo.serve.verify_consumers import Consumer, make_probe, try_consumers
 from octavo.serve.verify_forecast import forecast, measure_sizes
-from octavo.serve.verify_model import Against, Linear, StreamedModel, is_causal, required_by
+from octavo.serve.verify_model import Against, Linear, StreamedModel, is_language_model, required_by
 from octavo.serve.verify_numbers import leave_input, round_input
 from octavo.serve.verify_reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
 from octavo.serve.verify_result import Budget, LayerReport, Report, over_budget
@@ -185,7 +185,7 @@ class _Work:
         def run(rounds: RoundInput, dtype: torch.dtype) -> Tensor:
             return self.packed(rounds, dtype)(ids)
 
-        causal, cache = is_causal(skeleton.model), bool(self.kv_scales)
+        causal, cache = is_language_model(skeleton.model), bool(self.kv_scales)
         asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, causal, cache, run)
         for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
             self.told("opening with every consumer", done, 4)

@@ -70,7 +70,7 @@ class StreamedModel:
         if skeleton.experts is not None:
             get, stored = skeleton.experts.in_model(get, stored)
         model.config.use_cache = False
-        self.compute, self.device, self.causal = compute, torch.device(device), is_causal(model)
+        self.compute, self.device, self.causal = compute, torch.device(device), is_language_model(model)
         self._cache = cache
         self.layers: list[str] = []
         tied = _ties(model)
@@ -100,15 +100,18 @@ def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
     return chosen.float()
 
 
-def is_causal(model: Any) -> bool:
-    """Whether a model of transformers predicts the next token."""
+def is_language_model(model: Any) -> bool:
+    """Whether a model of transformers has logits of the next token, by the name of its class; it needs no weights.
+
+    Training, which has the weights, asks `octavo.models.causal.is_causal`.
+    """
     named = (*(model.config.architectures or ()), type(model).__name__)[0]
     return bool(named.endswith(("ForCausalLM", "LMHeadModel")))
 
 
 def gives_logits(source: Source) -> bool:
     """Whether it is a language model: of ours, or of transformers and not an encoder."""
-    return source.skeleton.config is not None or is_causal(source.skeleton.model)
+    return source.skeleton.config is not None or is_language_model(source.skeleton.model)
 
 
 def required_by(skeleton: Skeleton) -> Required:

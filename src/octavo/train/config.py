@@ -6,8 +6,8 @@ the command line. All share one namespace (no tables, no nesting), so a key read
 valid values stand on its line; what concerns several settings at once (heads dividing the width, say) is checked after
 them. Whoever holds a `Config` holds a valid one: every way of making one goes through `__post_init__`.
 
-A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its value, and knows that
-it was derived: `replace` derives it again when what it follows from changes.
+A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its derived value and the
+names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Config:
         return self.change(**parse(overrides, _kinds()))
 
     def change(self, **values: Any) -> Config:
-        """A copy with other `values`. What was derived from a value that changes is derived again."""
+        """A copy with other `values`. A setting that was derived from one of them is derived again."""
         return self._merge(self.to_dict(), values, "Config.change()")
 
     @classmethod

@@ -23,7 +23,7 @@ CONTEXT = 512
 
 @dataclass(frozen=True)
 class Rule:
-    """How a setting is derived: from which others, by which function of all settings, and that in words."""
+    """The rule of a derived setting: the settings it follows from, the function of all settings, and its words."""
 
     sources: tuple[str, ...]
     value: Callable[[Mapping[str, Any]], Any]

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: which model it trains, on what, how long and with which precision."""
+"""The text that a run prints before its first step: the model, the data, the schedule and the precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.words import plural
 
 
 def header(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
-    """Lines of a label and what it stands for, and the report of the conversion."""
+    """The text to print: one line for each of model, data, steps, rate, device and folder, then the conversion."""
     size = sum(p.numel() for p in model.parameters())
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     each = config.batch * config.accumulate * config.context

@@ -95,7 +95,7 @@ def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the progress bars and tables of transformers: what they report is checked here."""
+    """Turn off the progress bars and tables of transformers in the block. `_open` checks what the tables report."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

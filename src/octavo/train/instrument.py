@@ -17,7 +17,7 @@ from octavo.nn.linear import RecipeLayer
 
 
 def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """What the parameters of `model` are computed in, read from the model itself, in JSON's terms.
+    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values.
 
     Returns:
         `recipes`: for each recipe the `layers` that run it, and what their GEMMs `y`, `dx` and `dw` run on ("bf16":

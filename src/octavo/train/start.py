@@ -84,8 +84,10 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
 
 
 def _fit_to_folder(config: Config) -> Config:
-    """The settings with the whole path of the model's folder, since the run may be resumed from another place, and
-    with a context that the model has positions for, unless one was given."""
+    """The settings with the whole path of the model's folder, since the run may be resumed from another place.
+
+    A context that was not given becomes at most the model's positions.
+    """
     if not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none")
