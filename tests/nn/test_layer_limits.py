@@ -136,5 +136,7 @@ def test_units_of_fully_shard_are_converted_before(mesh) -> None:
     y = model(x)
     fully_shard(model[0], mesh=mesh)
     assert torch.equal(model(x), y)  # and no warning of FSDP's that the output is a view
+    with pytest.raises(ValueError, match="it still runs rowwise"):
+        octavo.convert(model, "tensorwise")
     with pytest.raises(ValueError, match="restore works on a model before fully_shard"):
         octavo.restore(model)

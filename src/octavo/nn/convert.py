@@ -58,17 +58,17 @@ def convert(
     """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
     A module changes its class, not its identity: hooks, tied parameters and references to it keep working.
-    `octavo.restore` is the way back. The `Conv1D` of transformers' GPT-2 is a linear layer too: its weight is the
-    transpose. Where the recipe's scales fold (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that
-    norms or activates, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.nn.patterns`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted
-    layers.
+    `octavo.restore` is the way back. A layer that an earlier conversion changed, and that this one skips, is restored.
+
+    The `Conv1D` of transformers' GPT-2 is a linear layer whose weight is transposed. Where the recipe's scales fold
+    (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that norms or activates, and so do the decoder
+    layers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`octavo.nn.patterns`). `nn.TransformerEncoderLayer` leaves
+    PyTorch's fast path, which would not call its converted layers.
 
     Args:
         model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
         recipe: a preset's name, a `Recipe`, or "auto": `rowwise` where the device of `model` has its GEMMs, else what
-            comes nearest and runs there (the report says which). A layer that an earlier conversion changed and this
-            one skips is restored to what it was.
+            comes nearest and runs there (the report says which).
         skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
@@ -98,13 +98,7 @@ def convert(
     first_layer: Any = next(iter(linears.values()))
     device = first_layer.weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
-    for glob in skip:
-        if not any(fnmatchcase(name, glob) for name in linears):
-            first = ", ".join(repr(name) for name in list(linears)[:8])
-            raise ValueError(
-                f"skip={glob!r} matches no linear layer; the model has {len(linears)}, named {first}"
-                + (", ..." if len(linears) > 8 else "")
-            )
+    _check_skip(skip, list(linears))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = tuple(Row(name, shape_of(m), _reason(name, m, skip, tied)) for name, m in linears.items())
     report = _covered(Conversion(recipe, rows, gemm_backends(recipe, device), find_coverage(model, ())), model)
@@ -123,6 +117,13 @@ def convert(
             _as_recipe(linears[row.name], recipe, row.name, emulate)
     leave_fast_paths(model)
     return replace(report, fused=_fused(model))
+
+
+def _check_skip(skip: Sequence[str], names: Sequence[str]) -> None:
+    for glob in skip:
+        if not any(fnmatchcase(name, glob) for name in names):
+            first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
 
 
 def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> None:
@@ -212,6 +213,8 @@ def _reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -
     for glob in skip:
         if fnmatchcase(name, glob):
             return f"skip={glob!r}"
+    if shards(module) and isinstance(module, Linear):
+        return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
     if shards(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if isinstance(module, NonDynamicallyQuantizableLinear):
