@@ -1,4 +1,4 @@
-"""What a conversion did: which layers run in FP8, which do not and why, and what was not a layer to convert."""
+"""The report of a conversion: the layers that run in FP8, those that do not and why, and every other matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did: `str()` of it is a table.
+    """The report of `convert`; `str()` of it is a table.
 
     Args:
         recipe: what the converted layers run.
@@ -53,7 +53,7 @@ class Conversion:
         return {row.name: row.reason for row in self.rows if row.reason}
 
     def summary(self) -> str:
-        """How many layers were converted, what each of the three GEMMs runs on, and what stays in high precision."""
+        """The number of layers converted, what each of the three GEMMs runs on, and the matrices in high precision."""
         layers = "linear layer" if len(self.converted) == 1 else "linear layers"
         lines = [f"{self.recipe.name}: {len(self.converted)} {layers} converted, {len(self.skipped)} skipped"]
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]

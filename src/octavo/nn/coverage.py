@@ -1,8 +1,8 @@
-"""How much of a model FP8 computes, and which matrices stay in high precision.
+"""The share of a model that FP8 computes, and the matrices that stay in high precision.
 
-Every parameter belongs to one of four groups: the weights that FP8 GEMMs read; other parameters that a GEMM or a
-convolution reads, each with its name; embeddings; and norms, biases and other vectors. A parameter that two modules
-share counts once. Only shapes are read, so a model on the meta device will do.
+Every parameter belongs to one of four groups. The weights that FP8 GEMMs read are the first. Other parameters that a
+GEMM or a convolution reads are the second, each with its name. Embeddings are the third; norms, biases and other vectors
+the fourth. A parameter that two modules share counts once. Only shapes are read, so the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _summed(found: Collection[tuple[str, str, Tensor]]) -> Coverage:
 
 
 def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
-    """What a parameter that FP8 does not compute is."""
+    """The kind of a parameter that FP8 does not compute."""
     for cls, kind in _KINDS:
         if isinstance(owner, cls):
             return kind if parameter.ndim > 1 else _OTHER

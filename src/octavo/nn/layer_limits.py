@@ -1,4 +1,4 @@
-"""What octavo's layers do not support, refused in one sentence before PyTorch fails inside of them.
+"""Checks that refuse, in one sentence, a use of PyTorch that the converted layers do not support.
 
 Code that a compiler traces is not checked: an eager call has the same inputs and says so.
 """

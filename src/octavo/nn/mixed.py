@@ -1,4 +1,4 @@
-"""A class made of one of ours and the class that a module has: what `convert` changes the module's class to.
+"""Classes that `convert` gives to modules: each is a subclass of one of ours and of the class that a module has.
 
 The mixed class has the name of the module's own class, so reports, `isinstance` and checkpoints see no difference. It
 is made once for each pair. Its instances can be pickled and copied: they are rebuilt from the two classes.

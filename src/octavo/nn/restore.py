@@ -1,4 +1,4 @@
-"""The way back from `octavo.convert`: every module gets the class back that it had, and loses what was added to it."""
+"""Undo `octavo.convert`: every module gets its own class back, and the attributes that were added are removed."""
 
 from __future__ import annotations
 
