@@ -15,10 +15,10 @@ _ASKED = {
 
 
 def read_limit(measure: str, text: str, name: str) -> float:
-    """The limit that `text` states for the measure kl, ppl or cosine; 0.005 for ppl and "0.5%".
+    """The limit that `text` states for the measure kl, ppl or cosine. For ppl, "0.005" and "0.5%" are the same.
 
     Raises:
-        ValueError: it is no number, or one that no model exceeds or none holds. The message calls it `name`.
+        ValueError: `text` is not a number, or outside of the range that makes sense. The message calls it `name`.
     """
     percent = measure == "ppl" and text.endswith("%")
     try:
