@@ -39,6 +39,7 @@ def inspect(
     suspects = suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
     if as_json:
         found = {"layout": packed.packing.layout, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
+        found["unused"] = packed.unused
         print(json.dumps(found, indent=2))
         return
     numbers = ("scales", "least", "largest", "MB")
@@ -51,6 +52,8 @@ def inspect(
     print_table(("tensor", "dtype", "shape", "scheme", *numbers), shown, right=numbers)
     layers, left = plural(len(packed.packing.schemes), "layer"), plural(len(packed.ignored), "linear layer")
     say(f"{packed.packing.layout}: {layers} packed, {left} in BF16, {total / 1e6:.2f} MB")
+    if packed.unused:
+        say(f"{len(packed.unused)} scales and zero points that no layer reads, {packed.unused[0]} among them")
     if suspects:
         say(reciprocal_warning(suspects, len(packed.packing.schemes)), "red")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -23,8 +24,9 @@ def unpack(folder: Packed, out: Out) -> None:
     from octavo import serve
 
     with progress("unpacking") as advance:
-        serve.unpack(folder, out, progress=advance)
+        result = serve.unpack(folder, out, progress=advance)
     say(f"unpacked {folder} into {out}")
+    _say_unused(result.unused)
 
 
 def convert_layout(
@@ -50,6 +52,7 @@ def convert_layout(
     with progress("converting") as advance:
         result = serve.convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
     say(f"converted {folder} into {out}")
+    _say_unused(result.unused)
     if layout in READERS:
         say(f"for {READERS[layout]}: transformers computes nonsense from it")
     if result.lossless:
@@ -61,3 +64,8 @@ def convert_layout(
         f"{len(finite)} of {plural(len(result.sqnr), 'weight')} were cast again: {finite[len(finite) // 2]:.1f} dB in "
         f"the median, {result.sqnr[worst]:.1f} dB at worst ({worst})"
     )
+
+
+def _say_unused(names: Sequence[str]) -> None:
+    if names:
+        say(f"left out: {len(names)} scales and zero points that no layer reads, {names[0]} among them")

@@ -15,12 +15,16 @@ import pytest
 import torch
 from other_writers import CACHES, INPUT, WRITERS, Weights, make_source
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import octavo
 from octavo import serve
 from octavo.artifact.packed_tensors import PackedTensors
+from octavo.artifact.scheme import STATIC
+from octavo.artifact.tensors import ArtifactError
 from octavo.serve.packed_linear import PackedLinear
+from octavo_cli.app import app
 
 Made = Callable[[str], tuple[Path, Weights]]
 
@@ -99,11 +103,25 @@ def test_scales_of_a_cache_are_read(made: Made, writer: str) -> None:
     assert {(float(k), float(v)) for k, v in found.values()} == {CACHES[writer]}
 
 
-def test_scales_that_are_not_used_are_named(made: Made) -> None:
+def test_scales_that_are_not_used_are_named(made: Made, tmp_path: Path) -> None:
     folder, _ = made("single numbers, outputs' scales, zero points")
     with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
         octavo.load(folder)
     assert len(PackedTensors(folder).unused) == 2 * 2 * 7
+    done = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "28 scales and zero points that no layer reads" in done.output
+    assert len(serve.unpack(folder, tmp_path / "plain").unused) == 28
+
+
+def test_parts_of_one_layer_with_inputs_scaled_apart_are_refused() -> None:
+    layer = PackedLinear(nn.Linear(32, 48), STATIC, 3)
+    layer.weight_scale.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    layer.input_scale = torch.ones(3)
+    layer.merge_scales()
+    layer.input_scale = torch.tensor([1.0, 0.5, 1.0])
+    with pytest.raises(ArtifactError, match=r"they have 1, 0.5, 1: open the folder with octavo.load"):
+        layer.merge_scales()
 
 
 # ---- octavo verify

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.scheme import CHANNEL, Scheme
+from octavo.artifact.tensors import ArtifactError
 from octavo.nn.branches import Branches
 from octavo.nn.linear import compute_dtype
 from octavo.numerics import TENSOR, QTensor
@@ -91,7 +92,17 @@ class PackedLinear(PackedModule):
         )  # [T,K] @ [N,K]^T
 
     def merge_scales(self) -> None:
-        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale."""
+        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale.
+
+        Raises:
+            ArtifactError: the scales of the input differ, which is cast once for all parts.
+        """
+        if self.input_scale is not None and bool((self.input_scale != self.input_scale[0]).any()):
+            raise ArtifactError(
+                f"{len(self.input_scale)} layers on disk are one layer here, and must have equal scales of inputs, "
+                f"they have {', '.join(f'{scale:g}' for scale in self.input_scale.tolist())}: open the folder with "
+                "octavo.load, where they stay apart"
+            )
         scales = [scale for scale in (self.weight_scale, self.input_scale) if scale is not None]
         if self.scheme.weight.granularity == TENSOR and all(bool((scale == scale[0]).all()) for scale in scales):
             self.weight_scale = self.weight_scale[:1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,10 +31,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repacked:
-    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were."""
+    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were; and the scales that no
+    layer reads, which were left out."""
 
     folder: Path
     sqnr: Mapping[str, float] = field(default_factory=dict)
+    unused: Sequence[str] = ()
 
     @property
     def lossless(self) -> bool:
@@ -67,7 +69,7 @@ def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Pr
     with whole_folder(out) as partial:
         packed.describe(partial, None)
         write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__}, shard_bytes)
-    return Repacked(out)
+    return Repacked(out, unused=packed.unused)
 
 
 def convert_layout(
@@ -120,7 +122,7 @@ def convert_layout(
         write_shards(partial, packed.specs_as(packing), tensors(), metadata, shard_bytes)
         record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
-    return Repacked(out, sqnr)
+    return Repacked(out, sqnr, packed.unused)
 
 
 def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
