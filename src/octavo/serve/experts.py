@@ -90,8 +90,9 @@ class ExpertFiles:
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, of its parts as `get` reads them."""
         loading, mapping = _transformers()
-        converters = [c for c in mapping.get_model_conversion_mapping(self._model) if hasattr(c, "operations")]
-        renamings = [c for c in mapping.get_model_conversion_mapping(self._model) if not hasattr(c, "operations")]
+        rules = mapping.get_model_conversion_mapping(self._model)
+        converters = [rule for rule in rules if hasattr(rule, "operations")]
+        renamings = [rule for rule in rules if not hasattr(rule, "operations")]
         converter: Any = None
         for part in self.parts[name]:
             renamed, pattern = loading.rename_source_key(part, renamings, converters)
@@ -104,14 +105,14 @@ class ExpertFiles:
 
     def in_model(self, get: Callable[[str], Tensor], names: Iterable[str]) -> tuple[Callable[[str], Tensor], list[str]]:
         """A reader of files, and its names, by the names of the model."""
-        there = set(names)
-        whole = {name for name in self.stacks if there.issuperset(self.parts[name])}
+        there = dict.fromkeys(names)
+        whole = {name for name in self.stacks if all(part in there for part in self.parts[name])}
         files = {self._model_name(name): name for name in there if self._stack_of.get(name) not in whole}
 
         def read(name: str) -> Tensor:
             return self.stack(name, get) if name in whole else get(files[name])
 
-        return read, [*whole, *files]
+        return read, [*(name for name in self.stacks if name in whole), *files]
 
     def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         loading, _ = _transformers()
@@ -119,16 +120,18 @@ class ExpertFiles:
         return found
 
     def _file_name(self, name: str) -> str:
-        if name in self.parts:
-            return self.parts[name][0]
+        if name in self.parts or "." not in name:
+            return self.parts.get(name, [name])[0]
         module, _, leaf = name.rpartition(".")  # a scale, whose layer is known by its weight
         weight = self.parts.get(f"{module}.weight", [f"{module}.weight"])[0]
         return f"{weight.removesuffix('.weight')}.{leaf}"
 
     def _model_name(self, name: str) -> str:
+        if name in self._name_of or "." not in name:
+            return self._name_of.get(name, name)
         module, _, leaf = name.rpartition(".")
         weight = self._name_of.get(f"{module}.weight", f"{module}.weight")
-        return self._name_of.get(name, f"{weight.removesuffix('.weight')}.{leaf}")
+        return f"{weight.removesuffix('.weight')}.{leaf}"
 
 
 def expert_files(model: nn.Module) -> ExpertFiles | None:

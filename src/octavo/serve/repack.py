@@ -31,8 +31,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repacked:
-    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were; and the scales that no
-    layer reads, which were left out."""
+    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were; and the scales that
+    no layer reads, which were left out."""
 
     folder: Path
     sqnr: Mapping[str, float] = field(default_factory=dict)
