@@ -1,8 +1,9 @@
 """The share of a model that FP8 computes, and the matrices that stay in high precision.
 
 Every parameter belongs to one of four groups. The weights that FP8 GEMMs read are the first. Other parameters that a
-GEMM or a convolution reads are the second, each with its name. Embeddings are the third; norms, biases and other vectors
-the fourth. A parameter that two modules share counts once. Only shapes are read, so the model may be on the meta device.
+GEMM or a convolution reads are the second, each with its name. Embeddings are the third; norms, biases and other
+vectors the fourth. A parameter that two modules share counts once. Only shapes are read, so the model may be on the
+meta device.
 """
 
 from __future__ import annotations

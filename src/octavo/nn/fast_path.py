@@ -1,8 +1,8 @@
 """`nn.TransformerEncoderLayer` has a fast path that reads the weights of its linear layers and never calls them.
 
 PyTorch takes it in evaluation mode without gradients. An encoder layer of which a linear layer was converted leaves it,
-or FP8 would not run there. Its class becomes a subclass with the same name, in which the conditions of the fast path are
-false. So does the class of the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
+or FP8 would not run there. Its class becomes a subclass with the same name, in which the conditions of the fast path
+are false. So does the class of the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
 """
 
 from __future__ import annotations
