@@ -14,10 +14,16 @@ from typing import Any
 
 import demo
 import record
+import torch
 from rich.console import Console
 
 from octavo import serve
+from octavo.artifact.run import RunFolder
 from octavo.train.config import Config
+from octavo.train.evaluation import mean_loss
+from octavo.train.finished import held_out
+from octavo.train.records import read_run
+from octavo.train.run_settings import read_settings
 from octavo.train.start import start
 
 SEEDS = (0, 1, 2)
@@ -50,7 +56,7 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     overrides = [*demo.SETTINGS, "--recipe", recipe, "--seed", str(seed), "--out", str(out), "--device", "cpu"]
     if signal := start(Config.load(None, overrides), Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
-    losses = demo.evaluations(out)
+    losses = read_run(out).evaluations
     return {"recipe": recipe, "seed": seed, "evaluations": losses, "final": list(losses.values())[-1]}
 
 
@@ -58,8 +64,9 @@ def judge(folder: Path, seed: int, runs: list[dict[str, Any]]) -> dict[str, floa
     """Pack the FP8 run of a seed: what its bytes weigh and what its loss is."""
     run = name(folder, "rowwise", seed)
     report = serve.pack(run, folder / f"packed-{seed}")
-    config = Config.from_dict(json.loads((run / "config.json").read_text()))
-    loss = demo.packed_loss(report.folder, config, "cpu")
+    model, tokenizer, _ = serve.load(report.folder)
+    count = read_settings(RunFolder(run)).evaluate_batches
+    loss, _ = mean_loss(model, held_out(run, tokenizer)[0], torch.device("cpu"), precision="fp32", count=count)
     trained = next(r["final"] for r in runs if r["recipe"] == "rowwise" and r["seed"] == seed)
     return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
 

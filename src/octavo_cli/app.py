@@ -12,9 +12,11 @@ import typer
 
 from octavo_cli.calibrate import calibrate
 from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
+from octavo_cli.compare import compare
 from octavo_cli.data import DataCommand
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
 from octavo_cli.doctor import doctor
+from octavo_cli.evaluate import evaluate
 from octavo_cli.export_gguf import export_gguf
 from octavo_cli.fold import fold
 from octavo_cli.formats import formats
@@ -37,6 +39,8 @@ app.command(cls=Command)(doctor)
 app.command(cls=NumberCommand)(formats)
 app.command(cls=SettingsCommand, context_settings=CONTEXT)(train)
 app.command(cls=Command)(generate)
+app.command(cls=DataCommand)(evaluate)
+app.command(cls=Command)(compare)
 app.command(cls=DataCommand)(calibrate)
 app.command(cls=Command)(fold)
 app.command(cls=DataCommand)(pack)
@@ -67,7 +71,7 @@ def octavo(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """FP8 for PyTorch over the whole life of a model: train, calibrate, fold, pack, generate, and look inside."""
+    """FP8 for PyTorch over the whole life of a model: train, evaluate, calibrate, pack, verify and run."""
 
 
 def run() -> None:

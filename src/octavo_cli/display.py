@@ -84,7 +84,14 @@ def print_table(
     console = _Screen()
     room = console.width if console.is_terminal else _WIDE
     needed = table.__rich_measure__(console, console.options.update(max_width=_WIDE))
-    _Screen(width=min(max(room, needed.minimum), needed.maximum)).print(table, crop=False)
+    screen = _Screen(width=min(max(room, needed.minimum), needed.maximum))
+    if console.is_terminal:
+        screen.print(table, crop=False)
+        return
+    with screen.capture() as captured:
+        screen.print(table, crop=False)
+    for line in captured.get().splitlines():
+        say(line.rstrip())  # a cell is filled up with blanks, in the last column too
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

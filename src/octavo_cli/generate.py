@@ -1,18 +1,21 @@
-"""octavo generate: text from a packed model."""
+"""octavo generate: text from a model."""
 
 from __future__ import annotations
 
+import sys
 import unicodedata
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from octavo_cli.options import Device, Packed
+from octavo_cli.opened import SOURCE_HELP, open_source
+from octavo_cli.options import Device, Step
 
 
 def generate(
-    folder: Packed,
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.")],
     count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate.")] = 200,
     temperature: Annotated[
@@ -24,36 +27,37 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="The seed of the draws: the same seed, the same text.")
     ] = None,
+    step: Step = None,
     device: Device = "auto",
 ) -> None:
     """Generate text from a prompt.
 
-    The model computes with its eight-bit weights, and the text is printed as it comes.
+    A packed model computes with its eight-bit weights, the model of a run in the recipe that it was trained in, and
+    any other model in BF16. The text is printed as it comes.
 
-    Example:
+    Examples:
 
-      octavo generate packed/first --prompt "def main():" --count 100 --seed 1
+      octavo generate runs/first --prompt "def main():" --count 100 --seed 1
+
+      octavo generate packed/first --prompt "def main():" --temperature 0
     """
     from octavo import serve
     from octavo.models.stream import stream
+    from octavo.nn import cast_once
+    from octavo.train.evaluation import autocast
 
-    model, tokenizer, context = serve.load(folder, device)
-    serve.warm_up(model, context)
-    pieces = stream(
-        model,
-        tokenizer,
-        context,
-        prompt,
-        count=count,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        stop=serve.end_tokens(folder),
-    )
+    opened = open_source(source, step, device)
+    serve.warm_up(opened.model, opened.context)
     console = Console()
-    console.out(printable(prompt), end="", style="bold", highlight=False)
-    for piece in pieces:
-        console.out(printable(piece), end="", highlight=False)
+    with cast_once(opened.model), autocast(opened.precision, opened.device):
+        pieces = stream(
+            opened.model, opened.tokenizer, opened.context, prompt, count=count, temperature=temperature, top_k=top_k,
+            seed=seed, stop=serve.end_tokens(opened.description),
+        )  # fmt: skip
+        console.out(printable(prompt), end="", style="bold", highlight=False)
+        for piece in pieces:
+            console.out(printable(piece), end="", highlight=False)
+            sys.stdout.flush()
     console.out("")
 
 

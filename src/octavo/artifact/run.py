@@ -48,6 +48,20 @@ class RunFolder:
         """The checkpoints there are, oldest first."""
         return sorted(self.path.glob("step-*[0-9]"))
 
+    def step_of(self, checkpoint: Path) -> int:
+        """The step that a checkpoint of this run was saved at."""
+        return int(checkpoint.name.removeprefix("step-"))
+
+    def chosen(self, step: int | None) -> Path:
+        """The checkpoint of `step`; None takes the newest. An ArtifactError if it is not there."""
+        newest = self.newest()
+        if step is None:
+            return newest
+        if self.checkpoint(step) not in self.checkpoints():
+            kept = ", ".join(str(self.step_of(path)) for path in self.checkpoints())
+            raise ArtifactError(f"{self.path} has no checkpoint of step {step}: it keeps {kept}")
+        return self.checkpoint(step)
+
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
         if not self.config.is_file():

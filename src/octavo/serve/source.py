@@ -119,7 +119,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
 def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     folder = RunFolder(path)
-    checkpoint = _checkpoint(folder, step)
+    checkpoint = folder.chosen(step)
     skeleton = _skeleton(folder, settings)
     reader = open_tensors(checkpoint, folder.model)
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
@@ -134,16 +134,6 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
 
 def _meta(spec: Spec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
-
-def _checkpoint(run: RunFolder, step: int | None) -> Path:
-    newest = run.newest()
-    if step is None:
-        return newest
-    if run.checkpoint(step) not in run.checkpoints():
-        kept = ", ".join(str(int(path.name.removeprefix("step-"))) for path in run.checkpoints())
-        raise ArtifactError(f"{run.path} has no checkpoint of step {step}: it keeps {kept}")
-    return run.checkpoint(step)
 
 
 def _skeleton(run: RunFolder, settings: Mapping[str, Any]) -> Skeleton:

@@ -77,6 +77,15 @@ def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, valid
     Raises:
         DataError: a part is shorter than one sequence.
     """
+    tokens, ends = lay_out(texts, tokenizer)
+    split = _split(ends, len(tokens), context + 1, validation_fraction)
+    fingerprint = hashlib.sha256(f"{split} {tokens.dtype.name} ".encode())
+    fingerprint.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
+    return Corpus(tokens[:split], tokens[split:], fingerprint.hexdigest())
+
+
+def lay_out(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """The tokens of `texts`, ordered and end to end as in a corpus, and where each document ends among them."""
     # A newline ends each document, so that no two run into one line.
     documents = [text if text.endswith("\n") else text + "\n" for text in texts if text]
     documents.sort(key=lambda text: hashlib.sha256(text.encode("utf-8")).digest())
@@ -87,10 +96,7 @@ def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, valid
     tokens = np.empty(total, dtype)
     for end, document in zip(ends, ids, strict=True):
         tokens[end - len(document) : end] = document
-    split = _split(ends, total, context + 1, validation_fraction)
-    fingerprint = hashlib.sha256(f"{split} {tokens.dtype.name} ".encode())
-    fingerprint.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
-    return Corpus(tokens[:split], tokens[split:], fingerprint.hexdigest())
+    return tokens, ends
 
 
 def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: float) -> int:
@@ -128,7 +134,8 @@ class Batches:
         self.sequences = (len(tokens) - 1) // context
         if self.sequences < 1:
             raise DataError(f"a sequence needs {context + 1} tokens (context + 1); got {len(tokens)}")
-        self._tokens, self._context, self._batch, self._seed = tokens, context, batch, seed
+        self.context, self.batch = context, batch
+        self._tokens, self._seed = tokens, seed
 
     def at(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Micro-batch `index`, from 0 without end: (inputs, targets), each int64 [batch, context] on the CPU.
@@ -137,15 +144,15 @@ class Batches:
         """
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
-        starts = self._starts(range(index * self._batch, (index + 1) * self._batch))[:, None]
-        window = self._tokens[starts + np.arange(self._context + 1)].astype(np.int64)  # [batch, context + 1]
+        starts = self._starts(range(index * self.batch, (index + 1) * self.batch))[:, None]
+        window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [batch, context + 1]
         pair = torch.from_numpy(window)
         return pair[:, :-1].contiguous(), pair[:, 1:].contiguous()
 
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:
         """Where the sequences begin that stand at `positions` of the endless row of sequences."""
         rows = [self._order(position // self.sequences)[position % self.sequences] for position in positions]
-        return np.array(rows, dtype=np.int64) * self._context
+        return np.array(rows, dtype=np.int64) * self.context
 
     def _order(self, epoch: int) -> Sequence[int] | npt.NDArray[np.int64]:
         return range(self.sequences) if self._seed is None else _permutation(self._seed, epoch, self.sequences)
@@ -165,7 +172,7 @@ class RandomBatches(Batches):
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:
         # Philox makes four numbers of 64 bits from each value of its counter; a sequence takes the first of them.
         drawn = np.random.Philox(key=self._key, counter=positions.start).random_raw(4 * len(positions))[::4]
-        return (drawn % np.uint64(len(self._tokens) - self._context)).astype(np.int64)
+        return (drawn % np.uint64(len(self._tokens) - self.context)).astype(np.int64)
 
 
 @functools.lru_cache(maxsize=4)

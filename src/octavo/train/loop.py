@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -33,15 +30,14 @@ from octavo.text import ReadReport
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
 from octavo.train.data import Batches
+from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import interrupt
 from octavo.train.log import print_line
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
-from octavo.train.model import Forward, logits
+from octavo.train.model import Forward
 from octavo.train.schedule import learning_rate
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingError(RuntimeError):
@@ -133,37 +129,22 @@ class Trainer:
         state.step += 1
         return total / config.accumulate, norm
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` batches held out, at most all of them once."""
         self.model.eval()
-        count = min(self.config.evaluate_batches, max(self.validation.sequences // self.config.batch, 1))
-        with self._own_random():
-            losses = [self._loss(self.compiled, *self.validation.at(i)) for i in range(count)]
-        return float(torch.stack(losses).mean())
+        config, device = self.config, self.state.device
+        return mean_loss(
+            self.compiled, self.validation, device, precision=config.precision, count=config.evaluate_batches
+        )[0]
 
     def sample(self, count: int) -> str:
         """`count` tokens from a newline on, always with the same seed, leaving the run's random state as it was."""
         self.model.eval()
-        with self._own_random(), self._autocast():
+        with own_random(self.state.device), autocast(self.config.precision, self.state.device):
             return "".join(stream(self.model, self.tokenizer, self.config.context, "\n", count=count, seed=0))
 
     def _loss(self, model: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
-        inputs, targets = inputs.to(self.state.device), targets.to(self.state.device)
-        with self._autocast():
-            predicted = logits(model, inputs)
-        return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
-
-    @contextmanager
-    def _own_random(self) -> Iterator[None]:
-        """Random numbers from a fixed seed within the block (recipes may round stochastically), the run's own after."""
-        with torch.random.fork_rng([self.state.device] if self.state.device.type == "cuda" else []):
-            torch.manual_seed(0)
-            yield
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST.get(self.config.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.state.device.type, dtype)
+        return next_token_loss(model, (inputs, targets), self.state.device, self.config.precision)
 
     def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
@@ -195,7 +176,7 @@ class Trainer:
         """The dtypes met on one sequence, in evaluation mode so that scale histories take no notice."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        with self._own_random():
+        with own_random(self.state.device):
             return observed_dtypes(self.model, lambda: self._loss(self.model, inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: Metrics) -> float:

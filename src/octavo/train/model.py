@@ -16,6 +16,7 @@ from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.causal import logits_of
 from octavo.models.tokenizer import Tokenizer
+from octavo.nn import Conversion, convert
 from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import open_language_model
 from octavo.train.memory import total_memory
@@ -35,6 +36,18 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
         model.checkpoint_activations = config.checkpoint_activations
         return model
     return open_language_model(config, saved)
+
+
+def convert_model(model: nn.Module, config: Config) -> Conversion:
+    """Give the linear layers of `model`, which is on its device, the recipe of `config`; returns what was converted."""
+    return convert(
+        model,
+        config.recipe,
+        skip=config.skip,
+        emulate=config.emulate,
+        only_if_faster=config.only_if_faster,
+        tokens=config.batch * config.context,
+    )
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,8 @@ from rich.console import Console
 from octavo.artifact.folder import locked_folder, write_error
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError
 from octavo.device import choose_device
 from octavo.models import BUILT_IN_MODELS
-from octavo.nn import convert
 from octavo.recipe import get_recipe
 from octavo.text import absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
@@ -27,8 +24,9 @@ from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.metrics import event_writer
-from octavo.train.model import check_memory, check_vocabulary, make_model, save_description
+from octavo.train.model import check_memory, check_vocabulary, convert_model, make_model, save_description
 from octavo.train.optimizer import make_optimizer
+from octavo.train.run_settings import read_settings, write_settings
 
 
 def start(config: Config, console: Console) -> Trainer:
@@ -70,12 +68,12 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     lock = locked_folder(path)
     try:
         newest = run.newest()
-        config = _absolute_data(_read_settings(run).replace(overrides))
+        config = _absolute_data(read_settings(run).replace(overrides))
         if config.out != str(path):
             raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         trainer = _prepare(config, run, lock, console)
         load_checkpoint(newest, trainer.state)
-        _write_settings(config, run)
+        write_settings(config, run)
         print_line(console, f"resumed from {newest}")
     except BaseException:
         lock.release()
@@ -115,29 +113,9 @@ def _describe(trainer: Trainer) -> None:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         save_description(trainer.model, trainer.tokenizer, trainer.config, run.model)
-        _write_settings(trainer.config, run)
+        write_settings(trainer.config, run)
     except OSError as error:
         raise write_error(run.path, error) from error
-
-
-def _read_settings(run: RunFolder) -> Config:
-    try:
-        settings = json.loads(run.config.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"{run.config} is not valid JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise ArtifactError(f"{run.config} must be an object of settings, got {type(settings).__name__}")
-    return Config.from_dict(settings | {"out": str(run.path)})
-
-
-def _write_settings(config: Config, run: RunFolder) -> None:
-    """Write the settings beside the old ones, then replace these: a full disk must not cost the run its settings."""
-    partial = run.path / ".config.json.partial"
-    try:
-        partial.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        partial.replace(run.config)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console) -> Trainer:
@@ -163,14 +141,7 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
-    report = convert(
-        model,
-        config.recipe,
-        skip=config.skip,
-        emulate=config.emulate,
-        only_if_faster=config.only_if_faster,
-        tokens=config.batch * config.context,
-    )
+    report = convert_model(model, config)
     print_line(console, header(config, model, device, corpus, report))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)

@@ -1,0 +1,61 @@
+"""The loss of a language model on text that it was not trained on.
+
+loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.train.data import Batches
+from octavo.train.model import Forward, logits
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The block in which a model computes in `precision`: bf16, fp16, or fp32, which leaves every dtype as it is."""
+    dtype = AUTOCAST.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def own_random(device: torch.device) -> Iterator[None]:
+    """Random numbers from a fixed seed within the block (recipes may round stochastically), the run's own after."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def next_token_loss(model: Forward, batch: tuple[Tensor, Tensor], device: torch.device, precision: str) -> Tensor:
+    """The mean cross-entropy, 0-dim, of a batch (inputs, targets), each int64 [B, T]."""
+    inputs, targets = (part.to(device) for part in batch)
+    with autocast(precision, device):
+        predicted = logits(model, inputs)
+    return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def mean_loss(
+    model: Forward, batches: Batches, device: torch.device, *, precision: str, count: int | None = None
+) -> tuple[float, int]:
+    """The mean loss over batches, and the number of tokens that were predicted.
+
+    Args:
+        model: in evaluation mode, on `device`.
+        batches: of the text.
+        device: where the batches go.
+        precision: as of `autocast`.
+        count: the batches to take; None, or a number above all of them, takes each whole batch once.
+    """
+    whole = max(batches.sequences // batches.batch, 1)
+    count = whole if count is None else min(count, whole)
+    with own_random(device):
+        losses = [next_token_loss(model, batches.at(index), device, precision) for index in range(count)]
+    return float(torch.stack(losses).mean()), count * batches.batch * batches.context

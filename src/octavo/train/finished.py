@@ -1,0 +1,83 @@
+"""A run of `octavo train` opened to be used: its model with the weights of a checkpoint, and the text held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from octavo.artifact.run import RunFolder
+from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors
+from octavo.device import choose_device
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.nn import load_scale_state, scale_state
+from octavo.text import ReadReport
+from octavo.train.config import Config
+from octavo.train.data import Batches, build_corpus, open_data
+from octavo.train.model import convert_model, make_model
+from octavo.train.run_settings import read_settings
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedRun:
+    """The model of a run at one step, in evaluation mode, its linear layers in the recipe that it was trained in."""
+
+    config: Config
+    step: int
+    model: nn.Module
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def open_run(path: Path, step: int | None = None, device: str = "auto") -> FinishedRun:
+    """Open the checkpoint of a run.
+
+    Args:
+        path: the folder of the run.
+        step: the step of the checkpoint; None takes the newest.
+        device: where the model shall be.
+
+    Raises:
+        ArtifactError: no run, no such checkpoint, or one that is not whole.
+        ValueError: the device is not there.
+    """
+    run, place = RunFolder(path), choose_device(device)
+    checkpoint = run.chosen(step)
+    config = read_settings(run)
+    tokenizer = load_tokenizer(run.model)
+    model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
+    convert_model(model, config)
+    try:
+        tensors, state = (load_tensors(checkpoint / f"{name}.safetensors") for name in ("model", "state"))
+    except FileNotFoundError as error:
+        raise ArtifactError(f"the checkpoint {checkpoint} is not whole: {error}") from error
+    scales = {name: tensor for name, tensor in state.items() if not name.startswith("random.")}
+    current = model_tensors(model)
+    check_match(tensors, current, f"{checkpoint} is not of the model that the run describes")
+    check_match(scales, scale_state(model), f"{checkpoint} is of another recipe")
+    with torch.no_grad():
+        for name, tensor in current.items():
+            tensor.copy_(tensors[name])
+    load_scale_state(model, scales)
+    return FinishedRun(config, run.step_of(checkpoint), model.eval(), tokenizer, place)
+
+
+def held_out(path: Path, tokenizer: Tokenizer | None = None) -> tuple[Batches, ReadReport]:
+    """The batches that the run in the folder `path` evaluates on, and what was read to make them.
+
+    Args:
+        path: the folder of the run.
+        tokenizer: another model's, which cuts the same text; None takes the run's own.
+
+    Raises:
+        ArtifactError: no run.
+        DataError: its data cannot be read any more.
+    """
+    run = RunFolder(path)
+    run.check()
+    config = read_settings(run)
+    own, reading = open_data(config, run.model)
+    corpus = build_corpus(reading.texts, tokenizer or own, config.context, config.validation_fraction)
+    return Batches(corpus.validation, config.context, config.batch, None), reading.report

@@ -1,0 +1,80 @@
+"""What the metrics.jsonl of a run says of it, for comparing runs (`octavo.train.metrics` writes that file)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.artifact.run import RunFolder
+from octavo.artifact.tensors import ArtifactError
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell it.
+
+    Attributes:
+        path: its folder.
+        settings: those of its config.json.
+        evaluations: step to evaluation loss.
+        tokens_per_second: the median over the log records; None without one.
+        peak_memory: bytes; None where the run did not record it.
+        step: the last step that was logged.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    evaluations: dict[int, float]
+    tokens_per_second: float | None
+    peak_memory: int | None
+    step: int
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read what the run in the folder `path` logged.
+
+    Raises:
+        ArtifactError: the folder is no run, or its log is damaged.
+    """
+    run = RunFolder(path)
+    run.check()
+    records = _records(run.metrics)
+    speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second") is not None]
+    memory = [r["peak_memory"] for r in records if r.get("peak_memory") is not None]
+    return RunRecord(
+        path,
+        _object(run.config.read_text(encoding="utf-8"), str(run.config)),
+        {r["step"]: r["evaluation_loss"] for r in records if r.get("evaluation_loss") is not None},
+        statistics.median(speeds) if speeds else None,
+        max(memory) if memory else None,
+        max((r["step"] for r in records), default=0),
+    )
+
+
+def different_settings(runs: list[RunRecord]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, other than their folders: name to the value of each run."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name) for run in runs] for name in names if name not in ("out", "derived")}
+    return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing: the run has logged nothing")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # The last line may be half written: by a run that was killed, or that goes on now.
+    whole = [line for line in lines if line.endswith("\n")]
+    return [_object(line, f"{path}, line {number}") for number, line in enumerate(whole, 1)]
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArtifactError(f"{where} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where} must be an object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,55 @@
+"""The model of a command that runs one: a run of octavo train, a packed folder, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from octavo.models.tokenizer import Tokenizer
+
+_SOURCES = "run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
+SOURCE_HELP = f"A {_SOURCES}."
+
+
+class Opened(NamedTuple):
+    """A language model in evaluation mode, and what running it takes.
+
+    `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+    device: torch.device
+    precision: str
+    description: Path
+    title: str
+
+
+def open_source(source: Path, step: int | None, device: str) -> Opened:
+    """Open a model. A run's model computes in the recipe and the precision that it was trained in.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the folder is none of these, or not whole.
+        ValueError: a step of a folder that is no run, or a device that is not there.
+    """
+    from octavo.artifact.run import RunFolder
+    from octavo.device import choose_device
+    from octavo.serve.open_model import open_model
+    from octavo.train.finished import open_run
+
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} holds no config.json: give a {_SOURCES}")
+    if (RunFolder(source).model / "config.json").is_file():
+        run = open_run(source, step, device)
+        title = f"{source}, step {run.step}, {run.config.recipe}"
+        folder = RunFolder(source).model
+        return Opened(run.model, run.tokenizer, run.config.context, run.device, run.config.precision, folder, title)
+    if step is not None:
+        raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
+    loaded, place = open_model(source, device), choose_device(device)
+    return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source))
