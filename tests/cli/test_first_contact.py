@@ -15,8 +15,8 @@ from octavo_cli.other_names import OTHER_NAMES
 
 SOURCE = Path(__file__).parents[2] / "src"
 COMMANDS = (
-    "calibrate", "convert-layout", "doctor", "export-gguf", "fold", "formats", "generate", "inspect", "pack", "train",
-    "unpack", "verify",
+    "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats", "generate",
+    "inspect", "pack", "train", "unpack", "verify",
 )  # fmt: skip
 CALL = """
 import sys

@@ -10,13 +10,13 @@ from torch import nn
 from octavo.artifact.packed import OTHER_DTYPE, PackedFolder
 from octavo.artifact.tensors import ArtifactError, model_tensors
 from octavo.device import choose_device
-from octavo.models import causal
+from octavo.models.causal import is_causal
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import load_tokenizer
 from octavo.serve.load import Loaded, load
 from octavo.serve.skeleton import fill_model
 from octavo.serve.source import open_source
-from octavo.serve.verify_model import is_causal
+from octavo.serve.verify_model import is_language_model
 
 
 def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
@@ -43,12 +43,12 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     floats = {name: t.to(OTHER_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
     model = fill_model(source.skeleton, floats).to(place)
     tokenizer = load_tokenizer(folder)
-    _require(causal.is_causal(model, tokenizer.vocabulary_size), model, folder)
+    _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
     return Loaded(model, tokenizer, source.skeleton.context)
 
 
 def _predicts(model: nn.Module) -> bool:
-    return isinstance(model, Decoder) or is_causal(model)
+    return isinstance(model, Decoder) or is_language_model(model)
 
 
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
