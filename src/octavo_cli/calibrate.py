@@ -32,8 +32,8 @@ def calibrate(
 ) -> None:
     """Measure the tensors of a model while it runs on text.
 
-    The model runs in BF16 over prompts. What is written: amax (also by channel and by batch) and the whole distribution
-    of magnitudes of the input of every linear layer, of the norms' outputs, and of queries, keys and values.
+    The model runs in BF16 over prompts. The folder OUT gets amax (also by channel and by batch) and the distribution of
+    magnitudes of several tensors: the inputs of linear layers, the outputs of norms, and queries, keys and values.
 
     One block is in memory at a time. A run that is interrupted goes on with its block when the command is given again.
 

@@ -1,4 +1,7 @@
-"""How a command reads its words and shows its help: plain text, in which an example can be copied from one line."""
+"""The classes of the commands, which read the words of the command line and print help.
+
+Help is plain text. An example in it stands on one line, so that it can be copied.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class Command(TyperCommand):
 
 
 class NumberCommand(Command):
-    """A command whose argument may be a negative number, which looks like an option."""
+    """A command with a number as its argument. A negative number looks like an option, and is not taken for one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move negative numbers behind `--`, the end of the options."""
@@ -101,7 +104,7 @@ class SettingsCommand(Command):
     """The command that takes settings of training beside its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse what is no option and no setting, before anything is imported for the command."""
+        """Refuse a word that is neither an option nor a setting, before PyTorch is imported."""
         known = [*self._option_names(ctx), *(f"--{name}" for name in SETTINGS)]
         for word in args:
             name = word.partition("=")[0]

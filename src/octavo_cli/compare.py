@@ -91,7 +91,7 @@ def _final(run: RunRecord) -> float | None:
 
 
 def _gap(run: RunRecord, first: RunRecord, step: int | None) -> float | None:
-    """How far the loss of `run` is from that of `first` at a step, as a part of it; None where one of them has none."""
+    """The loss of `run` relative to that of `first` at a step, minus 1; None if one of the two has no loss there."""
     if step is None or run is first or not (run.evaluations.get(step) and first.evaluations.get(step)):
         return None
     return run.evaluations[step] / first.evaluations[step] - 1

@@ -1,4 +1,4 @@
-"""What all commands print through: lines, tables and a progress bar.
+"""The printing of all commands: lines, tables and a progress bar.
 
 In a pipe or a file a line is as long as its text, and nothing is cut, so that `grep` finds every name. On a terminal
 a column of prose is wrapped between words; names are whole there too, if need be on lines longer than the terminal.
@@ -24,7 +24,7 @@ _WIDE = 1_000_000
 
 
 class Advance(Protocol):
-    """Tells a progress bar that `done` of `of` pieces are done, and what is being done if that changed."""
+    """A function that moves a progress bar to `done` of `of` pieces, and its label to `doing` if that is given."""
 
     def __call__(self, done: int, of: int, doing: str | None = None) -> None: ...
 

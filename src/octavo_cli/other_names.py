@@ -1,4 +1,4 @@
-"""What nanoGPT, Hugging Face's Trainer and other tools call the settings of Octavo.
+"""The names that nanoGPT, Hugging Face's Trainer and other tools have for settings of Octavo.
 
 A suggestion is made from this table when an option is unknown and the command has the option that is meant here. Where
 no option means the same, the entry is a sentence.
