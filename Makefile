@@ -50,6 +50,7 @@ test-compressor: .venv-compressor/installed  ## folders that llm-compressor itse
 bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kernels.py
+	PYTHONPATH=src:bench $(PYTHON) bench/gpu_division.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_stack.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_layer.py
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_serve.py
