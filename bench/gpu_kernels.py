@@ -135,7 +135,7 @@ def kernels(k: int) -> Iterator[Kernel]:
     yield Kernel(
         "cast again, transposed",
         partial(ops.recast_transposed, [x], q.scale, x_cast),
-        partial(recast_twin.recast_transposed, [x], q.scale, x_cast.fmt),
+        partial(recast_twin.recast_transposed, [x], q.scale, x_cast.fmt, x_cast.granularity),
         n, 3,
     )  # fmt: skip
     if k == 4096:

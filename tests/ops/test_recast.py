@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.numerics import ROW, TENSOR, Cast
+from octavo.numerics import ROW, TENSOR, Cast, Granularity
+from octavo.numerics.granularity import block
 from octavo.ops import quantize, quantize_scaled, quantize_stack, recast_transposed
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -19,10 +20,6 @@ def same(found: Tensor, data: Tensor) -> bool:
     return torch.equal(found.view(torch.uint8), data.t().contiguous().view(torch.uint8))
 
 
-def by_row(scale: Tensor, x: Tensor) -> Tensor:
-    return scale.expand(x.shape[0], 1).contiguous()
-
-
 @devices
 @formats
 def test_rows_of_a_stack(device: str, fmt: str) -> None:
@@ -33,10 +30,11 @@ def test_rows_of_a_stack(device: str, fmt: str) -> None:
 
 @devices
 @formats
-def test_a_tensor_by_its_scale_in_every_row(device: str, fmt: str) -> None:
-    x, cast = matrix(device), Cast(fmt, TENSOR)
+@pytest.mark.parametrize("granularity", [TENSOR, block(128, 128), block(16, 16)], ids=lambda shared: shared.name)
+def test_a_tensor_and_square_blocks(device: str, fmt: str, granularity: Granularity) -> None:
+    x, cast = matrix(device, 300), Cast(fmt, granularity)
     q = quantize(x, cast)
-    assert same(recast_transposed([x], by_row(q.scale, x), cast), q.data)
+    assert same(recast_transposed([x], q.scale, cast), q.data)
 
 
 @devices
@@ -46,7 +44,7 @@ def test_what_outgrew_its_scale_saturates(device: str, fmt: str) -> None:
     scale = quantize(x, cast).scale / 7
     q, _ = quantize_scaled(x, scale, cast)
     assert (q.data.float().abs() == cast.fmt.max).any()
-    assert same(recast_transposed([x], by_row(scale, x), cast), q.data)
+    assert same(recast_transposed([x], scale, cast), q.data)
 
 
 @devices
@@ -54,5 +52,10 @@ def test_what_outgrew_its_scale_saturates(device: str, fmt: str) -> None:
 def test_a_scale_that_is_nan_gives_nan(device: str, fmt: str) -> None:
     x = matrix(device)
     x[3, 4] = torch.inf
-    scale = torch.full((x.shape[0], 1), torch.nan, device=device)
+    scale = torch.full((1, 1), torch.nan, device=device)
     assert recast_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()
+
+
+def test_scales_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"need the scales of \[\[70, 130\]\] by row, got scales \[1, 1\]"):
+        recast_transposed([matrix("cpu")], torch.ones(1, 1), Cast("e4m3", ROW))

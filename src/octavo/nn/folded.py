@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.nn.delayed import ScaleHistory
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import format_of
-from octavo.numerics.granularity import ROW, TENSOR
+from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.scaling import split_scale
 from octavo.ops import quantize, recast_transposed, scaled_mm, transpose
@@ -55,17 +55,15 @@ def folded_operand(data: Tensor) -> QTensor:
 def weight_transposed(weights: Sequence[Tensor], kept: Tensor | None, s_w: Tensor, cast: Cast) -> QTensor:
     """The bytes of the weights, stacked along N and transposed: of those that were kept, or cast again by their scale.
 
-    Only weights scaled by row stack. Square blocks are quantized again: that gives the same scales and bytes.
+    Only weights scaled by row stack. Quantizing again would give the same bytes, but torch.compile sees that both calls
+    are equal, makes one of them, and keeps its bytes for backward.
     """
     if kept is not None:
         return transposed(QTensor(kept, s_w, cast.fmt, cast.granularity))
+    data = recast_transposed(weights, s_w, cast)
     if cast.granularity == ROW:
-        return folded_operand(recast_transposed(weights, s_w, cast))
-    (w,) = weights
-    if cast.granularity == TENSOR:
-        by_row = s_w.float().expand(w.shape[0], 1).contiguous()
-        return QTensor(recast_transposed(weights, by_row, cast), s_w, cast.fmt, TENSOR)
-    return transposed(quantize(w, cast))
+        return folded_operand(data)
+    return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
 
 
 def folded_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, cast: Cast) -> QTensor:

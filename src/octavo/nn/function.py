@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
             if w_data is not None and w_scale is not None:
                 w_q = QTensor(w_data, w_scale, gemm.w.fmt, gemm.w.granularity)
             else:
-                w_q = _quantize(w, gemm.w, plan.w_history)
+                w_q = _quantize_w(w, gemm.w, plan.w_history)
             y = plan.mm(gemm, x_q, w_q, plan.dtype, bias)  # [T,K] @ [N,K]^T
         else:
             y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -93,12 +93,25 @@ class _Linear(torch.autograd.Function):
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
     """Quantize by the operand's history where it keeps one, else by its own amax."""
+    return quantize(t, cast) if history is None else _quantize_by(history, t, cast)[0]
+
+
+def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
+    """Quantize a weight such that casting it again by the scale gives the same bytes.
+
+    A tensor that is not finite has NaN for bytes, whatever the scale of its history is: its scale becomes NaN too.
+    """
     if history is None:
-        return quantize(t, cast)
+        return quantize(w, cast)
+    q, amax = _quantize_by(history, w, cast)
+    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
+
+
+def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
+    """Quantize by the scale of a history, and note the amax [1, 1], which is returned too."""
     q, amax = quantize_scaled(t, history.scale if history.ready else quantize(t, cast).scale, cast)
     history.observe(amax)
-    # The bytes are NaN where t is not finite. With a NaN scale they are that again if they are cast again.
-    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
+    return q, amax
 
 
 def _by_row(cast: Cast | None) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import fp8_format
+from octavo.numerics.granularity import parse_granularity
 from octavo.ops.checks import check_row_cast
 from octavo.ops.kernels import converts, kernels_of
 from octavo.ops.lowering import operation
@@ -20,15 +21,19 @@ def recast_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> T
     """The bytes that `quantize` (of one matrix), `quantize_stack` or `quantize_scaled` gave, transposed.
 
     Args:
-        tensors: [M_i, K], what was quantized.
-        scale: float32 [sum of M_i, 1], what it was quantized by; the scale of a whole tensor stands in each row. What
+        tensors: [M_i, K], the matrices that were quantized.
+        scale: float32, the scales of the stacked matrix [sum of M_i, K] in the shape of the cast's granularity. What
             lies beyond the format's max saturates.
-        cast: the same, by row or tensor, rounded to nearest.
+        cast: the same, by row, tensor or square block, rounded to nearest.
 
     Returns:
         [K, sum of M_i] of the cast's dtype.
+
+    Raises:
+        ValueError: scales of another shape.
     """
-    result: Tensor = torch.ops.octavo.recast_transposed(list(tensors), scale, cast.format)
+    words = cast.format, cast.granularity.name
+    result: Tensor = torch.ops.octavo.recast_transposed(list(tensors), scale, *words)
     return result
 
 
@@ -54,23 +59,31 @@ def recast_norm(
     return result
 
 
-def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str) -> bool:
-    return converts(scale, fmt)
+def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str, granularity: str) -> bool:
+    return converts(scale, fmt) and bool(kernels_of("recast").takes(parse_granularity(granularity)))
 
 
 @operation("recast_transposed", _recasts)
-def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
-    if sum(x.shape[0] for x in tensors) != scale.shape[0]:
-        raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
-    if not _recasts(tensors, scale, fmt):
-        return reference_transposed(tensors, scale, fp8_format(fmt))
+def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str, granularity: str) -> Tensor:
+    k, total = _transposed_shape(tensors)
+    shared = parse_granularity(granularity)
+    if scale.shape != shared.scale_shape((total, k)):
+        shapes = [list(x.shape) for x in tensors]
+        raise ValueError(f"need the scales of {shapes} by {granularity}, got scales {list(scale.shape)}")
+    if not _recasts(tensors, scale, fmt, granularity):
+        return reference_transposed(tensors, scale, fp8_format(fmt), shared)
     kernel = kernels_of("recast").recast_transposed
-    return kernel([x.contiguous() for x in tensors], scale, fp8_format(fmt))
+    return kernel([x.contiguous() for x in tensors], scale.contiguous(), fp8_format(fmt), shared)
 
 
 @_recast_transposed.register_fake
-def _(tensors: list[Tensor], scale: Tensor, fmt: str) -> Tensor:
-    return scale.new_empty((tensors[0].shape[1], scale.shape[0]), dtype=fp8_format(fmt).dtype)
+def _(tensors: list[Tensor], scale: Tensor, fmt: str, granularity: str) -> Tensor:
+    return scale.new_empty(_transposed_shape(tensors), dtype=fp8_format(fmt).dtype)
+
+
+def _transposed_shape(tensors: list[Tensor]) -> tuple[int, int]:
+    """[K, sum of M_i]."""
+    return tensors[0].shape[1], sum(x.shape[0] for x in tensors)
 
 
 def _recasts_norm(

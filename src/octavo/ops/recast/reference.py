@@ -12,11 +12,13 @@ from torch import Tensor
 
 from octavo.numerics.codec import cast as cast_to
 from octavo.numerics.formats import Format
+from octavo.numerics.granularity import Granularity
 
 
-def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
-    """[K, sum of M_i] from matrices [M_i, K] and the row scales [sum of M_i, 1] that they were quantized by."""
-    return _bytes_transposed(torch.cat([x.float() for x in tensors]), scale, fmt)
+def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
+    """[K, sum of M_i] from matrices [M_i, K] and the scales of the stacked matrix that they were quantized by."""
+    x = torch.cat([x.float() for x in tensors])
+    return _bytes_transposed(x, granularity.expand(scale, tuple(x.shape)), fmt)
 
 
 def recast_norm(
