@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -77,10 +78,11 @@ def octavo(
 def run() -> None:
     """Run the command line, and end the program with its exit code.
 
-    An error of the user's is one message and exit code 1, not a traceback. A reader of standard output that went away,
-    such as `head`, ends the program quietly with the exit code of other Unix tools.
+    An error of the user's is one message and exit code 1, not a traceback. A warning is one line. A reader of
+    standard output that went away, such as `head`, ends the program quietly with the exit code of other Unix tools.
     """
     code: int | str | None = 1
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app(prog_name="octavo")
     except SystemExit as ended:

@@ -56,3 +56,14 @@ SETTINGS = (
     "tensorboard",
     "sample",
 )
+# The settings that are true or false: --no-tied stands for --tied false.
+FLAGS = (
+    "tied",
+    "bias",
+    "only-if-faster",
+    "emulate",
+    "compile",
+    "checkpoint-activations",
+    "deterministic",
+    "tensorboard",
+)

@@ -112,4 +112,6 @@ def _percent(value: float | None) -> str:
 
 
 def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -27,7 +27,7 @@ def inspect(
       octavo inspect packed/first
     """
     from octavo.artifact.packed_tensors import PackedTensors
-    from octavo.artifact.plausible import reciprocal_warning, suspected
+    from octavo.artifact.plausible import reciprocal_warning
     from octavo.words import plural
 
     packed = PackedTensors(folder)
@@ -35,8 +35,7 @@ def inspect(
     rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]
     rows += [_other(packed, name) for name in packed.others]
     total = sum(row["bytes"] for row in rows)
-    weights = ((name, packed.weight(name)) for name in packed.packing.schemes)
-    suspects = suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
+    suspects = packed.suspects()
     if as_json:
         found = {"layout": packed.packing.layout, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
         found["unused"] = packed.unused

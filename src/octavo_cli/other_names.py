@@ -56,6 +56,6 @@ OTHER_NAMES = {theirs: ours for ours, names in _SAME.items() for theirs in names
     "do-train": "octavo train trains without it.",
     "do-eval": "octavo train evaluates every --evaluate-every steps.",
     "eval-only": "octavo evaluate RUN evaluates without training.",
-    "wandb-log": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard true.",
-    "report-to": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard true.",
+    "wandb-log": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
+    "report-to": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
 }

@@ -13,4 +13,6 @@ def test_help_lists_what_the_library_takes():
     assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
     assert tuple(LAYOUTS) == choices.LAYOUTS
     assert tuple(SCHEMES) == choices.SCHEMES
-    assert tuple(name.replace("_", "-") for name, *_ in describe()) == choices.SETTINGS
+    kinds = {name.replace("_", "-"): kind for name, kind, *_ in describe()}
+    assert tuple(kinds) == choices.SETTINGS
+    assert tuple(name for name, kind in kinds.items() if kind == "true or false") == choices.FLAGS

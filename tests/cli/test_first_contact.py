@@ -180,3 +180,9 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words):
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode in (1, 141)
+
+
+def test_a_warning_is_one_line():
+    script = "import warnings, octavo_cli.app as a; a.app = lambda **_: warnings.warn('odd scales'); a.run()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == "warning: odd scales\n"

@@ -86,6 +86,15 @@ def test_settings_may_come_first_and_without_a_file(octavo, here, words):
     assert out.splitlines()[-1] == "done: 3 steps in run"
 
 
+def test_a_flag_is_turned_off_by_no(octavo, here):
+    code, _, err = octavo("train", "tiny.toml", "--no-tied", "--out", "run")
+    assert (code, err) == (0, "")
+    assert settings_of(here / "run").tied is False
+    code, _, err = octavo("train", "tiny.toml", "--no-steps", "--out", "other")
+    assert code == 2
+    assert "No such option: --no-steps" in err
+
+
 def test_long_and_odd_names_are_printed_as_they_are(octavo, here, monkeypatch):
     name = "a folder of [red]many[/red] words " * 7
     code, out, _ = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", name.strip())

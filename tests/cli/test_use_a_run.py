@@ -154,6 +154,13 @@ def test_runs_are_compared_step_by_step(octavo, made):
     assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
 
 
+def test_settings_that_differ_are_printed_in_few_digits(octavo, made, tmp_path):
+    shutil.copytree(made / "fp8", tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"min_learning_rate": 1e-5 / 10}))
+    assert octavo("compare", made / "fp8", tmp_path / "other")[1].splitlines()[-1] == "min-learning-rate: 0.001, 1e-06"
+
+
 def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, made, tmp_path):
     """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
     other = shutil.copytree(made / "fp8", tmp_path / "bf16")

@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import octavo
 from octavo.nn import NormLinear
@@ -112,11 +112,12 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_tensor_parallelism_after_conversion(mesh, recipe: str) -> None:
+def test_tensor_parallelism_after_conversion(mesh, recipe: str, style: type) -> None:
     model = layer(recipe)
-    with pytest.raises((NotImplementedError, ValueError), match="tensor parallelism"):
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})(torch.randn(3, 16))
+    with pytest.raises((NotImplementedError, AttributeError), match="tensor parallelism"):
+        parallelize_module(model, mesh, {"0": style()})(torch.randn(3, 16))
 
 
 def test_tensor_parallelism_before_conversion(mesh) -> None:

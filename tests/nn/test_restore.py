@@ -102,3 +102,8 @@ def test_a_copy_of_a_converted_model_is_independent() -> None:
     octavo.restore(model)
     assert isinstance(twin.model.layers[0].mlp, octavo.nn.SwiGLU)
     assert twin.model.layers[0].qkv.owner is twin.model.layers[0]
+
+
+def test_restore_takes_a_module() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got 5"):
+        octavo.restore(5)

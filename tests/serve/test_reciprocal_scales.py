@@ -1,8 +1,9 @@
-"""A folder whose scales are reciprocal: `octavo.load`, `octavo inspect` and `octavo verify` say it."""
+"""A folder whose scales are reciprocal: every command that reads it says so."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_load_warns(model: Path, tmp_path: Path) -> None:
     wrong = pack(model, tmp_path / "wrong", reciprocal=True)
     with pytest.warns(UserWarning, match=rf"wrong: the weight scales of .*\({LAYERS} of {LAYERS} packed layers\) look"):
         octavo.load(wrong)
+
+
+@pytest.mark.parametrize("repack", [serve.unpack, serve.convert_layout])
+def test_unpack_and_convert_layout_warn(model: Path, tmp_path: Path, repack: Callable[[Path, Path], object]) -> None:
+    repack(pack(model, tmp_path / "right", reciprocal=False), tmp_path / "first")  # a warning is an error
+    with pytest.warns(UserWarning, match="wrong: the weight scales of .* look reciprocal"):
+        repack(pack(model, tmp_path / "wrong", reciprocal=True), tmp_path / "second")
 
 
 def test_inspect_says_it(model: Path, tmp_path: Path) -> None:

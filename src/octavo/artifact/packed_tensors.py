@@ -20,6 +20,7 @@ from octavo.artifact.packed import (
     read_packing,
     write_config,
 )
+from octavo.artifact.plausible import suspected
 from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
 from octavo.artifact.scheme import Scheme
 from octavo.artifact.settings import is_named
@@ -151,6 +152,11 @@ class PackedTensors:
     def weight(self, name: str) -> QTensor:
         """The weight of a packed layer."""
         return self.packing.schemes[name].packed_weight(*self.stored(name))
+
+    def suspects(self) -> list[str]:
+        """The packed layers whose scales look reciprocal, if they are more than half (`octavo.artifact.plausible`)."""
+        weights = ((name, self.weight(name)) for name in self.packing.schemes)
+        return suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache as the files of `packing` hold them."""

@@ -9,6 +9,7 @@ dynamically.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,18 @@ class ScaleHistory(nn.Module):
             )
         self.steps += 1
         self.ready = True
+
+
+class ScaleHistories(nn.ModuleDict):
+    """The histories of a layer, by operand."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":  # which `parallelize_module` takes of every module in a linear layer
+            raise AttributeError(
+                "the scale histories of an octavo layer have no weight: octavo's layers do not support tensor "
+                "parallelism yet. octavo.restore(model) makes them plain PyTorch layers again"
+            )
+        return super().__getattr__(name)
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:

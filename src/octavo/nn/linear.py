@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.branches import Branches
-from octavo.nn.delayed import ScaleHistory
+from octavo.nn.delayed import ScaleHistories, ScaleHistory
 from octavo.nn.folded import Plan
 from octavo.nn.function import linear
 from octavo.nn.layer_limits import check_call, unsupported
@@ -24,7 +24,7 @@ class RecipeLayer(nn.Module):
     recipe: Recipe
     emulate: bool
     name: str
-    histories: nn.ModuleDict | None
+    histories: ScaleHistories | None
     weight_cache: WeightCache
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device, *, emulate: bool) -> None:
@@ -35,7 +35,7 @@ class RecipeLayer(nn.Module):
         self.recipe, self.name, self.emulate, self.weight_cache = recipe, name, emulate, WeightCache()
         casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
         found = {operand: ScaleHistory(c, device) for operand, c in casts.items() if c is not None and c.history}
-        self.histories = nn.ModuleDict(found) if found else None
+        self.histories = ScaleHistories(found) if found else None
 
     def release(self) -> None:
         """Drop what `prepare` gave the layer."""

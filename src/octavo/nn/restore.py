@@ -32,6 +32,7 @@ def restore(model: nn.Module) -> list[str]:
         The names of the modules that were restored: linear layers, and the modules around them that ran them fused.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: `fully_shard` was called on a converted layer; then nothing is changed.
 
     Example:
@@ -40,6 +41,8 @@ def restore(model: nn.Module) -> list[str]:
         >>> octavo.restore(model)
         ['0']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore takes a torch.nn.Module, got {model!r}: pass the model itself")
     for name, module in model.named_modules():
         if isinstance(module, RecipeLayer) and shards(module):
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from octavo.artifact.folder import whole_folder
 from octavo.artifact.packed import OTHER_DTYPE, Packing, check_layout
 from octavo.artifact.packed_tensors import PackedTensors
+from octavo.artifact.plausible import reciprocal_warning
 from octavo.artifact.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.scheme import BLOCK, BLOCK_POW2, CHANNEL, Scheme, get_scheme
 from octavo.artifact.shards import SHARD_BYTES, Spec, write_shards
@@ -52,7 +54,7 @@ def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Pr
         FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
         WriteError: the disk refused.
     """
-    packed = PackedTensors(folder)
+    packed = _open(folder)
     specs = {name: packed.reader.specs[name] for name in packed.others}
     specs |= {
         f"{n}.weight": Spec(OTHER_DTYPE, packed.reader.specs[f"{n}.weight"].shape) for n in packed.packing.schemes
@@ -98,7 +100,7 @@ def convert_layout(
         ValueError: an unknown layout or scheme, one that does not go with the other, or sizes that it cannot have.
         WriteError: the disk refused.
     """
-    packed = PackedTensors(folder)
+    packed = _open(folder)
     packing = _target(packed, layout, scheme)
     sqnr: dict[str, float] = {}
 
@@ -123,6 +125,14 @@ def convert_layout(
         record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
     return Repacked(out, sqnr, packed.unused)
+
+
+def _open(folder: Path) -> PackedTensors:
+    """The packed folder; warns where its scales look reciprocal, since they multiply here."""
+    packed = PackedTensors(folder)
+    if suspects := packed.suspects():
+        warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
+    return packed
 
 
 def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
