@@ -140,7 +140,11 @@ def refuse_option(ctx: Any, unknown: str, known: Iterable[str]) -> None:
     """End with an error that says which of the options in `known` the option `unknown` may stand for."""
     name, names = unknown.lstrip("-").replace("_", "-").lower(), {option.lstrip("-") for option in known}
     elsewhere = OTHER_NAMES.get(name, "")
-    if name in names or elsewhere in names:
+    if "out" in (name, elsewhere) and any(
+        p.name == "out" and p.param_type_name == "argument" for p in ctx.command.params
+    ):
+        advice = "OUT is given without an option, as the usage above shows."
+    elif name in names or elsewhere in names:
         advice = f"Did you mean --{name if name in names else elsewhere}?"
     elif " " in elsewhere:
         advice = elsewhere

@@ -47,6 +47,7 @@ _SAME = {
     "samples": ("num-samples", "num-calibration-samples", "max-samples"),
     "step": ("checkpoint", "ckpt"),
     "scheme": ("quantization", "quant-scheme", "quantize"),
+    "layout": ("to",),
     "skip": ("ignore", "exclude"),
 }
 

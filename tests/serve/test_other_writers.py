@@ -96,6 +96,12 @@ def test_unpacking_and_converting_keep_every_weight(made: Made, writer: str, tmp
         assert not [name for name in plain if "scale" in name or "zero_point" in name]
 
 
+@pytest.mark.parametrize("writer", ["DeepSeek", "no status, no ignore, vectors"])
+def test_a_converted_folder_names_the_head_that_its_source_does_not(made: Made, writer: str, tmp_path: Path) -> None:
+    serve.convert_layout(made(writer)[0], tmp_path / "again")
+    assert PackedTensors(tmp_path / "again").config["quantization_config"]["ignore"] == ["lm_head"]
+
+
 @pytest.mark.parametrize("writer", CACHES)
 def test_scales_of_a_cache_are_read(made: Made, writer: str) -> None:
     found = PackedTensors(made(writer)[0]).kv_scales

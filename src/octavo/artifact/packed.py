@@ -40,7 +40,8 @@ from octavo.numerics import TENSOR
 WEIGHT_DTYPE = torch.float8_e4m3fn
 OTHER_DTYPE = torch.bfloat16
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
-_HEADS = ("lm_head", "embed_out", "score", "classifier")
+# The names of output heads, which consumers leave unpacked even where a folder does not say so.
+HEADS = ("lm_head", "embed_out", "score", "classifier")
 # For whom the layouts are that transformers does not open.
 READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
 # The schemes of the layouts that do not hold every one, and hold one in a model.
@@ -222,7 +223,7 @@ def read_packing(
         raise ArtifactError(
             f"{where} is of no packed model (it has no quantization_config): make one with octavo pack MODEL OUT"
         )
-    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in _HEADS]
+    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
     method = found.get("quant_method")
     if method == "fp8":
         return Packing("fp8" if fp8.is_blocks(found) else "autofp8", *fp8.read(found, linears, where))

@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.artifact.description import copy_description
 from octavo.artifact.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale
 from octavo.artifact.packed import (
+    HEADS,
     WEIGHT_DTYPE,
     PackedFolder,
     Packing,
@@ -94,10 +95,11 @@ class PackedTensors:
     def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
         """The unpacked linear layers that a list of modules names, which may hold patterns and what is no such layer.
 
-        A head that is tied to an embedding is named, and has no weight of its own.
+        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is among the
+        layers even where the list lacks it: some writers rely on consumers to leave heads unpacked.
         """
-        names: dict[str, None] = {}
         plain = self._plain()
+        names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
         for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
             head = str(entry).rstrip("*.")
             names |= dict.fromkeys([head] if head.endswith("lm_head") else [])

@@ -116,9 +116,7 @@ def _remark(read: Bytes, layers: Mapping[str, Words], required: Required) -> Non
         usual, *others = words.scale_shapes(*required.shapes[f"{name}.weight"])
         found = read.shapes.get(f"{name}.{words.scale}", usual)
         if found in others and read.settings.get("quant_method") == "compressed-tensors":
-            read.remarks.append(
-                f"{name}.{words.scale} has shape {list(found)}: transformers refuses another than {list(usual)}"
-            )
+            read.remarks.append(f"{name}.{words.scale} has shape {list(found)}: transformers takes only {list(usual)}")
             break
 
 
