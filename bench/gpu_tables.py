@@ -64,6 +64,8 @@ def document(found: dict[str, Result]) -> str:
 INTRODUCTION = """Written by `bench/gpu_tables.py` from `bench/results/`. To measure again: `make bench` on a GPU
 machine (`PYTHON=` names the python that has a CUDA build of torch; the tests marked gpu come first), then
 `.venv/bin/python bench/gpu_tables.py`. The runs of the GPT are apart: `bench/gpt_parity.py` says how.
+Where Transformer Engine is installed, the stack is timed with it too (`bench/gpu_transformer_engine.py`), and
+`examples/direct_gemm.py` compares one GEMM through octavo.ops, torch and nvmath-python: no result of either is here.
 
 Times are medians of steps that take turns in one process; a speed of 1.20x is 1.20 times as fast. A gigabyte is 10^9
 bytes."""

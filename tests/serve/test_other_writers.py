@@ -168,7 +168,7 @@ def test_verify_finds_a_right_folder_right(made: Made, source: Path, writer: str
         ),
         (
             "single numbers, outputs' scales, zero points", "ignore_mismatched_sizes",
-            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers refuses another than \[1\]"],
+            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers takes only \[1\]"],
         ),
         ("cache in k_proj.output_scale", "missing_keys: model.layers.0.self_attn.k_scale", []),
     ],
