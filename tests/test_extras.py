@@ -1,12 +1,13 @@
 """What is said where a package of an extra is not installed."""
 
+import json
 import math
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from octavo.extras import import_extra
+from octavo.extras import import_extra, open_local
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,3 +32,22 @@ def test_no_message_installs_octavo_from_an_index():
 def test_every_extra_that_is_named_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"hf", "gguf", "bpe", "tensorboard"} <= extras.keys()
+
+
+@pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path, monkeypatch, auto):
+    transformers = pytest.importorskip("transformers")
+    described = {"model_type": "mine", "auto_map": {"AutoConfig": "code.C", auto: "code.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.T", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_tokenizer))
+    (tmp_path / "code.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
+    with pytest.raises(ValueError, match="octavo runs no code of a model folder"):
+        open_local(getattr(transformers, auto), tmp_path)
+
+
+def test_a_model_that_transformers_implements_is_opened_beside_an_auto_map(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": {"AutoConfig": "code.C"}}))
+    assert open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 
@@ -24,4 +25,26 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         raise ImportError(
             f'{purpose}, and it cannot be imported ({error}): run pip install ".[{extra}]" in the source folder of '
             "Octavo"
+        ) from error
+
+
+def open_local(auto: Any, folder: str | Path, **settings: Any) -> Any:
+    """`auto.from_pretrained` on a local folder: nothing is downloaded, and no code of the folder is run.
+
+    Args:
+        auto: a class of transformers, such as `AutoTokenizer`.
+        folder: a model folder.
+        settings: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the folder can only be opened with the Python code that its `auto_map` names.
+    """
+    try:
+        return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder} needs Python code of its own (auto_map in its config.json or tokenizer_config.json), and octavo "
+            "runs no code of a model folder. Use a model that transformers implements itself"
         ) from error

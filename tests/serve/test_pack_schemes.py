@@ -177,6 +177,8 @@ def test_a_calibration_of_another_model(
         serve.pack(sources["qwen2"], tmp_path / "out", scheme="static", calibration=calibrated("qwen3"))
     with pytest.raises(ValueError, match="unknown rule 'max'"):
         serve.pack(sources["qwen3"], tmp_path / "out", scheme="static", calibration=calibrated("qwen3"), rule="max")
+    with pytest.raises(FileNotFoundError, match=r"calibration\.json is missing"):
+        serve.pack(sources["qwen3"], tmp_path / "out", calibration=tmp_path / "nowhere")
     serve.pack(sources["qwen3"], tmp_path / "channel")
     with pytest.raises(ValueError, match="has a calibrated input_scale, which is not here"):
         serve.convert_layout(tmp_path / "channel", tmp_path / "out", scheme="static")

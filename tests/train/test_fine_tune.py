@@ -179,12 +179,13 @@ def test_missing_weights_are_not_drawn_at_random(begin, source, tmp_path):
 
 
 @llama_only
-def test_a_folder_that_needs_its_own_code_is_refused_by_that_reason(begin, source, tmp_path):
+def test_a_folder_that_needs_its_own_code_is_refused_by_that_reason(begin, source, tmp_path, monkeypatch):
     described = json.loads((source / "config.json").read_text())
     described |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.My"}}
     (source / "config.json").write_text(json.dumps(described))
     (source / "code.py").write_text("raise SystemExit('this code was run')")
-    refuses(begin, tmp_path, ConfigError, "auto_map", "runs no code", model=str(source))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
+    refuses(begin, tmp_path, ValueError, "auto_map", "runs no code", model=str(source))
 
 
 @llama_only

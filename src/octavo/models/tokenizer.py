@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.extras import import_extra
+from octavo.extras import import_extra, open_local
 from octavo.models.characters import CharacterTokenizer
 from octavo.models.tokenizer_json import byte_json, characters_of, is_bytes, save_tokenizer_json
 from octavo.text import Chat, chat_of
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
         auto = import_extra("transformers", "hf", "this tokenizer needs transformers").AutoTokenizer
-        self._tokenizer = auto.from_pretrained(str(folder), local_files_only=True)
+        self._tokenizer = open_local(auto, folder)
 
     @property
     def vocabulary_size(self) -> int:

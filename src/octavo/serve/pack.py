@@ -128,6 +128,8 @@ def _static_scales(
     """The stored scales that are needed; the layers for which there are none are taken out of `schemes`."""
     static = [name for name, how in schemes.items() if how.static]
     if not static and kv_cache is None:
+        if calibration is not None:
+            source.calibration(calibration)  # nothing of it is stored, but a wrong folder is a mistake all the same
         return None, []
     if source.recipe != "delayed" or calibration is not None or kv_cache is not None:
         return calibrated_scales(calibration, rule, source, static, kv_cache), []

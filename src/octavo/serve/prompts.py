@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.extras import import_extra
+from octavo.extras import import_extra, open_local
 from octavo.text import DataError, Document, ReadReport, chat_of, read_text
 
 OnRead = Callable[[ReadReport], None]  # called with what was read, before a model runs on it
@@ -67,11 +67,12 @@ def open_tokenizer(folder: Path) -> Any:
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: the folder has no tokenizer.
+        ValueError: the tokenizer needs code of the folder.
     """
     transformers = import_extra("transformers", "hf", "text is read through transformers")
     if not has_tokenizer(folder):
         raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return open_local(transformers.AutoTokenizer, folder)
 
 
 def read_prompts(data: Sequence[str], tokenizer: Any, *, samples: int, context: int, seed: int = 0) -> Prompts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed import OTHER_DTYPE, read_json
 from octavo.artifact.tensors import ArtifactError
-from octavo.extras import import_extra
+from octavo.extras import import_extra, open_local
 from octavo.models import Config, build, from_hf_config, hf_mapping
 from octavo.models.llama import merge_from_hf, split_for_hf
 from octavo.serve.conv1d import describe_model, is_gpt2
@@ -87,7 +87,7 @@ def transformers_skeleton(folder: Path) -> Skeleton:
     if is_gpt2(folder):
         config = transformers.AutoConfig.for_model(**describe_model(folder))
     else:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = open_local(transformers.AutoConfig, folder)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):

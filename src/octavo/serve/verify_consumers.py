@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.extras import open_local
 from octavo.serve.load import fill
 from octavo.serve.prompts import has_tokenizer
 from octavo.serve.skeleton import read_skeleton
@@ -156,8 +157,9 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
     # Powers of two, and the layout fp8 on a CPU, are widened to BF16 whatever the model's dtype.
     float32 = compressed and not any(words.exponents for words in probe.layers.values())
     with _quiet(transformers):
-        model, info = _architecture(transformers, probe.folder).from_pretrained(
-            probe.folder, dtype=torch.float32 if float32 else "auto", local_files_only=True, use_safetensors=True,
+        model, info = open_local(
+            _architecture(transformers, probe.folder), probe.folder,
+            dtype=torch.float32 if float32 else "auto", use_safetensors=True,
             output_loading_info=True, **({} if compressed else _on_a_cpu(transformers, probe.settings)),
         )  # fmt: skip
         with torch.inference_mode():
@@ -173,7 +175,7 @@ def _transformers(probe: Probe, version: str, device: str) -> Consumer:
 
 
 def _architecture(transformers: Any, folder: Path) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = open_local(transformers.AutoConfig, folder)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     return named[0] if named and named[0] is not None else transformers.AutoModelForCausalLM
 

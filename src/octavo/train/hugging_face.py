@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from octavo.artifact.packed import read_json
-from octavo.extras import import_extra
+from octavo.extras import import_extra, open_local
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import is_causal
 from octavo.train.config import Config, ConfigError
@@ -27,8 +27,9 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
             weights: the checkpoint has the weights.
 
     Raises:
-        ConfigError: no such folder, a folder that needs code of its own or lacks weights, a model whose attention sees
-            later tokens, or a context beyond its positions.
+        ConfigError: no such folder, a folder that lacks weights, a model whose attention sees later tokens, or a
+            context beyond its positions.
+        ValueError: a folder that needs code of its own.
         ImportError: transformers is not installed.
     """
     purpose = f"model {config.model!r} is a Hugging Face folder, which transformers opens"
@@ -62,21 +63,14 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
         )
-    if "auto_map" in read_json(folder / "config.json"):
-        raise ConfigError(
-            f"{folder / 'config.json'} has auto_map: the model needs Python code that lies in its folder, and octavo "
-            "runs no code of a model folder. Use a model that transformers implements itself"
-        )
 
 
 def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
     if saved.exists():
-        model = auto.from_config(auto_config.from_pretrained(saved), dtype=torch.float32)
+        model = auto.from_config(open_local(auto_config, saved), dtype=torch.float32)
         missing: list[str] = []
     else:
-        model, found = auto.from_pretrained(
-            source, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
+        model, found = open_local(auto, source, dtype=torch.float32, output_loading_info=True)
         missing = sorted(found["missing_keys"])
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
         raise ConfigError(
