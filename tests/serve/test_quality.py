@@ -109,6 +109,17 @@ def test_the_paired_interval_is_narrower() -> None:
     assert paired.high - paired.low < 0.1 * (alone.high - alone.low) / alone.value
 
 
+def test_an_interval_ends_where_the_quantity_does() -> None:
+    sums = quality.LogitSums()
+    for tokens in (2, 40):  # a short prompt that differs, and a long one that agrees
+        ids = torch.arange(tokens) % 16
+        p = REFERENCE(ids[None])[0]
+        sums.add(ids[None], p[None], p.flip(-1)[None] if tokens == 2 else p[None])
+    found = sums.quality()
+    assert found.top1.value < found.top1.high == 1
+    assert 0 == found.kl.low < found.kl.value
+
+
 def test_embeddings() -> None:
     hidden = torch.randn(4, 7, 32)
     noise = torch.randn(4, 7, 32) * 0.3

@@ -35,7 +35,7 @@ class Estimate:
     high: float | None
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
-        """The estimate of an increasing function of this."""
+        """The estimate of an increasing function of this, or of a limit that the quantity cannot pass."""
         low, high = (None if edge is None else function(edge) for edge in (self.low, self.high))
         return Estimate(function(self.value), low, high)
 
@@ -120,8 +120,8 @@ class LogitSums:
         kl, agree, nll, before, tokens, targets = zip(*self._rows, strict=True)
         change = [a - b for a, b in zip(nll, before, strict=True)]
         return LogitQuality(
-            kl=ratio(kl, tokens),
-            top1=ratio(agree, tokens),
+            kl=ratio(kl, tokens).mapped(lambda nats: max(nats, 0.0)),
+            top1=ratio(agree, tokens).mapped(lambda share: min(max(share, 0.0), 1.0)),
             perplexity=ratio(nll, targets).mapped(_exp),
             reference_perplexity=ratio(before, targets).mapped(_exp),
             perplexity_ratio=ratio(change, targets).mapped(lambda nats: _exp(nats) - 1),
@@ -148,7 +148,8 @@ class EmbeddingSums:
         if not self._cosines:
             raise ValueError("no batch of prompts was given: nothing can be said of the quality")
         count = len(self._cosines)
-        return EmbeddingQuality(ratio(self._cosines, [1.0] * count), min(self._cosines), count, self._tokens)
+        mean = ratio(self._cosines, [1.0] * count).mapped(lambda cosine: min(cosine, 1.0))
+        return EmbeddingQuality(mean, min(self._cosines), count, self._tokens)
 
 
 def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:
