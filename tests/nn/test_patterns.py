@@ -141,7 +141,7 @@ def test_text_is_generated_with_a_cache(name):
 @each
 def test_compiled_without_a_break(name):
     torch.compiler.reset()
-    model = make(name)
+    model = make(name, num_hidden_layers=1)  # tracing takes most of the time
     octavo.convert(model, "rowwise")
     required = gradients(model)
     logits = model(tokens()).logits
