@@ -66,7 +66,7 @@ def prepare(folder: Path) -> serve.Calibration:
 
 
 def train(out: Path) -> Config:
-    """The demo's run in BF16, its MLP a multiple of 128 wide as blocks want it."""
+    """The demo's run in BF16, its MLP a multiple of 128 wide, which the scheme block needs."""
     config = Config.load(
         None, [*demo.SETTINGS, "--mlp-width", "768", "--recipe", "bf16", "--out", str(out), "--device", "cpu"]
     )

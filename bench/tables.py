@@ -55,7 +55,7 @@ def packings(result: dict[str, Any]) -> list[str]:
         "| transformers' logits |"
     )
     words = (
-        "A run in BF16 (its MLP 768 wide, as blocks want it), packed, "
+        "A run in BF16 (its MLP is 768 wide, a multiple of 128, which the scheme `block` needs), packed, "
         f"on {result['prompts']} prompts of held-out text ({result['tokens']:,} tokens; "
         f"perplexity of BF16 {result['perplexity']['value']:.3f}), by `octavo verify` ([verify.md](verify.md)). "
         "Intervals over prompts, paired. The last column is how far transformers' logits are from the bytes' own, as "

@@ -124,7 +124,7 @@ class Conv1DReader(ShardReader):
 
 
 def _convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """OPT's tensors that hold GPT-2's tensor `name`, whose file may leave "transformer." away; as it is, if GPT-2 has
+    """OPT's tensors that hold GPT-2's tensor `name`, whose file may omit "transformer."; as it is, if GPT-2 has
     none of this name."""
     full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
     try:
