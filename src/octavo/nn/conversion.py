@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from octavo.nn.coverage import Coverage
 from octavo.ops import Backend
 from octavo.recipe import Recipe
+from octavo.words import plural
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Conversion:
 
     def summary(self) -> str:
         """The number of layers converted, what each of the three GEMMs runs on, and the matrices in high precision."""
-        layers = "linear layer" if len(self.converted) == 1 else "linear layers"
-        lines = [f"{self.recipe.name}: {len(self.converted)} {layers} converted, {len(self.skipped)} skipped"]
+        layers = plural(len(self.converted), "linear layer")
+        lines = [f"{self.recipe.name}: {layers} converted, {len(self.skipped)} skipped"]
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.gains:

@@ -101,7 +101,7 @@ def convert(
     _check_skip(skip, list(linears))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = tuple(Row(name, shape_of(m), _reason(name, m, skip, tied)) for name, m in linears.items())
-    report = _covered(Conversion(recipe, rows, gemm_backends(recipe, device), find_coverage(model, ())), model)
+    report = Conversion(recipe, rows, gemm_backends(recipe, device), _coverage(model, recipe, rows))
     if not report.converted:
         raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
     if not emulate and not only_if_faster:
@@ -109,7 +109,8 @@ def convert(
     if recipe.folds:
         fuse_patterns(model)
     if only_if_faster:
-        report = _covered(_only_faster(report, model, linears, device, tokens), model)
+        report = _only_faster(report, model, linears, device, tokens)
+        report = replace(report, coverage=_coverage(model, recipe, report.rows))
     for row in report.rows:
         if row.reason:
             restore_linear(linears[row.name])  # an earlier conversion may have changed it
@@ -133,9 +134,9 @@ def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> No
         conv1d_as_recipe(layer, recipe, name, emulate=emulate)
 
 
-def _covered(report: Conversion, model: nn.Module) -> Conversion:
-    """The report with the coverage of what it calls converted."""
-    return replace(report, coverage=find_coverage(model, report.converted if report.recipe.quantized else ()))
+def _coverage(model: nn.Module, recipe: Recipe, rows: Sequence[Row]) -> Coverage:
+    """The coverage of `model` where the layers of `rows` that have no reason to be skipped run `recipe`."""
+    return find_coverage(model, [row.name for row in rows if not row.reason] if recipe.quantized else ())
 
 
 def _named(coverage: Coverage) -> str:
