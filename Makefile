@@ -35,7 +35,7 @@ test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of tor
 	touch $@
 
 test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, in an environment of its own
-	.venv-vllm/bin/python -m pytest tests/serve/test_vllm.py
+	.venv-vllm/bin/python -m pytest tests/runtime/test_vllm.py
 
 .venv-compressor/installed: pyproject.toml constraints.txt tests/llmcompressor.txt
 	$(PYTHON) -m venv .venv-compressor
@@ -45,7 +45,7 @@ test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, i
 	touch $@
 
 test-compressor: .venv-compressor/installed  ## folders that llm-compressor itself writes, in an environment of its own
-	.venv-compressor/bin/python -m pytest tests/serve/test_llmcompressor.py
+	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
 
 bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
 	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py

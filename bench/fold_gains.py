@@ -26,11 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from octavo import serve
+from octavo.calibration import Calibration, calibrate
+from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
+from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.folding import fold
 from octavo.numerics.codec import cast
 from octavo.numerics.formats import E4M3
-from octavo.serve.prompts import open_tokenizer, read_prompts
-from octavo.serve.quality import LogitSums, Outputs, compare_many
 from octavo.train.config import Config
 from octavo.train.start import start
 
@@ -90,29 +91,29 @@ def measure(source: Path, root: Path) -> list[dict[str, Any]]:
     """Every fold by every cast."""
     prompts = read_prompts(EVALUATION, open_tokenizer(source), samples=24, context=SIZES["context"])
     batches = [torch.tensor(ids) for ids in prompts.batches(8)]
-    calibration = calibrate(source, root)
+    calibration = calibrated(source, root)
     rows = []
-    for fold in FOLDS:
-        folder = source if fold == "as it is" else root / f"{source.name} {fold}"
-        if fold != "as it is":
-            smooth = calibration if fold != "rotate" else None
-            serve.fold(source, folder, smooth=smooth, rotate=fold != "smooth")
-        found = serve.Calibration.load(calibration if folder == source else calibrate(folder, root))
+    for kind in FOLDS:
+        folder = source if kind == "as it is" else root / f"{source.name} {kind}"
+        if kind != "as it is":
+            smooth = calibration if kind != "rotate" else None
+            fold(source, folder, smooth=smooth, rotate=kind != "smooth")
+        found = Calibration.load(calibration if folder == source else calibrated(folder, root))
         model = open_model(folder)
         scales = {name: found.sites[site].amax for name, site in found.layers.items()}
         candidates = {"none": run(model), **{name: quantized(model, name, scales) for name in CASTS}}
         quality = compare_many(run(open_model(source)), candidates, batches, LogitSums)
-        assert quality["none"].kl.value < 1e-3, f"{source.name}, {fold}: not the same model"
+        assert quality["none"].kl.value < 1e-3, f"{source.name}, {kind}: not the same model"
         for name in candidates:
             kl, ppl = quality[name].kl, quality[name].perplexity_ratio
             edges = {"kl_low": kl.low, "kl_high": kl.high}
-            rows.append({"model": source.name, "fold": fold, "cast": name, "kl": kl.value, **edges, "ppl": ppl.value})
+            rows.append({"model": source.name, "fold": kind, "cast": name, "kl": kl.value, **edges, "ppl": ppl.value})
     return rows
 
 
-def calibrate(folder: Path, root: Path) -> Path:
+def calibrated(folder: Path, root: Path) -> Path:
     out = root / f"{folder.name} calibrated"
-    serve.calibrate(folder, CALIBRATION, out, samples=64, context=SIZES["context"])
+    calibrate(folder, CALIBRATION, out, samples=64, context=SIZES["context"])
     return out
 
 

@@ -28,7 +28,7 @@ from octavo.numerics.granularity import ROW
 from octavo.numerics.scaling import scale_from_amax
 from octavo.ops.device_math import amax_bits, inverse
 from octavo.ops.device_math import scale_from_amax as device_scale
-from octavo.ops.kernels import row_tile
+from octavo.ops.triton_support import row_tile
 
 SHAPES = ((8192, 4096), (8192, 14336))
 WAYS = ("reciprocal", "division", "corrected")

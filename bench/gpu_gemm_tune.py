@@ -22,7 +22,7 @@ from gpu_timing import replayed
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
-from octavo.ops.kernels import kernels_of
+from octavo.ops.triton_support import kernels_of
 
 
 def main() -> None:

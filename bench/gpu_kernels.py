@@ -19,9 +19,9 @@ from octavo.numerics import Cast
 from octavo.numerics.granularity import TENSOR
 from octavo.ops.activation import reference as activation_twin
 from octavo.ops.norm import reference as norm_twin
-from octavo.ops.quantize import reference as quantize_twin
-from octavo.ops.recast import reference as recast_twin
-from octavo.ops.transpose import reference as transpose_twin
+from octavo.ops.quantization import reference as quantize_twin
+from octavo.ops.requantization import reference as recast_twin
+from octavo.ops.transposition import reference as transpose_twin
 from octavo.recipe import blockwise, mxfp8, rowwise
 
 T = 8192

@@ -24,12 +24,12 @@ from gpu_kernels import copy_ms
 from gpu_timing import Captured, interleaved, replayed, sqnr, summary
 from torch import Tensor
 
-from octavo.artifact.scheme import CHANNEL
-from octavo.nn.kv_cache import DTYPES, LayerKVCache
+from octavo.artifact.packed.scheme import CHANNEL
+from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.numerics import QTensor
 from octavo.ops import quantize, scaled_mm
 from octavo.ops.attention import reference
-from octavo.ops.kernels import kernels_of
+from octavo.ops.triton_support import kernels_of
 
 HEADS, KV_HEADS, DIM, WIDTH, MLP, LAYERS, VOCABULARY = 32, 8, 128, 4096, 14336, 32, 128256
 CONTEXTS, BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)

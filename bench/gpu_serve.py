@@ -36,8 +36,8 @@ from torch import Tensor
 from octavo.numerics import ROW, Cast
 from octavo.ops import find_backend, quantize
 from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
-from octavo.ops.kernels import kernels_of
-from octavo.serve.packed_fused import fuse
+from octavo.ops.triton_support import kernels_of
+from octavo.runtime.fused import fuse
 
 TOKENS, CONTEXT, BATCHES = 8192, 1024, (1, 64)
 SHAPES = (

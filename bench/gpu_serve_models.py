@@ -17,11 +17,11 @@ from gpu_kv_cache import filled
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.artifact.scheme import CHANNEL
+from octavo.artifact.packed.scheme import CHANNEL
+from octavo.kv_cache.transformers_cache import QuantizedKVCache, QuantizedKVCacheLayer
 from octavo.ops import quantize
-from octavo.serve.cache import QuantizedKVCache, QuantizedKVCacheLayer
-from octavo.serve.packed_linear import PackedLinear, swap_linears
-from octavo.serve.packed_stack import PackedStack
+from octavo.runtime.packed_linear import PackedLinear, swap_linears
+from octavo.runtime.stacked_linear import PackedStack
 
 SHAPE = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,

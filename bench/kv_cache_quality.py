@@ -19,10 +19,11 @@ from serve_quality import prepare
 from torch import Tensor
 
 import octavo
-from octavo import serve
-from octavo.serve.cache import QuantizedKVCache, calibrated_scales
-from octavo.serve.prompts import open_tokenizer, read_prompts
-from octavo.serve.quality import LogitSums, Outputs, compare_many
+from octavo.calibration import Calibration
+from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
+from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.kv_cache.transformers_cache import QuantizedKVCache, calibrated_scales
+from octavo.packing import pack
 
 CHUNK, SAMPLES, CONTEXT, BATCH = 16, 64, 256, 8
 Cache = Callable[[Any, int], QuantizedKVCache]
@@ -32,7 +33,7 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         found, model = prepare(folder), folder / "model"
-        serve.pack(model, folder / "packed", scheme="channel")
+        pack(model, folder / "packed", scheme="channel")
         packed = octavo.load(folder / "packed")
         caches = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in WAYS}
         held_out = [str(folder / "heldout.txt")]
@@ -50,7 +51,7 @@ def main() -> None:
 WAYS = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
 
 
-def cache(dtype: str, calibration: serve.Calibration | None) -> Cache:
+def cache(dtype: str, calibration: Calibration | None) -> Cache:
     """How to make a cache for a model and so many tokens."""
     scales = {} if calibration is None else {"scales": calibrated_scales(calibration, dtype)}
     return lambda model, tokens: QuantizedKVCache.for_model(model, tokens, dtype, **scales)

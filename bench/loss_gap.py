@@ -17,8 +17,9 @@ import record
 import torch
 from rich.console import Console
 
-from octavo import serve
 from octavo.artifact.run import RunFolder
+from octavo.packing import pack
+from octavo.runtime import load_packed
 from octavo.train.config import Config
 from octavo.train.evaluation import mean_loss
 from octavo.train.finished import held_out
@@ -63,8 +64,8 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 def judge(folder: Path, seed: int, runs: list[dict[str, Any]]) -> dict[str, float]:
     """Pack the FP8 run of a seed: what its bytes weigh and what its loss is."""
     run = name(folder, "rowwise", seed)
-    report = serve.pack(run, folder / f"packed-{seed}")
-    model, tokenizer, _ = serve.load(report.folder)
+    report = pack(run, folder / f"packed-{seed}")
+    model, tokenizer, _ = load_packed(report.folder)
     count = read_settings(RunFolder(run)).evaluate_batches
     loss, _ = mean_loss(model, held_out(run, tokenizer)[0], torch.device("cpu"), precision="fp32", count=count)
     trained = next(r["final"] for r in runs if r["recipe"] == "rowwise" and r["seed"] == seed)

@@ -20,19 +20,20 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from octavo import serve
-from octavo.artifact.description import copy_description
-from octavo.artifact.packed import read_json
-from octavo.artifact.shards import Spec, write_shards
+from octavo.artifact.files import read_json
+from octavo.artifact.packed.description import copy_description
+from octavo.artifact.safetensors_files import Spec, write_shards
+from octavo.calibration import Calibration, calibrate
+from octavo.evaluation.metrics import LogitQuality
 from octavo.models.tokenizer import load_tokenizer
-from octavo.serve.quality import LogitQuality
-from octavo.serve.verify import verify
-from octavo.serve.verify_model import Against
-from octavo.serve.verify_result import Report
+from octavo.packing import pack
 from octavo.text import read_text
 from octavo.train.config import Config
 from octavo.train.data import build_corpus
 from octavo.train.start import start
+from octavo.verification.pipeline import verify
+from octavo.verification.result import Report
+from octavo.verification.streamed_model import Against
 
 SCHEMES = ("channel", "block", "static", "mx")
 SAMPLES = 96
@@ -56,13 +57,13 @@ def main() -> None:
     print(record.write("serve_quality", result))
 
 
-def prepare(folder: Path) -> serve.Calibration:
+def prepare(folder: Path) -> Calibration:
     """A trained model in `folder`/model, its texts and its calibration beside it."""
     config = train(folder / "run")
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
     texts = [str(folder / "training.txt")]
-    return serve.calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
+    return calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
 
 
 def train(out: Path) -> Config:
@@ -106,7 +107,7 @@ def judge(scheme: str, folder: Path) -> Report:
     """Pack by a scheme and verify; a folder with findings is no result."""
     began = time.perf_counter()
     calibration = folder / "calibrated" if scheme == "static" else None
-    serve.pack(folder / "model", folder / scheme, scheme=scheme, calibration=calibration)
+    pack(folder / "model", folder / scheme, scheme=scheme, calibration=calibration)
     report = verify(folder / scheme, folder / "model", [str(folder / "heldout.txt")], samples=SAMPLES)
     if not report.ok:
         raise SystemExit("\n".join(map(str, report.findings)))

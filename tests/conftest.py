@@ -1,10 +1,18 @@
 """Shared by all tests: those marked gpu need a device, and every test starts from the same seed."""
 
+from __future__ import annotations
+
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from packed_examples import Example
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
@@ -27,3 +35,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Example]:
+    """Every example of `packed_examples`, packed once. A test that changes a folder copies it first (`copy_of`)."""
+    from packed_examples import Example, examples, write_run
+
+    from octavo.packing import pack
+
+    root = tmp_path_factory.mktemp("packed models, größer")
+    made = {}
+    for name, (model, hf, settings) in examples().items():
+        run = write_run(root / name, model, hf, **settings)
+        out = root / f"{name} packed"
+        made[name] = Example(run, model, out, pack(run, out))
+    return made
+
+
+@pytest.fixture
+def copy_of(packed: dict[str, Example], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a packed folder, to be changed."""
+
+    def copy(name: str) -> Path:
+        return shutil.copytree(packed[name].packed, tmp_path / name)
+
+    return copy
+
+
+@pytest.fixture(params=["llama", "llama untied", "gpt2", "qwen2"])
+def example(request: pytest.FixtureRequest, packed: dict[str, Example]) -> Example:
+    return packed[request.param]

@@ -21,7 +21,7 @@ from gpu_serve_models import (
 )
 from gpu_timing import sqnr
 
-from octavo.serve.packed_fused import fuse
+from octavo.runtime.fused import fuse
 
 SMALL = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,

@@ -47,7 +47,16 @@ LEFT_ALONE = (
     "tensorboard",
     "matplotlib",
 )
-LEFT_ALONE += ("torch._inductor", "torch.utils.tensorboard", "octavo_cli", "octavo.train", "octavo.serve")
+LEFT_ALONE += (
+    "torch._inductor",
+    "torch.utils.tensorboard",
+    "octavo_cli",
+    "octavo.train",
+    "octavo.evaluation",
+    "octavo.hf",
+    "octavo.calibration",
+    "octavo.packing",
+)
 
 
 def python(code):

@@ -1,10 +1,10 @@
 """Octavo: FP8 for PyTorch over the whole life of a model."""
 
-from octavo.load import load
+from octavo.loading import load
 from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, restore, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
-from octavo.quantize import quantize
 from octavo.recipe import PRESETS, Gemm, Recipe
+from octavo.tensor import quantize
 from octavo.version import __version__
 
 __all__ = [

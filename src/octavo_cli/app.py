@@ -11,22 +11,22 @@ from typing import Annotated
 
 import typer
 
-from octavo_cli.calibrate import calibrate
+from octavo_cli.calibrate import calibrate_command
 from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
-from octavo_cli.compare import compare
+from octavo_cli.compare import compare_command
 from octavo_cli.data import DataCommand
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
-from octavo_cli.doctor import doctor
-from octavo_cli.evaluate import evaluate
-from octavo_cli.export_gguf import export_gguf
-from octavo_cli.fold import fold
-from octavo_cli.formats import formats
-from octavo_cli.generate import generate
-from octavo_cli.inspect import inspect
-from octavo_cli.pack import pack
-from octavo_cli.train import CONTEXT, train
-from octavo_cli.unpack import convert_layout, unpack
-from octavo_cli.verify import verify
+from octavo_cli.doctor import doctor_command
+from octavo_cli.evaluate import evaluate_command
+from octavo_cli.export_gguf import export_gguf_command
+from octavo_cli.fold import fold_command
+from octavo_cli.formats import formats_command
+from octavo_cli.generate import generate_command
+from octavo_cli.inspect import inspect_command
+from octavo_cli.pack import pack_command
+from octavo_cli.train import CONTEXT, train_command
+from octavo_cli.unpack import convert_layout, unpack_command
+from octavo_cli.verify import verify_command
 
 app = typer.Typer(
     cls=Commands,
@@ -36,20 +36,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(doctor)
-app.command(cls=NumberCommand)(formats)
-app.command(cls=SettingsCommand, context_settings=CONTEXT)(train)
-app.command(cls=Command)(generate)
-app.command(cls=DataCommand)(evaluate)
-app.command(cls=Command)(compare)
-app.command(cls=DataCommand)(calibrate)
-app.command(cls=Command)(fold)
-app.command(cls=DataCommand)(pack)
-app.command(cls=DataCommand)(verify)
-app.command(cls=Command)(inspect)
-app.command(cls=Command)(unpack)
+app.command("doctor", cls=Command)(doctor_command)
+app.command("formats", cls=NumberCommand)(formats_command)
+app.command("train", cls=SettingsCommand, context_settings=CONTEXT)(train_command)
+app.command("generate", cls=Command)(generate_command)
+app.command("evaluate", cls=DataCommand)(evaluate_command)
+app.command("compare", cls=Command)(compare_command)
+app.command("calibrate", cls=DataCommand)(calibrate_command)
+app.command("fold", cls=Command)(fold_command)
+app.command("pack", cls=DataCommand)(pack_command)
+app.command("verify", cls=DataCommand)(verify_command)
+app.command("inspect", cls=Command)(inspect_command)
+app.command("unpack", cls=Command)(unpack_command)
 app.command("convert-layout", cls=Command)(convert_layout)
-app.command("export-gguf", cls=Command)(export_gguf)
+app.command("export-gguf", cls=Command)(export_gguf_command)
 
 
 def version() -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from octavo_cli.display import print_table, say
 
 if TYPE_CHECKING:
-    from octavo import serve
+    from octavo.packing import Kept
 
 _ROWS = 10
 
 
-def print_budget(found: serve.Kept) -> None:
+def print_budget(found: Kept) -> None:
     """What was measured, what stays in BF16, and the groups that are harmed most for each byte that they save."""
     from octavo.words import plural
 
@@ -26,7 +26,7 @@ def print_budget(found: serve.Kept) -> None:
     _print_ranking(found)
 
 
-def _print_ranking(found: serve.Kept) -> None:
+def _print_ranking(found: Kept) -> None:
     shown = max(_ROWS, found.kept + 2)
     rows = [
         (group.name, f"{group.harm:.3g}", f"{group.saved / 1e6:.3g}", "BF16" if i < found.kept else "eight bits")

@@ -12,12 +12,12 @@ from octavo_cli.display import print_table, progress, say
 from octavo_cli.options import Device, Out
 
 if TYPE_CHECKING:
-    from octavo.serve.calibration import Calibration
+    from octavo.calibration.folder import Calibration
 
 _ROWS = 10
 
 
-def calibrate(
+def calibrate_command(
     model: Annotated[
         Path,
         typer.Argument(metavar="MODEL", help="A Hugging Face model folder, with safetensors and a tokenizer."),
@@ -41,12 +41,12 @@ def calibrate(
 
       octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
     """
-    from octavo import serve
+    from octavo.calibration import calibrate
     from octavo.words import plural
 
     doing = "calibrating, block by block"
     with progress("reading model and prompts") as advance:
-        found = serve.calibrate(
+        found = calibrate(
             model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed,
             progress=lambda done, of: advance(done, of, doing), on_read=print_reading,
         )  # fmt: skip
@@ -59,7 +59,7 @@ def calibrate(
 
 def _print_outliers(found: Calibration) -> None:
     """The sites where a few elements take the most range from the others."""
-    from octavo.serve.statistics import PERCENTILES
+    from octavo.calibration.statistics import PERCENTILES
     from octavo.words import plural
 
     high = PERCENTILES[-1]

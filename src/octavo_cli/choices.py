@@ -1,6 +1,6 @@
 """Names that help texts list. They are written out here, since the library that defines them imports PyTorch.
 
-`tests/cli/test_choices.py` compares them with the library's.
+`tests/octavo_cli/test_choices.py` compares them with the library's.
 """
 
 FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")

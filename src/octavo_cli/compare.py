@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.train.records import RunRecord
 
 
-def compare(
+def compare_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more runs of octavo train.")],
     as_json: AsJson = False,
 ) -> None:

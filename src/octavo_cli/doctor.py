@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def doctor(
+def doctor_command(
     as_json: AsJson = False,
     measure: Annotated[
         bool,
@@ -76,7 +76,7 @@ def measure_gains(device: torch.device) -> Path:
     import torch
 
     from octavo.nn.backends import gemm_backends
-    from octavo.nn.gains import cache_path, measure_grid, never_faster, this_machine, write_table
+    from octavo.nn.speedup.lookup import cache_path, measure_grid, never_faster, this_machine, write_table
     from octavo.recipe import PRESETS
 
     if device.type != "cuda":

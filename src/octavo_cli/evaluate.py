@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.train.data import Batches
 
 
-def evaluate(
+def evaluate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")] = None,
     held_out: Annotated[

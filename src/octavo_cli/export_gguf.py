@@ -12,7 +12,7 @@ from octavo_cli.display import progress, say
 from octavo_cli.options import Step
 
 
-def export_gguf(
+def export_gguf_command(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder, in BF16.")
     ],
@@ -32,11 +32,11 @@ def export_gguf(
 
       octavo export-gguf models/qwen qwen-q8_0.gguf
     """
-    from octavo import serve
+    from octavo.gguf import export_gguf
     from octavo.words import plural
 
     with progress("exporting") as advance:
-        report = serve.export_gguf(source, out, weights=weights, tokenizer=tokenizer, step=step, progress=advance)
+        report = export_gguf(source, out, weights=weights, tokenizer=tokenizer, step=step, progress=advance)
     types = ", ".join(f"{plural(count, 'tensor')} of {kind}" for kind, count in report.types.items())
     say(f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB")
     for remark in report.remarks:

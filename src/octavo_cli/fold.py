@@ -11,10 +11,10 @@ from octavo_cli.display import print_facts, progress, say
 from octavo_cli.options import Out, Step
 
 if TYPE_CHECKING:
-    from octavo import serve
+    from octavo.folding import FoldReport
 
 
-def fold(
+def fold_command(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train of a Llama.")
     ],
@@ -55,10 +55,10 @@ def fold(
 
       octavo fold models/llama models/llama-rotated --rotate
     """
-    from octavo import serve
+    from octavo.folding import fold
 
     with progress("folding") as advance:
-        report = serve.fold(
+        report = fold(
             model, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=dtype, step=step,
             progress=advance,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def fold(
     print_facts(_facts(report))
 
 
-def _facts(report: serve.FoldReport) -> list[tuple[str, str]]:
+def _facts(report: FoldReport) -> list[tuple[str, str]]:
     facts = []
     if report.smoothed:
         lows, highs = zip(*report.smoothed.values(), strict=True)

@@ -19,7 +19,7 @@ FACTS = ("format", "layout", "bias", "max", "normal", "subnormal", "epsilon", "s
 SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
 
 
-def formats(
+def formats_command(
     number: Annotated[
         float | None, typer.Argument(metavar="NUMBER", help="A number to look at; without it, all formats are listed.")
     ] = None,

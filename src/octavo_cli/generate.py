@@ -14,7 +14,7 @@ from octavo_cli.opened import SOURCE_HELP, open_source
 from octavo_cli.options import Device, Step
 
 
-def generate(
+def generate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.")],
     count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate.")] = 200,
@@ -41,18 +41,18 @@ def generate(
 
       octavo generate packed/first --prompt "def main():" --temperature 0
     """
-    from octavo import serve
     from octavo.models.stream import stream
     from octavo.nn import cast_once
+    from octavo.runtime import end_tokens, warm_up
     from octavo.train.evaluation import autocast
 
     opened = open_source(source, step, device)
-    serve.warm_up(opened.model, opened.context)
+    warm_up(opened.model, opened.context)
     console = Console()
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         pieces = stream(
             opened.model, opened.tokenizer, opened.context, prompt, count=count, temperature=temperature, top_k=top_k,
-            seed=seed, stop=serve.end_tokens(opened.description),
+            seed=seed, stop=end_tokens(opened.description),
         )  # fmt: skip
         console.out(printable(prompt), end="", style="bold", highlight=False)
         for piece in pieces:

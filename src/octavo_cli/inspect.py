@@ -11,10 +11,10 @@ from octavo_cli.options import AsJson, Packed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.artifact.packed_tensors import PackedTensors
+    from octavo.artifact.packed.reader import PackedTensors
 
 
-def inspect(
+def inspect_command(
     folder: Packed,
     as_json: AsJson = False,
 ) -> None:
@@ -26,8 +26,8 @@ def inspect(
 
       octavo inspect packed/first
     """
-    from octavo.artifact.packed_tensors import PackedTensors
-    from octavo.artifact.plausible import reciprocal_warning
+    from octavo.artifact.packed.plausible import reciprocal_warning
+    from octavo.artifact.packed.reader import PackedTensors
     from octavo.words import plural
 
     packed = PackedTensors(folder)

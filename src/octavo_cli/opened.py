@@ -39,7 +39,7 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     """
     from octavo.artifact.run import RunFolder
     from octavo.device import choose_device
-    from octavo.serve.open_model import open_model
+    from octavo.runtime.folders import open_model
     from octavo.train.finished import open_run
 
     if not (source / "config.json").is_file():

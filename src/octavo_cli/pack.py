@@ -15,10 +15,10 @@ from octavo_cli.display import print_facts, progress, say
 from octavo_cli.options import Device, Layout, Out, Step
 
 if TYPE_CHECKING:
-    from octavo import serve
+    from octavo.packing import Kept, PackReport
 
 
-def pack(
+def pack_command(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder.")
     ],
@@ -94,8 +94,9 @@ def pack(
 
       octavo generate packed/first --prompt "def main():"
     """
-    from octavo import serve
-    from octavo.artifact.packed import READERS
+    from octavo.artifact.packed.layouts import READERS
+    from octavo.evaluation import Budget
+    from octavo.packing import pack, pack_within
 
     with progress("packing") as advance:
         settings: dict[str, Any] = {
@@ -114,10 +115,10 @@ def pack(
         }
         if budget is None:
             kept = None
-            report = serve.pack(source, out, **settings, progress=advance)
+            report = pack(source, out, **settings, progress=advance)
         else:
-            report, kept = serve.pack_within(
-                source, out, serve.Budget.parse(budget), data or [],
+            report, kept = pack_within(
+                source, out, Budget.parse(budget), data or [],
                 samples=samples, context=context, device=device, **settings, on_read=print_reading,
                 progress=lambda doing, done, of: advance(done, of, doing),
             )  # fmt: skip
@@ -143,7 +144,7 @@ def _degrees(given: str) -> list[int]:
     return [int(part) for part in given.split(",")]
 
 
-def _facts(report: serve.PackReport, kept: serve.Kept | None) -> list[tuple[str, str]]:
+def _facts(report: PackReport, kept: Kept | None) -> list[tuple[str, str]]:
     from octavo.words import plural
 
     facts = []

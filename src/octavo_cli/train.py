@@ -12,7 +12,7 @@ from octavo_cli.display import print_table
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def train(
+def train_command(
     context: typer.Context,
     config: Annotated[
         Path | None,

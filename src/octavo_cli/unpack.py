@@ -12,7 +12,7 @@ from octavo_cli.display import progress, say
 from octavo_cli.options import Layout, Out, Packed
 
 
-def unpack(folder: Packed, out: Out) -> None:
+def unpack_command(folder: Packed, out: Out) -> None:
     """Write a packed model in BF16.
 
     Every weight is its bytes times its scale, rounded once.
@@ -21,10 +21,10 @@ def unpack(folder: Packed, out: Out) -> None:
 
       octavo unpack packed/first models/first
     """
-    from octavo import serve
+    from octavo.packing import unpack
 
     with progress("unpacking") as advance:
-        result = serve.unpack(folder, out, progress=advance)
+        result = unpack(folder, out, progress=advance)
     say(f"unpacked {folder} into {out}")
     _say_unused(result.unused)
 
@@ -45,12 +45,12 @@ def convert_layout(
 
       octavo convert-layout packed/first packed/first-hf --layout fp8
     """
-    from octavo import serve
-    from octavo.artifact.packed import READERS
+    from octavo.artifact.packed.layouts import READERS
+    from octavo.packing import convert_layout
     from octavo.words import plural
 
     with progress("converting") as advance:
-        result = serve.convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
+        result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
     say(f"converted {folder} into {out}")
     _say_unused(result.unused)
     if layout in READERS:

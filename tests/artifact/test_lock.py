@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from octavo.artifact.folder import WriteError, check_absent, whole_folder, write_error
+from octavo.artifact.atomic_folder import WriteError, check_absent, whole_folder, write_error
 from octavo.artifact.lock import FolderLock, LockedError
 
 HOLD = """

@@ -15,9 +15,9 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationType
 from transformers import FineGrainedFP8Config
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from octavo.artifact.packed import Packing, check_tensors, quantization_config, read_json, read_packing
-from octavo.artifact.scheme import SCHEMES
-from octavo.artifact.tensors import ArtifactError
+from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.packed.layouts import Packing, check_tensors, quantization_config, read_packing
+from octavo.artifact.packed.scheme import SCHEMES
 
 WHERE = Path("config.json")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.artifact.plausible import looks_reciprocal, suspected
-from octavo.artifact.scheme import SCHEMES
+from octavo.artifact.packed.plausible import looks_reciprocal, suspected
+from octavo.artifact.packed.scheme import SCHEMES
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 

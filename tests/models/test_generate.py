@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, build
 from octavo.models.cache import KVCache, causal_attention
-from octavo.models.generate import generate, sample
+from octavo.models.sampling import generate, sample
 
 LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16)
 GPT = GPT2Config(vocabulary=53, layers=2, width=24, heads=3, context=16)

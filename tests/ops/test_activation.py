@@ -16,9 +16,9 @@ from torch import Tensor
 
 from octavo.numerics import Cast
 from octavo.ops import activation_backward, activation_quantize
-from octavo.ops.activation import door, reference
-from octavo.ops.activation.door import ActivationGradient
-from octavo.ops.kernels import LONGEST_ROW
+from octavo.ops.activation import op, reference
+from octavo.ops.activation.op import ActivationGradient
+from octavo.ops.triton_support import LONGEST_ROW
 
 KINDS = {"swiglu": 2, "gelu": 1}  # columns of u for one of h
 E4M3 = Cast()
@@ -248,8 +248,8 @@ def test_opcheck(kind, keep):
 def test_shapes_on_the_meta_device(kind, shape, keep):
     operations = torch.ops.octavo.activation_quantize, torch.ops.octavo.activation_backward
     both = zip(operations, arguments(kind, shape, keep), arguments(kind, shape, keep, "meta"), strict=True)
-    for op, real, fake in both:
-        for one, other in zip(op(*real), op(*fake), strict=True):
+    for operation, real, fake in both:
+        for one, other in zip(operation(*real), operation(*fake), strict=True):
             assert other.device.type == "meta"
             assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, other.is_contiguous())
 
@@ -270,8 +270,8 @@ def test_strided_inputs_give_contiguous_results(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_inputs_give_the_same_numbers(kind):
     operations = torch.ops.octavo.activation_quantize, torch.ops.octavo.activation_backward
-    for op, values in zip(operations, arguments(kind, (17, 130), True), strict=True):
-        for one, other in zip(op(*values), op(*turned(values)), strict=True):
+    for operation, values in zip(operations, arguments(kind, (17, 130), True), strict=True):
+        for one, other in zip(operation(*values), operation(*turned(values)), strict=True):
             assert torch.equal(bits(one), bits(other))
 
 
@@ -305,7 +305,7 @@ def test_kernels_run_for_their_formats_and_lengths(shape, fmt, h_fmt, ran, kind,
     values = torch.randn(shape[0], shape[1] * KINDS[kind]), torch.randn(shape), kind, Cast(fmt), Cast(h_fmt)
     required = run_both(*values)
     operations = {name: getattr(reference, name) for name in ("activation_quantize", "activation_backward")}
-    calls = kernels_on_the_cpu(monkeypatch, door, **operations)
+    calls = kernels_on_the_cpu(monkeypatch, op, **operations)
     found = run_both(*values)
     assert len(calls) == ran
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, required, strict=True))
@@ -313,7 +313,7 @@ def test_kernels_run_for_their_formats_and_lengths(shape, fmt, h_fmt, ran, kind,
 
 def test_kernels_get_contiguous_tensors(monkeypatch):
     operations = {name: getattr(reference, name) for name in ("activation_quantize", "activation_backward")}
-    calls = kernels_on_the_cpu(monkeypatch, door, **operations)
+    calls = kernels_on_the_cpu(monkeypatch, op, **operations)
     run_both(torch.randn(140, 5).t(), torch.randn(70, 5).t(), "swiglu", E4M3, E4M3)
     tensors = [value for values in calls for value in values if isinstance(value, Tensor)]
     assert len(tensors) == 1 + 5

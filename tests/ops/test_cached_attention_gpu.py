@@ -7,11 +7,11 @@ import torch
 from attention_oracle import DTYPES, attention64, given
 from gpu_memory import poison
 from test_cached_attention import every_bf16
-from test_lowering_gpu import calls
+from test_inductor_gpu import calls
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from octavo.nn.kv_cache import LayerKVCache
+from octavo.kv_cache.layer import LayerKVCache
 from octavo.ops import append_kv, cached_attention
 from octavo.ops.attention import reference
 

@@ -7,7 +7,7 @@ from gemm_examples import PAIRS, operands, wide, worst_row
 
 from octavo.numerics import FORMATS, TENSOR, Cast, QTensor, group
 from octavo.ops import quantize, scaled_mm
-from octavo.ops.gemm import door
+from octavo.ops.gemm import op
 from octavo.ops.gemm.backend import Backend
 
 SIZES = [(1, 1, 1), (3, 5, 7), (17, 130, 33), (129, 257, 65)]
@@ -136,7 +136,7 @@ def test_opcheck(pair, with_bias):
 
 
 def test_a_gpu_without_the_kernel_raises_unless_emulation_is_asked_for(monkeypatch):
-    monkeypatch.setattr(door, "find_backend", lambda *_, **__: Backend("none", "this GPU is a toaster"))
+    monkeypatch.setattr(op, "find_backend", lambda *_, **__: Backend("none", "this GPU is a toaster"))
     a, b = operands("group64", 3, 64, 5)
     with pytest.raises(RuntimeError, match="no FP8 GEMM here: this GPU is a toaster") as error:
         scaled_mm(a, b)

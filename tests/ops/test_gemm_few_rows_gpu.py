@@ -13,7 +13,7 @@ from test_gemm_gpu import errors_and_bounds, on_gpu
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
 from octavo.ops.gemm import FEW_ROWS
-from octavo.ops.kernels import kernels_of
+from octavo.ops.triton_support import kernels_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

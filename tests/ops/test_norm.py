@@ -19,8 +19,8 @@ from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, History, QTensor, group
 from octavo.ops import norm_backward, norm_quantize, recast_norm
-from octavo.ops.kernels import LONGEST_ROW
-from octavo.ops.norm import door, reference
+from octavo.ops.norm import op, reference
+from octavo.ops.triton_support import LONGEST_ROW
 
 SIZES = [(1, 1), (3, 5), (17, 130), (129, 257)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -241,8 +241,10 @@ def test_opcheck(center):
 @pytest.mark.parametrize("shape", [*SIZES, (0, 7)], ids=str)
 def test_shapes_on_the_meta_device(shape, center):
     operations = torch.ops.octavo.norm_quantize, torch.ops.octavo.norm_backward
-    for op, real, fake in zip(operations, arguments(shape, center), arguments(shape, center, "meta"), strict=True):
-        for one, other in zip(op(*real), op(*fake), strict=True):
+    for operation, real, fake in zip(
+        operations, arguments(shape, center), arguments(shape, center, "meta"), strict=True
+    ):
+        for one, other in zip(operation(*real), operation(*fake), strict=True):
             assert other.device.type == "meta"
             assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, other.is_contiguous())
 
@@ -271,7 +273,7 @@ def test_strided_inputs_give_the_same_numbers():
 
 
 def kernels_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, door: Any, **operations: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, module: Any, **operations: Callable[..., Any]
 ) -> list[tuple[Any, ...]]:
     """Pretend that a CPU runs kernels, these; what they are called with, call by call."""
     calls: list[tuple[Any, ...]] = []
@@ -280,8 +282,8 @@ def kernels_on_the_cpu(
         return lambda *values: (calls.append(values), operation(*values))[1]
 
     kernels = SimpleNamespace(**{name: recorded(operation) for name, operation in operations.items()})
-    monkeypatch.setattr("octavo.ops.kernels.has_kernels", lambda device: True)
-    monkeypatch.setattr(door, "kernels_of", lambda operation: kernels)
+    monkeypatch.setattr("octavo.ops.triton_support.has_kernels", lambda device: True)
+    monkeypatch.setattr(module, "kernels_of", lambda operation: kernels)
     return calls
 
 
@@ -303,7 +305,7 @@ def test_kernels_run_for_their_formats_and_lengths(shape, fmt, ran, monkeypatch)
     x, weight, row = torch.randn(shape), torch.randn(shape[1]), torch.ones(shape[0], 1)
     operations = {"norm_quantize": reference.norm_quantize, "norm_backward": reference.norm_backward}
     required = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
-    calls = kernels_on_the_cpu(monkeypatch, door, **operations)
+    calls = kernels_on_the_cpu(monkeypatch, op, **operations)
     found = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
     assert len(calls) == ran
     assert torch.equal(bits(found.output.data), bits(required.output.data))
@@ -314,7 +316,7 @@ def test_kernels_run_for_their_formats_and_lengths(shape, fmt, ran, monkeypatch)
 
 def test_kernels_get_contiguous_tensors_and_a_float32_eps(monkeypatch):
     operations = {"norm_quantize": reference.norm_quantize, "norm_backward": reference.norm_backward}
-    calls = kernels_on_the_cpu(monkeypatch, door, **operations)
+    calls = kernels_on_the_cpu(monkeypatch, op, **operations)
     x, k, row = torch.randn(70, 5).t(), torch.randn(70, 2)[:, 0], torch.ones(1, 1).expand(5, 1)
     norm_quantize(x, x, k, k, EPS, Cast(), center=True)
     norm_backward(x, x, k, row, row, x, center=True)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from octavo import scale_state
-from octavo.artifact.folder import WriteError
-from octavo.artifact.tensors import ArtifactError, model_tensors
+from octavo.artifact.atomic_folder import WriteError
+from octavo.artifact.files import ArtifactError, model_tensors
 from octavo.train.checkpoint import load_checkpoint, save_checkpoint
 from octavo.train.optimizer import optimizer_state
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo import serve
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack
+from octavo.runtime import load_packed
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,8 +30,8 @@ def test_it_trains_under_its_own_names_and_packs(begin, go_on, records, source, 
     published = load_file(source / "model.safetensors")
     saved = load_file(tmp_path / "run" / "step-00000005" / "model.safetensors")
     assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in published.items()}
-    serve.pack(tmp_path / "run", tmp_path / "packed")
-    packed, _, _ = serve.load(tmp_path / "packed")
+    pack(tmp_path / "run", tmp_path / "packed")
+    packed, _, _ = load_packed(tmp_path / "packed")
     tokens = torch.arange(32)[None] + 97
     with torch.no_grad():
         found, trained = packed(tokens), trainer.model.eval()(tokens).logits
@@ -41,7 +42,7 @@ def test_it_trains_under_its_own_names_and_packs(begin, go_on, records, source, 
 def test_what_a_run_left_in_bf16_and_its_scales_are_found_under_its_names(begin, source, tmp_path):
     trainer = begin(model=str(source), recipe="delayed", steps=4, skip=("transformer.h.0.mlp.*",))
     trainer.run()
-    serve.pack(tmp_path / "run", tmp_path / "packed")
+    pack(tmp_path / "run", tmp_path / "packed")
     packed = load_file(tmp_path / "packed" / "model.safetensors")
     dtypes = {layer: packed[f"model.decoder.layers.{layer}.fc1.weight"].dtype for layer in (0, 1)}
     assert dtypes == {0: torch.bfloat16, 1: torch.float8_e4m3fn}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from octavo.artifact.tensors import model_tensors
+from octavo.artifact.files import model_tensors
 from octavo.train.checkpoint import save_checkpoint
 from octavo.train.loop import TrainingError
 from octavo.train.optimizer import optimizer_state

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo import PRESETS, Cast, Gemm, Recipe, convert, scale_state
-from octavo.artifact.tensors import model_tensors
+from octavo.artifact.files import model_tensors
 from octavo.train.loop import Trainer, TrainingError
 from octavo.train.optimizer import make_optimizer
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from octavo.artifact.folder import WriteError
-from octavo.artifact.tensors import model_tensors
+from octavo.artifact.atomic_folder import WriteError
+from octavo.artifact.files import model_tensors
 from octavo.train.metrics import Metrics, show_progress
 
 WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))

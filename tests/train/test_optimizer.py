@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.artifact.tensors import model_tensors
+from octavo.artifact.files import model_tensors
 from octavo.train.optimizer import load_optimizer_state, make_optimizer, optimizer_state, required_state
 
 

@@ -10,8 +10,8 @@ import signal
 import pytest
 import torch
 
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError
 from octavo.train.config import Config, ConfigError
 
 RUNS = [

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.artifact.tensors import ArtifactError
+from octavo.artifact.files import ArtifactError
 
 
 @dataclass(frozen=True)

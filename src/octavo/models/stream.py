@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.models.decoder import Decoder
-from octavo.models.generate import generate, sample
+from octavo.models.sampling import generate, sample
 from octavo.models.tokenizer import Tokenizer
 
 UNSETTLED = "�"
@@ -65,7 +65,7 @@ def stream(
 def _transformers_tokens(
     model: Any, window: Tensor, count: int, context: int, temperature: float, top_k: int, random: torch.Generator
 ) -> Iterator[Tensor]:
-    """What `octavo.models.generate` does, for a model of transformers, which brings its own cache."""
+    """What `octavo.models.sampling` does, for a model of transformers, which brings its own cache."""
     cache, new = None, window
     for _ in range(count):
         if window.shape[1] > context:

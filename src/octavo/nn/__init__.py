@@ -1,21 +1,18 @@
-"""Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, the conversion of a model to them, and
-the keys and values of a layer."""
+"""Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
 
-from octavo.nn.conversion import Conversion
-from octavo.nn.convert import DEFAULT_SKIP, convert
+from octavo.nn.conversion import DEFAULT_SKIP, convert
+from octavo.nn.conversion_report import Conversion
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
-from octavo.nn.kv_cache import LayerKVCache
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, SwiGLU
 from octavo.nn.norm_linear import NormLinear
-from octavo.nn.restore import restore
+from octavo.nn.restoration import restore
 from octavo.nn.weight_cache import cast_once
 
 __all__ = [
     "DEFAULT_SKIP",
     "GELU",
     "Conversion",
-    "LayerKVCache",
     "Linear",
     "NormLinear",
     "SwiGLU",

@@ -1,77 +1,227 @@
-"""The report of a conversion: the layers that run in FP8, those that do not and why, and every other matrix."""
+"""From a plain model to one whose linear layers run as a recipe says, with an account of what was and was not done."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
 
-from octavo.nn.coverage import Coverage
-from octavo.ops import Backend
-from octavo.recipe import Recipe
-from octavo.words import plural
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from octavo.nn.backends import gemm_backends, pick_recipe
+from octavo.nn.conv1d import conv1d_as_recipe, is_conv1d, shape_of
+from octavo.nn.conversion_report import Conversion, Row
+from octavo.nn.coverage import Coverage, find_coverage
+from octavo.nn.fast_path import leave_fast_paths
+from octavo.nn.linear import Linear, as_recipe
+from octavo.nn.mlp import SwiGLU
+from octavo.nn.norm_linear import NormLinear, converted, norm_of
+from octavo.nn.restoration import restore_linear
+from octavo.nn.speedup.lookup import LEAST_GAIN, Gains, find_gains, hides_launching
+from octavo.nn.transformers_fusion import fuse_patterns
+from octavo.nn.weight_cache import shards
+from octavo.ops.checks import FLOATS
+from octavo.recipe import Recipe, get_recipe
+
+# Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
+DEFAULT_SKIP = (
+    "lm_head",
+    "*.lm_head",
+    "head",
+    "*.head",
+    "score",
+    "*.score",
+    "classifier",
+    "*.classifier",
+    "embed_out",
+    "*.embed_out",
+    "router",
+    "*.router",
+    "*.router.*",
+    "gate",
+    "*.gate",
+)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One linear layer in a conversion: its [N, K], why it was skipped (empty where it was converted), and how many
-    times faster FP8 was predicted to be (`only_if_faster`; else None)."""
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe = "rowwise",
+    *,
+    skip: Sequence[str] = (),
+    emulate: bool = False,
+    only_if_faster: bool = False,
+    tokens: int = 8192,
+) -> Conversion:
+    """Make the linear layers of `model` run as `recipe` says, in place; parameters and `state_dict` stay as they are.
 
-    name: str
-    shape: tuple[int, int]
-    reason: str
-    gain: float | None = None
+    A module changes its class, not its identity: hooks, tied parameters and references to it keep working.
+    `octavo.restore` is the way back. A layer that an earlier conversion changed, and that this one skips, is restored.
 
-
-@dataclass(frozen=True)
-class Conversion:
-    """The report of `convert`; `str()` of it is a table.
+    The `Conv1D` of transformers' GPT-2 is a linear layer whose weight is transposed. Where the recipe's scales fold
+    (`rowwise`), `NormLinear` and `SwiGLU` modules quantize in the pass that norms or activates, and so do the decoder
+    layers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`octavo.nn.transformers_fusion`).
+    `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:
-        recipe: what the converted layers run.
-        rows: one for each linear layer of the model.
-        backends: what y, dx and dw run on, by these names.
-        coverage: the share of the parameters that FP8 computes, and each matrix that stays in high precision.
-        gains: where the predicted gains come from; empty without `only_if_faster`.
-        fused: names of the modules that norm or activate and quantize in one pass, with the layers that they run.
+        model: any module; embeddings and norms are no linear layers and stay, output heads and routers are skipped.
+        recipe: a preset's name, a `Recipe`, or "auto": `rowwise` where the device of `model` has its GEMMs, else what
+            comes nearest and runs there (the report says which).
+        skip: globs of module names to leave as they are, beside `DEFAULT_SKIP` and heads tied to an embedding.
+        emulate: on a GPU without the GEMM that the recipe needs, compute it slowly in float32 instead of raising.
+        only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
+            that `model` is on now (`octavo.nn.speedup`; the report has the figures; layers that run as one GEMM count
+            as one), and all of them where together they are too little work to hide the longer launching of FP8.
+            Where FP8 is emulated, or has no GEMM, that is every layer, and no error. On a GPU of which nothing is known
+            the layers are timed first.
+        tokens: rows that a forward pass gives a layer, batch x sequence; read with `only_if_faster`.
+
+    Returns:
+        The report: the layers converted and skipped with reasons, what each GEMM runs on, and the parameters that stay
+        in high precision, with their share of the model.
+
+    Raises:
+        TypeError: `model` is no module, or `recipe` neither a name nor a `Recipe`.
+        ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
+            without the GEMMs that the recipe needs.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
+    if not linears:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
+            f"{_named(find_coverage(model, ()))}"
+        )
+    first_layer: Any = next(iter(linears.values()))
+    device = first_layer.weight.device
+    recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
+    _check_skip(skip, list(linears))
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    rows = tuple(Row(name, shape_of(m), _reason(name, m, skip, tied)) for name, m in linears.items())
+    report = Conversion(recipe, rows, gemm_backends(recipe, device), _coverage(model, recipe, rows))
+    if not report.converted:
+        raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
+    if not emulate and not only_if_faster:
+        _check_runs(report)
+    if recipe.folds:
+        fuse_patterns(model)
+    if only_if_faster:
+        report = _only_faster(report, model, linears, device, tokens)
+        report = replace(report, coverage=_coverage(model, recipe, report.rows))
+    for row in report.rows:
+        if row.reason:
+            restore_linear(linears[row.name])  # an earlier conversion may have changed it
+        else:
+            _as_recipe(linears[row.name], recipe, row.name, emulate)
+    leave_fast_paths(model)
+    return replace(report, fused=_fused(model))
 
-    recipe: Recipe
-    rows: tuple[Row, ...]
-    backends: dict[str, Backend]
-    coverage: Coverage
-    gains: str = ""
-    fused: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def converted(self) -> list[str]:
-        """The names of the layers that run as the recipe says."""
-        return [row.name for row in self.rows if not row.reason]
+def _check_skip(skip: Sequence[str], names: Sequence[str]) -> None:
+    for glob in skip:
+        if not any(fnmatchcase(name, glob) for name in names):
+            first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
 
-    @property
-    def skipped(self) -> dict[str, str]:
-        """The names of the layers left as they were, with the reason."""
-        return {row.name: row.reason for row in self.rows if row.reason}
 
-    def summary(self) -> str:
-        """The number of layers converted, what each of the three GEMMs runs on, and the matrices in high precision."""
-        layers = plural(len(self.converted), "linear layer")
-        lines = [f"{self.recipe.name}: {layers} converted, {len(self.skipped)} skipped"]
-        lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
-        lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
-        if self.gains:
-            lines.append(f"  only if faster: {self.gains}")
-        if self.recipe.quantized:
-            lines += [f"  {line}" for line in str(self.coverage).splitlines()]
-        return "\n".join(lines)
+def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> None:
+    if isinstance(layer, nn.Linear):
+        as_recipe(layer, recipe, name, emulate=emulate)
+    else:
+        conv1d_as_recipe(layer, recipe, name, emulate=emulate)
 
-    def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
-        lines = [self.summary()]
-        for row in self.rows:
-            n, k = row.shape
-            outcome = f"skipped: {row.reason}" if row.reason else "converted"
-            if row.gain is not None and not row.reason:
-                outcome += f", {row.gain:.2f}x"
-            lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {outcome}")
-        return "\n".join(lines)
+
+def _coverage(model: nn.Module, recipe: Recipe, rows: Sequence[Row]) -> Coverage:
+    """The coverage of `model` where the layers of `rows` that have no reason to be skipped run `recipe`."""
+    return find_coverage(model, [row.name for row in rows if not row.reason] if recipe.quantized else ())
+
+
+def _named(coverage: Coverage) -> str:
+    """The matrices of a model without linear layers, in a sentence."""
+    if not coverage.left:
+        return "No other parameter of it does the work of a matrix product."
+    return f"Its matrices are {'; '.join(map(str, coverage.left[:8]))}: octavo does not convert these."
+
+
+def _check_runs(report: Conversion) -> None:
+    missing = [f"{gemm}: {backend.reason}" for gemm, backend in report.backends.items() if backend.name == "none"]
+    if missing:
+        raise ValueError(
+            f"this device cannot run the recipe {report.recipe.name} ({'; '.join(missing)}): `octavo doctor` lists "
+            'what it can, recipe="auto" takes what comes nearest, and emulate=True computes it slowly in float32'
+        )
+
+
+def _fused(model: nn.Module) -> dict[str, str]:
+    """Names of the modules that run several layers in one pass, and which."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NormLinear) and converted(module.linears) and norm_of(module.norm):
+            found[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
+        elif isinstance(module, SwiGLU) and converted((*module.inner, module.outer)):
+            found[name] = f"{module.activation} MLP"
+    return found
+
+
+def _only_faster(
+    report: Conversion, model: nn.Module, linears: dict[str, nn.Module], device: torch.device, tokens: int
+) -> Conversion:
+    """The report with the gains, and the layers that FP8 would not speed up among the skipped; these are BF16 then."""
+    widths = _gemm_widths(report, model, linears)
+    shapes = {(tokens, row.shape[1], widths[row.name]) for row in report.rows if not row.reason}
+    gains = find_gains(report.recipe, report.backends, device, shapes)
+    rows = tuple(row if row.reason else _weighed(row, gains, tokens, widths[row.name]) for row in report.rows)
+    weighed = replace(report, rows=rows, gains=gains.source)
+    if not hides_launching([(tokens, row.shape[1], row.shape[0]) for row in rows if not row.reason]):
+        idle = "so little work that the GPU would wait for the host: left in BF16"
+        weighed = replace(weighed, rows=tuple(row if row.reason else replace(row, reason=idle) for row in rows))
+    return weighed
+
+
+def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, int]:
+    """N of the GEMM that a layer to be converted runs in, by name: of its stack, where all of that is converted."""
+    names = {id(linears[name]): name for name in report.converted}
+    widths = {name: shape_of(linears[name])[0] for name in report.converted}
+    modules = [m for m in model.modules() if report.recipe.folds and isinstance(m, NormLinear | SwiGLU)]
+    for module in modules:
+        stack = module.linears if isinstance(module, NormLinear) else module.inner
+        if all(id(layer) in names for layer in stack):
+            together = sum(shape_of(layer)[0] for layer in stack)
+            widths.update({names[id(layer)]: together for layer in stack})
+    return widths
+
+
+def _weighed(row: Row, gains: Gains, tokens: int, width: int) -> Row:
+    gain = gains.by_shape.get((tokens, row.shape[1], width))
+    if gain is None:
+        return replace(row, reason=gains.source)
+    return replace(row, gain=gain, reason="" if gain >= LEAST_GAIN else f"{gain:.2f}x: left in BF16")
+
+
+def _reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -> str:
+    """Why this layer is not converted, or nothing."""
+    weight: Any = module.weight
+    outputs, inputs = shape_of(module)
+    if id(weight) in tied:
+        return "its weight is an embedding's"
+    for glob in DEFAULT_SKIP:
+        is_router = outputs < inputs or "gate" not in glob  # an MLP's gate widens
+        if fnmatchcase(name, glob) and is_router:
+            return f"an output head or router ({glob})"
+    for glob in skip:
+        if fnmatchcase(name, glob):
+            return f"skip={glob!r}"
+    if shards(module) and isinstance(module, Linear):
+        return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
+    if shards(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "multi-head attention reads its weight directly and never calls it"
+    if type(module) not in (nn.Linear, Linear) and not is_conv1d(module):
+        return f"a {type(module).__name__}, whose forward is its own"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
+    return ""

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.folded import (
+from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.scale_folding import (
     Plan,
     folded_dw,
     folded_dx,
@@ -32,8 +33,7 @@ from octavo.nn.folded import (
     transposed,
     weight_transposed,
 )
-from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.stacked import Layers, cast_weights, stacked_biases
+from octavo.nn.stacked_weights import Layers, cast_weights, stacked_biases
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import (

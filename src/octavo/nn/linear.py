@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.branches import Branches
 from octavo.nn.delayed import ScaleHistories, ScaleHistory
-from octavo.nn.folded import Plan
-from octavo.nn.function import linear
 from octavo.nn.layer_limits import check_call, unsupported
+from octavo.nn.linear_function import linear
+from octavo.nn.precomputed import Branches
+from octavo.nn.scale_folding import Plan
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.folded import Plan
 from octavo.nn.fused import NormPlan, norm_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.scale_folding import Plan
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 

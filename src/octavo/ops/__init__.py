@@ -4,9 +4,9 @@ from octavo.ops.activation import activation_backward, activation_quantize
 from octavo.ops.attention import append_kv, cached_attention
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.norm import norm_backward, norm_quantize
-from octavo.ops.quantize import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
-from octavo.ops.recast import recast_norm, recast_transposed
-from octavo.ops.transpose import transpose
+from octavo.ops.quantization import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
+from octavo.ops.requantization import recast_norm, recast_transposed
+from octavo.ops.transposition import transpose
 
 __all__ = [
     "Backend",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.folder import whole_folder
+from octavo.artifact.atomic_folder import whole_folder
+from octavo.artifact.files import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
 from octavo.nn import load_scale_state, scale_state
 from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
 

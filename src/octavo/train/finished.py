@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from octavo.artifact.files import ArtifactError, check_match, load_tensors, model_tensors
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError, check_match, load_tensors, model_tensors
 from octavo.device import choose_device
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn import load_scale_state, scale_state

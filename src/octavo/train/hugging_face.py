@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.artifact.packed import read_json
+from octavo.artifact.files import read_json
 from octavo.extras import import_extra, open_local
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import is_causal

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.artifact.folder import write_error
+from octavo.artifact.atomic_folder import write_error
 from octavo.extras import import_extra
 
 

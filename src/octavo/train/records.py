@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
-from octavo.artifact.tensors import ArtifactError
 from octavo.train.config import Config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from octavo.artifact.folder import locked_folder, write_error
+from octavo.artifact.atomic_folder import locked_folder, write_error
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.device import choose_device

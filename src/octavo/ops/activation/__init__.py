@@ -1,5 +1,5 @@
 """An activation whose output is quantized as it is made, and its gradient, quantized too."""
 
-from octavo.ops.activation.door import ActivationGradient, activation_backward, activation_quantize
+from octavo.ops.activation.op import ActivationGradient, activation_backward, activation_quantize
 
 __all__ = ["ActivationGradient", "activation_backward", "activation_quantize"]

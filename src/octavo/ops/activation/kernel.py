@@ -16,8 +16,8 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
-from octavo.ops.kernels import power_of_two_above
-from octavo.ops.lowering import launcher
+from octavo.ops.inductor import launcher
+from octavo.ops.triton_support import power_of_two_above
 
 LONGEST_CHUNK = 16384  # columns whose gradients one program keeps in its registers; of h, twice as many
 HALF_SQRT = tl.constexpr(2**-0.5)

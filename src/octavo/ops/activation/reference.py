@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.quantize.reference import quantize
+from octavo.ops.quantization.reference import quantize
 
 HALF_SQRT = 2**-0.5
 DENSITY = (2 * math.pi) ** -0.5  # of the normal distribution, at 0

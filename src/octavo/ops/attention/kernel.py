@@ -25,8 +25,8 @@ from torch import Tensor
 
 from octavo.ops.attention.splits import splits_of
 from octavo.ops.device_math import SMALLEST_SCALE, add, ceil_power_of_two, inverse
-from octavo.ops.kernels import power_of_two_above
-from octavo.ops.lowering import launcher
+from octavo.ops.inductor import launcher
+from octavo.ops.triton_support import power_of_two_above
 
 TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes an element -> keys of a tile, warps, stages
 PROGRAMS_PER_SM = 2  # what fits beside each other: three stages of 32 KiB each

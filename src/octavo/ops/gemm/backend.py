@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
-from octavo.ops.kernels import FORMATS, HAS_TRITON
+from octavo.ops.triton_support import FORMATS, HAS_TRITON
 
 # Columns of y, at most -> rows, at most, for the kernel that reads b at the speed of memory. As measured on an H100, at
 # the sizes of Llama-3-8B (docs/performance.md): of many columns cuBLASLt makes tiles enough to read b as fast.

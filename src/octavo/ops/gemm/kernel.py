@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.kernels import power_of_two_above
-from octavo.ops.lowering import launcher
+from octavo.ops.inductor import launcher
+from octavo.ops.triton_support import power_of_two_above
 
 COMBINED = 256  # columns of y that a program of the second launch adds up
 MOST_SPLITS = 8

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
-from octavo.ops.kernels import row_tile
-from octavo.ops.lowering import launcher
+from octavo.ops.inductor import launcher
+from octavo.ops.triton_support import row_tile
 
 PROGRAMS_PER_SM = 2  # of the backward pass
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.quantize.reference import quantize
+from octavo.ops.quantization.reference import quantize
 
 
 def norm_quantize(

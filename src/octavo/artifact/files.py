@@ -1,0 +1,86 @@
+"""Tensors in safetensors files, with errors that name the file; and the comparison of two sets of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+class ArtifactError(ValueError):
+    """A file or folder that is not what it should be; the message names it."""
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write `tensors` (each made contiguous) to `path`. An OSError if the disk refuses."""
+    try:
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # the library wraps the operating system's errors in its own
+        raise OSError(str(error)) from error
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor in the file `path`, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ArtifactError: the file is truncated or no safetensors file.
+    """
+    file = open_file(path)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def open_file(path: Path) -> Any:
+    """The safetensors file at `path`, opened: nothing is read but its header. Raises what `load_tensors` raises."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} is truncated or not a safetensors file ({error})") from error
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tensor that has several names under its first."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
+def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:
+    """Raise an ArtifactError unless `found` has exactly the names and shapes of `required`.
+
+    `where` opens the message: what was read, and for what.
+    """
+    if missing := sorted(required.keys() - found.keys()):
+        raise ArtifactError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if extra := sorted(found.keys() - required.keys()):
+        raise ArtifactError(f"{where}: tensor {extra[0]} has no place in the model ({len(extra)} in all)")
+    for name, tensor in required.items():
+        if found[name].shape != tensor.shape:
+            raise ArtifactError(
+                f"{where}: {name} must have shape {list(tensor.shape)}, the file has {list(found[name].shape)}"
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ArtifactError: it is not JSON, or no object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,1 @@
+"""The packed folder: its schemes, its layouts, and a reader."""

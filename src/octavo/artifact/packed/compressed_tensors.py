@@ -1,0 +1,113 @@
+"""The layout compressed-tensors: any scheme, and several in one model (github.com/vllm-project/compressed-tensors).
+
+Schemes are `config_groups` of layers; the scales of keys and values, if there are any, are declared in
+`kv_cache_scheme`. Only `quantization_config` is written and read here; the names of tensors are ours. Older writers
+state no `quantization_status`, write blocks as "128x128", and describe a sparsity that a dense model does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.config_checks import check_settings, differences, packed_layers
+from octavo.artifact.packed.scheme import SCHEMES, Scheme
+
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_FLOAT_SCALES = ("torch.float32", "torch.bfloat16", "torch.float16")
+_REQUIRED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+
+
+def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+    """The `quantization_config` of layers packed by `schemes`, the layers `ignore` left as they are."""
+    groups: dict[str, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme.name, []).append(name)
+    used = [SCHEMES[name] for name in groups]
+    formats = {scheme.format for scheme in used}
+    return {
+        **_REQUIRED,
+        "kv_cache_scheme": dict(KV_CACHE_SCHEME) if kv_cache else None,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {
+            f"group_{i}": scheme.group(["Linear"] if len(used) == 1 else groups[scheme.name])
+            for i, scheme in enumerate(used)
+        },
+        "ignore": list(ignore),
+    }
+
+
+def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    """The scheme of each packed layer, and whether the scales of keys and values are stored.
+
+    Raises:
+        ArtifactError: a packing of another kind; the message lists what was read and required.
+    """
+    kv_cache = found.get("kv_cache_scheme") is not None
+    required = {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}
+    check_settings({**_REQUIRED, **_stated(found)}, required, where)
+    formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision", "naive-quantized"}
+    if found.get("format") not in formats:
+        raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
+    packed = packed_layers(found, "ignore", linears, where, exact=True)
+    groups = _groups(found, where)
+    schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
+    if left := [name for name in packed if name not in schemes]:
+        raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
+    return schemes, kv_cache
+
+
+def _stated(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say something: a status that is null and the sparsity of a dense model say nothing."""
+    said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
+    sparsity = said.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
+        del said["sparsity_config"]
+    return said
+
+
+def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
+    """The targets and the scheme of each of the `config_groups`."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
+        raise ArtifactError(f"{where}: quantization_config.config_groups must hold groups, got {groups!r}")
+    return [(list(group.get("targets") or []), _scheme(group, name, where)) for name, group in groups.items()]
+
+
+def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
+    path = f"quantization_config.config_groups.{name}"
+    group = {key: _arguments(value) for key, value in group.items()}
+    wrong = {scheme.name: differences(group, scheme.group([]), path) for scheme in SCHEMES.values()}
+    closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
+    if wrong[closest]:
+        raise ArtifactError(
+            f"{where}: this is none of the schemes that octavo runs ({', '.join(SCHEMES)}); nearest is {closest}, but "
+            + "; ".join(wrong[closest])
+        )
+    return SCHEMES[closest]
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a cast as they are spelled today, with what is true where they do not say it. The dtype of a
+    float scale is that of its tensor."""
+    if not isinstance(value, dict):
+        return value
+    said = {"dynamic": False, "symmetric": True} | {
+        key: held for key, held in value.items() if key != "scale_dtype" or held not in _FLOAT_SCALES
+    }
+    if isinstance(blocks := said.get("block_structure"), str):
+        said["block_structure"] = [int(size) for size in blocks.split("x") if size.isdigit()]
+    return said
+
+
+def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
+    """The scheme of the first group that has the layer: by name, by a pattern (re:...) or by class."""
+    for targets, scheme in groups:
+        for target in targets:
+            pattern = target.removeprefix("re:") if target.startswith("re:") else None
+            if target in (name, "Linear") or (pattern is not None and re.match(pattern, name)):
+                return scheme
+    return None

@@ -1,0 +1,267 @@
+"""The packed folder: a model whose linear weights are eight bits, as Hugging Face's libraries open it.
+
+    OUT/
+      config.json          the model in Hugging Face's terms, "dtype": "bfloat16", and a `quantization_config`
+      model.safetensors    <module>.weight        e4m3     [N, K]   of each packed linear layer
+                           <module>.weight_scale  as its scheme says (`octavo.artifact.packed.scheme`); it multiplies
+                           everything else        bfloat16          a tied head is not stored
+      tokenizer.json ...   the tokenizer's files
+
+or several files of tensors and their index. The layouts, which differ in names and in the `quantization_config`:
+
+    compressed-tensors     any scheme, several in one model (`octavo.artifact.packed.compressed_tensors`)
+    fp8                    the scheme `block` alone; the scale is called weight_scale_inv (and multiplies, too):
+                           transformers' FineGrainedFP8Config, after DeepSeek-V3 (`octavo.artifact.packed.fp8`)
+    modelopt               one of static, channel and block (`octavo.artifact.packed.modelopt`);
+                           for vLLM and TensorRT-LLM
+    autofp8                static or tensor (`octavo.artifact.packed.fp8`); for vLLM
+
+Every linear layer is packed unless the configuration names it as ignored: a reader takes one that is neither packed nor
+named for a packed one and computes nonsense without an error, which is why folders are checked tensor by tensor here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError, check_match, read_json
+from octavo.artifact.packed import compressed_tensors, fp8, modelopt
+from octavo.artifact.packed.kv_scales import KvScales, is_kv_scale, kv_names, take_kv_scales
+from octavo.artifact.packed.scales import (
+    INPUT_SCALE_NAME,
+    OTHER_NAMES,
+    SCALE_NAME,
+    check_scale,
+    read_number,
+    read_scale,
+)
+from octavo.artifact.packed.scheme import Scheme
+from octavo.numerics import TENSOR
+
+WEIGHT_DTYPE = torch.float8_e4m3fn
+UNQUANTIZED_DTYPE = torch.bfloat16
+LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
+# The names of output heads, which consumers leave unpacked even where a folder does not say so.
+HEADS = ("lm_head", "embed_out", "score", "classifier")
+# For whom the layouts are that transformers does not open.
+READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
+# The schemes of the layouts that do not hold every one, and hold one in a model.
+_HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
+
+
+def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False) -> None:
+    """Raise a ValueError, which names the alternative, unless `layout` is one that holds `schemes`.
+
+    `kv_cache`: and the scales of a cache of keys and values.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    names = sorted({scheme.name for scheme in schemes})
+    held = _HELD.get(layout, tuple(names))
+    instead = "or --layout compressed-tensors, which holds any"
+    if others := [name for name in names if name not in held]:
+        what = f"the scheme {held[0]} alone" if len(held) == 1 else f"the schemes {', '.join(held)}"
+        raise ValueError(f"the layout {layout} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}")
+    if layout in _HELD and len(names) > 1:
+        raise ValueError(f"the layout {layout} holds one scheme in a model, not {' and '.join(names)}: one, {instead}")
+    if layout == "fp8" and kv_cache:
+        raise ValueError(f"the layout fp8 has no place for the scales of a KV cache: {instead.removeprefix('or ')}")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which layers are packed, by their names on disk, and how; the layout; whether scales of a KV cache are stored."""
+
+    layout: str
+    schemes: Mapping[str, Scheme]
+    kv_cache: bool = False
+
+    def scale_on_disk(self, name: str) -> str:
+        """What the layout calls the tensor `name`, where that is a scale."""
+        module, _, leaf = name.rpartition(".")
+        if self.layout == "fp8" and leaf == SCALE_NAME:
+            return f"{name}_inv"
+        if self.layout == "modelopt" and is_kv_scale(name):
+            return f"{module}.{leaf[0]}_proj.{leaf}"
+        return name
+
+    def scales_in_memory(self, name: str) -> list[str]:
+        """What a tensor of a file is called in memory: the inverse of `scale_on_disk`, for every name that is read."""
+        module, _, leaf = name.rpartition(".")
+        if leaf in OTHER_NAMES and self.layout in ("fp8", "autofp8"):
+            return [f"{module}.{OTHER_NAMES[leaf]}"]
+        # A writer of AutoFP8's does not declare its scales of keys and values; elsewhere outputs may have scales, too.
+        of_output = leaf == "output_scale" and not self.kv_cache and self.layout != "autofp8"
+        return [name] if of_output else kv_names(name)
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a file that hold `tensors`: scales may have another name and another shape there."""
+        return {self.scale_on_disk(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
+
+    def in_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `on_disk`, for every name, dtype and shape that is read (`octavo.artifact.packed.scales`).
+
+        Raises:
+            ArtifactError: two tensors are the same scale.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            for ours in self.scales_in_memory(name):
+                if ours in found:
+                    raise ArtifactError(f"{name}: the file has this scale under a second name, too; keep one of them")
+                found[ours] = self._read(ours, tensor)
+        return found
+
+    def take_kv_scales(self, tensors: dict[str, Tensor], linears: Iterable[str], where: Path) -> KvScales:
+        """See `octavo.artifact.packed.kv_scales.take_kv_scales`. AutoFP8 need not declare such scales."""
+        declared = self.kv_cache or (self.layout == "autofp8" and any(map(is_kv_scale, tensors)))
+        return take_kv_scales(tensors, linears, declared, where)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether this is a scale that is one number."""
+        module, _, leaf = name.rpartition(".")
+        scheme = self.schemes.get(module)
+        of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
+        return is_kv_scale(name) or (leaf in (SCALE_NAME, INPUT_SCALE_NAME) and of_tensor)
+
+    def _shaped_for_disk(self, name: str, scale: Tensor) -> Tensor:
+        if self.layout not in ("modelopt", "autofp8"):
+            return scale
+        if self._is_number(name):
+            return scale.reshape(())
+        module, _, leaf = name.rpartition(".")
+        if leaf != SCALE_NAME or module not in self.schemes:
+            return scale
+        return scale[:, None, :, None] if self._is_block(module) else scale.flatten()
+
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor `name` (its name in memory) as it is in memory, from what lies in a file."""
+        if is_kv_scale(name):
+            return read_number(tensor)
+        module, _, leaf = name.rpartition(".")
+        is_scale = leaf in (SCALE_NAME, INPUT_SCALE_NAME) and module in self.schemes
+        return read_scale(tensor, leaf, self.schemes[module]) if is_scale else tensor
+
+    def _is_block(self, module: str) -> bool:
+        return self.schemes[module].name == "block"
+
+
+@dataclass(frozen=True)
+class PackedFolder:
+    """Where things lie in a packed folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The model's description, with its `quantization_config`."""
+        return self.path / "config.json"
+
+    def read_config(self) -> dict[str, Any]:
+        """config.json, with a `quantization_config` in today's words, wherever and however the writer stated it.
+
+        compressed-tensors called it `compression_config` once, ModelOpt has its own words, and may have them in
+        hf_quant_config.json alone.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ArtifactError: one of them is not JSON.
+        """
+        config, beside = read_json(self.config), self.path / modelopt.SIDE_FILE
+        if isinstance(older := config.pop("compression_config", None), dict):
+            config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
+        found, where = config.get("quantization_config"), self.config
+        if found is None and beside.is_file():
+            found, where = read_json(beside), beside
+        if isinstance(found, dict) and modelopt.is_modelopt(found):
+            config["quantization_config"] = modelopt.in_newer_words(found, where)
+        return config
+
+    @property
+    def tensors(self) -> Path:
+        """The weights."""
+        return self.path / "model.safetensors"
+
+
+def quantization_config(packing: Packing, linears: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `linears` names every linear layer, packed or not, as on disk."""
+    ignore = [name for name in linears if name not in packing.schemes]
+    if packing.layout == "fp8":
+        return fp8.describe_blocks(ignore)
+    describe = {
+        "compressed-tensors": compressed_tensors.describe,
+        "modelopt": modelopt.describe,
+        "autofp8": fp8.describe_tensors,
+    }
+    return describe[packing.layout](packing.schemes, ignore, packing.kv_cache)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, and what the layout of its `quantization_config` wants beside it."""
+    found = config.get("quantization_config", {})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if found.get("quant_method") == "modelopt":
+        (folder / modelopt.SIDE_FILE).write_text(json.dumps(modelopt.side_file(found), indent=2) + "\n")
+
+
+def read_packing(
+    config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
+) -> Packing:
+    """How a packed folder's config.json says that the layers `linears` (their names on disk) are packed.
+
+    Args:
+        config: what `PackedFolder.read_config` returned.
+        linears: every linear layer.
+        where: of the file, for messages.
+        plain: those whose weight is not in eight bits. An output head among them is not packed, whether the
+            configuration names it or not: consumers leave heads unpacked by themselves, and some writers rely on it.
+
+    Raises:
+        ArtifactError: no packed model, or one packed in another way; the message lists what was read and required.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        raise ArtifactError(
+            f"{where} is of no packed model (it has no quantization_config): make one with octavo pack MODEL OUT"
+        )
+    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
+    method = found.get("quant_method")
+    if method == "fp8":
+        return Packing("fp8" if fp8.is_blocks(found) else "autofp8", *fp8.read(found, linears, where))
+    if method == "modelopt":
+        return Packing("modelopt", *modelopt.read(found, linears, where))
+    return Packing("compressed-tensors", *compressed_tensors.read(found, linears, where))
+
+
+def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:
+    """Raise an ArtifactError unless `found` has the names, shapes and dtypes of `required`, and is finite.
+
+    Scales must be positive as well. The message names the first tensor that is wrong.
+    """
+    advice = "the folder is damaged or of another model: pack it again"
+    try:
+        check_match(found, required, str(where))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {advice}") from None
+    for name, tensor in found.items():
+        if tensor.dtype != required[name].dtype:
+            raise ArtifactError(
+                f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {advice}"
+            )
+        if name.endswith((f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")):
+            check_scale(name, tensor, where)
+        elif not _finite(tensor):
+            raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.dtype == WEIGHT_DTYPE:  # no inf in this format, and one NaN of either sign
+        return bool(((tensor.view(torch.uint8) & 0x7F) != 0x7F).all())
+    return bool(tensor.isfinite().all())

@@ -1,0 +1,103 @@
+"""The layout modelopt: what NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
+
+One scheme for the whole model, named in `quant_algo`:
+
+    FP8                          static     weight_scale [], input_scale []
+    FP8_PER_CHANNEL_PER_TOKEN    channel    weight_scale [N]
+    FP8_PB_WO                    block      weight_scale [N / 128, 1, K / 128, 1]; vLLM casts inputs by 1 x 128
+
+It is said twice: in config.json's `quantization_config` and, in the older words, in hf_quant_config.json. A folder may
+have one of the two alone, or the older words in config.json
+(github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py, has both forms;
+vllm/model_executor/layers/quantization/modelopt.py reads them). Unpacked layers may be patterns. Names and shapes of
+tensors are in `octavo.artifact.packed.layouts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.config_checks import check_settings, packed_layers
+from octavo.artifact.packed.scheme import BLOCK, CHANNEL, STATIC, Scheme
+from octavo.version import __version__
+
+SIDE_FILE = "hf_quant_config.json"
+_ALGORITHMS = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
+_EIGHT_BITS = {"num_bits": 8, "type": "float"}
+_KV_CACHE = {"dynamic": False, **_EIGHT_BITS}
+_PRODUCER = {"name": "octavo", "version": __version__}
+
+
+def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+    """The `quantization_config` of config.json; all layers have one scheme."""
+    scheme = next(iter(schemes.values()), STATIC)
+    (algorithm,) = (name for name, held in _ALGORITHMS.items() if held is scheme)
+    inputs = {"dynamic": not scheme.static, **_EIGHT_BITS}
+    weights = {"dynamic": False, **_EIGHT_BITS}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "kv_cache_scheme": dict(_KV_CACHE) if kv_cache else None,
+        "config_groups": {"group_0": {"input_activations": inputs, "weights": weights, "targets": ["Linear"]}},
+        "ignore": list(ignore),
+        "producer": _PRODUCER,
+    }
+
+
+def side_file(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What hf_quant_config.json says, of what `describe` returned."""
+    return {
+        "producer": described["producer"],
+        "quantization": {
+            "quant_algo": described["quant_algo"],
+            "kv_cache_quant_algo": "FP8" if described["kv_cache_scheme"] else None,
+            "exclude_modules": described["ignore"],
+        },
+    }
+
+
+def is_modelopt(found: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is ModelOpt's; an older one may not say so, and has ModelOpt's words."""
+    return found.get("quant_method", "modelopt") == "modelopt" and bool({"quant_algo", "quantization"} & found.keys())
+
+
+def in_newer_words(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """A `quantization_config` as `describe` spells it, from hf_quant_config.json or from a config.json that has the
+    words of that file, with or without its object `quantization`. One in the newer words is returned as it is.
+
+    Raises:
+        ArtifactError: `quantization` is no object, or the cache of keys and values is another than FP8.
+    """
+    said = found.get("quantization", found)
+    if not isinstance(said, dict):
+        raise ArtifactError(f"{where}: `quantization` must be an object, got {said!r}")
+    if said is found and not {"kv_cache_quant_algo", "exclude_modules"} & found.keys():
+        return {"quant_method": "modelopt", **found}
+    cache = said.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise ArtifactError(f"{where}: kv_cache_quant_algo is {cache!r}, octavo runs 'FP8' or none")
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": said.get("quant_algo"),
+        "kv_cache_scheme": dict(_KV_CACHE) if cache else said.get("kv_cache_scheme"),
+        "ignore": said.get("exclude_modules", said.get("ignore")),
+    }
+
+
+def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+    """The scheme of each packed layer, and whether the scales of keys and values are stored.
+
+    Raises:
+        ArtifactError: a packing of another kind; the message lists what was read and required.
+    """
+    algorithm = str(found.get("quant_algo")).upper()
+    if algorithm not in _ALGORITHMS:
+        raise ArtifactError(f"{where}: quant_algo is {found.get('quant_algo')!r}, octavo runs {', '.join(_ALGORITHMS)}")
+    kv_cache = found.get("kv_cache_scheme") is not None
+    required = {"quant_method": "modelopt", "kv_cache_scheme": _KV_CACHE if kv_cache else None}
+    check_settings({**found, "quant_algo": None}, required, where)
+    packed = packed_layers(found, "ignore", linears, where)
+    return dict.fromkeys(packed, _ALGORITHMS[algorithm]), kv_cache

@@ -1,0 +1,188 @@
+"""A packed folder by itself: its tensors and what they mean, without the model that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.config_checks import is_named
+from octavo.artifact.packed.description import copy_description
+from octavo.artifact.packed.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale
+from octavo.artifact.packed.layouts import (
+    HEADS,
+    WEIGHT_DTYPE,
+    PackedFolder,
+    Packing,
+    quantization_config,
+    read_packing,
+    write_config,
+)
+from octavo.artifact.packed.plausible import suspected
+from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
+from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.safetensors_files import ShardReader, Spec
+from octavo.numerics import QTensor
+
+_KV = (K_SCALE, V_SCALE)
+
+
+class PackedTensors:
+    """The tensors of a packed folder, one at a time.
+
+    Attributes:
+        config: its config.json.
+        packing: the layout, and the scheme of each packed layer.
+        ignored: the linear layers that it declares unpacked.
+        kv_scales: the scales of a cache's keys and values, float32 [1] each, by the name of the attention layer; empty
+            where the folder has none.
+        others: the tensors that are neither weights of packed layers nor scales.
+        unused: scales that other programs write and no layer reads (`octavo.artifact.packed.scales.unused_scales`).
+
+    Raises:
+        FileNotFoundError: a file of it is missing.
+        ArtifactError: no packed folder, one packed in a way that octavo does not know, or a damaged one.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self.folder = PackedFolder(Path(folder))
+        self.config = self.folder.read_config()
+        self.reader = ShardReader(self.folder.path)
+        found: Any = self.config.get("quantization_config")
+        settings = found if isinstance(found, dict) else {}
+        keys = ("ignore", "modules_to_not_convert", "ignored_layers")
+        stated: Any = next((settings[key] for key in keys if settings.get(key)), [])
+        self.ignored: list[str] = self._resolved(stated, exact=settings.get("quant_method") == "compressed-tensors")
+        linears = list(dict.fromkeys([*self._eight_bits(), *self.ignored]))
+        packing = read_packing(self.config, linears, self.folder.config, self._plain())
+        self.kv_scales, cache = self._kv_scales(packing, linears)
+        self.packing = replace(packing, kv_cache=bool(self.kv_scales))
+        names = {ours: name for name in self.reader.specs for ours in packing.scales_in_memory(name)}
+        self._scales = {
+            ours: names[ours]
+            for layer in packing.schemes
+            for leaf in (SCALE_NAME, INPUT_SCALE_NAME)
+            if (ours := f"{layer}.{leaf}") in names
+        }
+        packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
+        rest = [name for name in self.reader.specs if name not in packed]
+        self.unused = unused_scales(rest, self.reader.get, self.folder.path)
+        self.others = [name for name in rest if name not in self.unused]
+        for name, scheme in self.packing.schemes.items():
+            self._check(name, scheme)
+
+    def _eight_bits(self) -> list[str]:
+        """The modules that have the scale of a weight, or a matrix for a weight that is in eight bits."""
+        scales = [name for name in self.reader.specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
+        weights = [
+            name
+            for name, spec in self.reader.specs.items()
+            if name.endswith(".weight") and spec.dtype == WEIGHT_DTYPE and len(spec.shape) == 2
+        ]
+        return [name.rpartition(".")[0] for name in (*scales, *weights)]
+
+    def _plain(self) -> list[str]:
+        """The modules that have a matrix for a weight that is not in eight bits."""
+        weights = {name: spec for name, spec in self.reader.specs.items() if name.endswith(".weight")}
+        plain = [name for name, spec in weights.items() if spec.dtype != WEIGHT_DTYPE and len(spec.shape) == 2]
+        return [name.removesuffix(".weight") for name in plain]
+
+    def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
+        """The unpacked linear layers that a list of modules names, which may hold patterns and what is no such layer.
+
+        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is among the
+        layers even where the list lacks it: some writers rely on consumers to leave heads unpacked.
+        """
+        plain = self._plain()
+        names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
+        for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
+            head = str(entry).rstrip("*.")
+            names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
+            names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
+        return list(names)
+
+    def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
+        """The scales of a cache, taken from the files and checked; and their names there."""
+        disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.scales_in_memory(name)))]
+        found = packing.in_memory({name: self.reader.get(name) for name in disks})
+        return packing.take_kv_scales(found, linears, self.folder.path), disks
+
+    def _check(self, name: str, scheme: Scheme) -> None:
+        where, weight = self.folder.path, self.reader.specs.get(f"{name}.weight")
+        if weight is None or weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
+            is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
+            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {WEIGHT_DTYPE}, it {is_there}")
+        n, k = weight.shape
+        if reason := scheme.unreadable(n, k):
+            raise ArtifactError(f"{where}: {name}.weight: {reason}")
+        required = Spec.of(scheme.empty_scale(n, k, 1))
+        self._check_scale(name, SCALE_NAME, required)
+        if scheme.static:
+            self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
+
+    def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
+        ours = f"{name}.{leaf}"
+        if ours not in self._scales:
+            raise ArtifactError(f"{self.folder.path}: {ours} is missing, and {name}.weight is packed: pack it again")
+        spec = self.reader.specs[self._scales[ours]]
+        meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        if (found := Spec.of(self.packing.in_memory({self._scales[ours]: meta})[ours])) != required:
+            raise ArtifactError(
+                f"{self.folder.path}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
+                f"{found.dtype} {list(found.shape)}"
+            )
+
+    def _scale(self, name: str, leaf: str) -> Tensor:
+        ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
+        scale = self.packing.in_memory({disk: self.reader.get(disk)})[ours]
+        check_scale(disk, scale, self.folder.path)
+        return scale
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor]:
+        """Data and scale of a packed layer; the scale as its scheme has it (`octavo.artifact.packed.scheme`)."""
+        return self.reader.get(f"{name}.weight"), self._scale(name, SCALE_NAME)
+
+    def input_scale(self, name: str) -> Tensor:
+        """The scale of the input of a packed layer whose scheme is static, float32 [1]."""
+        return self._scale(name, INPUT_SCALE_NAME)
+
+    def weight(self, name: str) -> QTensor:
+        """The weight of a packed layer."""
+        return self.packing.schemes[name].packed_weight(*self.stored(name))
+
+    def suspects(self) -> list[str]:
+        """The packed layers whose scales look reciprocal, if they are more than half."""
+        weights = ((name, self.weight(name)) for name in self.packing.schemes)
+        return suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
+
+    def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
+        """The scales of a cache as the files of `packing` hold them."""
+        scales = self.kv_scales.items() if packing.kv_cache else ()
+        return packing.on_disk({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
+
+    def specs_as(self, packing: Packing) -> dict[str, Spec]:
+        """What the files would hold if the packed layers were packed so."""
+        specs = {name: self.reader.specs[name] for name in self.others}
+        specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
+        for name, scheme in packing.schemes.items():
+            weight = self.reader.specs[f"{name}.weight"]
+            n, k = weight.shape
+            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k, 1)}
+            if scheme.static:
+                scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
+            specs |= {disk: Spec.of(t) for disk, t in packing.on_disk(scales).items()} | {f"{name}.weight": weight}
+        return specs
+
+    def describe(self, target: Path, packing: Packing | None) -> None:
+        """Write config.json for `packing` (None: for a model in BF16), and copy what else describes it."""
+        config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        if packing is not None:
+            linears = [*packing.schemes, *self.ignored]
+            config["quantization_config"] = quantization_config(packing, linears)
+        write_config(target, config)
+        copy_description(self.folder.path, target)

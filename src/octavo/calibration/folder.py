@@ -1,0 +1,161 @@
+"""What calibration knows of a model, on disk and in memory.
+
+    OUT/
+      calibration.json           format version, the model's hash, settings, versions, prompts, tokens, and the sites:
+                                 name -> {"kind": input | norm | query | key | value, "layers": [linear, ...]}
+      calibration.safetensors    SITE.tokens  SITE.channel_amax  SITE.history  SITE.histogram  SITE.first_bin
+                                 (`octavo.calibration.statistics.Statistics.to_tensors`)
+
+`layers` names the linear layers that read the site; names are those of the model's own files and modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octavo.artifact.atomic_folder import whole_folder
+from octavo.artifact.files import ArtifactError, load_tensors, read_json, save_tensors
+from octavo.calibration.observer import KINDS, Observed
+from octavo.calibration.statistics import PERCENTILES, Statistics
+from octavo.hf.source import Source
+
+FORMAT_VERSION = 1
+DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
+_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens", "sites")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """The statistics of every site of a model, and what they were gathered from.
+
+    Attributes:
+        observed: each site's kind, statistics and readers, by name, in the order of the computation.
+        model_hash: of `hash_model`.
+        settings: samples and context asked for and used, batch, device, seed, the fingerprint of the prompts, and in
+            `data` what was read and skipped (`octavo.text.ReadReport.to_dict`).
+        versions: of octavo, torch and transformers.
+        prompts, tokens: how many were run.
+    """
+
+    observed: Mapping[str, Observed]
+    model_hash: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    prompts: int
+    tokens: int
+
+    @property
+    def sites(self) -> dict[str, Statistics]:
+        """The statistics by the name of the site."""
+        return {name: observed.statistics for name, observed in self.observed.items()}
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """The site that each linear layer reads, by the name of the layer."""
+        return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
+
+    def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
+        """A static e4m3 scale of a site, or of the input of a linear layer: see `Statistics.scale`.
+
+        Layers that read one tensor have one scale. Raises a KeyError for a name that is neither.
+        """
+        name = self.layers.get(site, site)
+        if name not in self.observed:
+            raise KeyError(
+                f"{site} is no site and no linear layer of this calibration, which has {list(self.observed)[:4]}"
+            )
+        return self.observed[name].statistics.scale(rule, percentile)
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`, which appears whole or not at all.
+
+        Raises:
+            FileExistsError: it exists.
+            WriteError: the disk refused.
+        """
+        described = {
+            "format_version": FORMAT_VERSION,
+            **{name: getattr(self, name) for name in _FIELDS if name != "sites"},
+            "sites": describe(self.observed),
+        }
+        with whole_folder(folder) as partial:
+            (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+            save_tensors(to_tensors(self.observed), partial / TENSORS)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Calibration:
+        """Open what `octavo calibrate` wrote.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ArtifactError: a file is damaged, or of another version of the format.
+        """
+        where = Path(folder) / DESCRIPTION
+        described = read_json(where)
+        if described.get("format_version") != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{where} must have format_version {FORMAT_VERSION}, got {described.get('format_version')!r}"
+            )
+        if missing := [name for name in _FIELDS if name not in described]:
+            raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
+        tensors = load_tensors(Path(folder) / TENSORS)
+        observed = from_tensors(described["sites"], tensors, where)
+        return cls(observed, **{name: described[name] for name in _FIELDS if name != "sites"})
+
+
+def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
+    """What the JSON says of sites."""
+    return {name: {"kind": site.kind, "layers": site.layers} for name, site in observed.items()}
+
+
+def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
+    """What the safetensors file holds of sites."""
+    return {
+        f"{name}.{leaf}": tensor
+        for name, site in observed.items()
+        for leaf, tensor in site.statistics.to_tensors().items()
+    }
+
+
+def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
+    """The inverse of `describe` and `to_tensors`. Raises an ArtifactError that opens with `where`."""
+    observed = {}
+    leaves = Statistics("").to_tensors().keys()
+    try:
+        for name, site in described.items():
+            if site["kind"] not in KINDS:
+                raise ValueError(f"{name} has the unknown kind {site['kind']!r}")
+            found = {leaf: tensors[f"{name}.{leaf}"] for leaf in leaves if f"{name}.{leaf}" in tensors}
+            observed[name] = Observed(site["kind"], Statistics.from_tensors(name, found), list(site["layers"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{where}: the sites and their tensors do not fit together ({error})") from error
+    return observed
+
+
+def load_calibration(folder: Path, source: Source) -> Calibration:
+    """The calibration in `folder`, which must be of the model `source`.
+
+    Raises:
+        FileNotFoundError, ArtifactError: a file is missing or damaged.
+        ValueError: the calibration is of another model, or the source is a run: a run cannot be calibrated.
+    """
+    found = Calibration.load(folder)
+    if source.recipe or found.model_hash != hash_model(source.origin):
+        raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
+    return found
+
+
+def hash_model(folder: Path) -> str:
+    """SHA-256, in hexadecimal, of config.json and of every safetensors file of a model, by name and content."""
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,186 @@
+"""Where a model is looked at while it runs in BF16, and what is seen there.
+
+    x -> norm -> y -> q_proj, k_proj, v_proj -> rotary -> Q K V -> attention -> z -> o_proj -> ...
+            |    |                                     | | |                 |
+     NORM.output Q_PROJ.input (of all three)     ATTN.q .k .v        O_PROJ.input
+
+A site is one tensor of the computation. Linear layers that are handed the very same tensor (query, key and value; gate
+and up) share the site of the first of them: one tensor has one scale, and consumers that fuse such layers need that.
+What attention gets, after the rotation and before the heads of keys are repeated, comes from transformers' own registry
+of attention functions: for the duration of the pass the configuration selects an entry that looks, and calls "sdpa".
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.calibration.statistics import Statistics
+
+KINDS = ("input", "norm", "query", "key", "value")
+_ATTENTION = "octavo_observe"
+
+
+@dataclass(eq=False)
+class Observed:
+    """A site: its kind, what was seen there, and for an `input` the linear layers that read it, in order."""
+
+    kind: str
+    statistics: Statistics
+    layers: list[str] = field(default_factory=list)
+
+
+class Observer:
+    """Collects the statistics of a transformers model while its `watch` block lasts and `looking` is on.
+
+    Args:
+        model: of transformers; modules may still be on the meta device.
+        linears: the names of the linear layers that would be packed.
+    """
+
+    def __init__(self, model: Any, linears: Sequence[str]) -> None:
+        self._model = model
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._linears = set(linears)
+        self._found: dict[str, Observed] = {}
+        self._looking = False
+        self._measured: dict[int, _Measured] = {}
+        self._read: dict[str, _Measured] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Install the hooks and the attention function, and take them away again."""
+        hooks = []
+        for name, module in self._model.named_modules():
+            if name in self._linears:
+                hooks.append(module.register_forward_pre_hook(self._before_linear(name), with_kwargs=True))
+            elif is_norm(module):
+                hooks.append(module.register_forward_hook(self._after_norm(name)))
+        try:
+            with _attention(self._model, self._attention):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Count what passes in this block: one batch through one part of the model."""
+        self._looking = True
+        try:
+            yield
+        finally:
+            self._looking = False
+            self._measured.clear()
+            self._read.clear()
+
+    def take(self) -> dict[str, Observed]:
+        """The sites seen since the last call, by name, and forget them."""
+        found, self._found = self._found, {}
+        return found
+
+    # --- What calls it -----------------------------------------------------------------------------------------------
+
+    def _before_linear(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._looking:
+                self._see_input(name, args[0] if args else kwargs["input"])
+
+        return hook
+
+    def _after_norm(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if self._looking:
+                self._see(f"{name}.output", "norm", output)
+
+        return hook
+
+    def _attention(self, sdpa: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._looking:
+                name = self._names[id(module)]
+                for kind, x in (("query", query), ("key", key), ("value", value)):  # [B, heads, T, d]
+                    self._see(f"{name}.{kind[0]}", kind, x.transpose(1, 2).flatten(2))  # [B, T, heads * d]
+            return sdpa(module, query, key, value, *args, **kwargs)
+
+        return attention
+
+    # --- What it notes -----------------------------------------------------------------------------------------------
+
+    def _see_input(self, name: str, x: Tensor) -> None:
+        for site, measured in self._read.items():
+            if measured.is_of(x):
+                layers = self._found[site].layers
+                if name not in layers:
+                    layers.append(name)
+                return
+        site = f"{name}.input"
+        self._read[site] = self._see(site, "input", x)
+        if name not in self._found[site].layers:
+            self._found[site].layers.append(name)
+
+    def _see(self, site: str, kind: str, x: Tensor) -> _Measured:
+        measured = self._measured.get(id(x))
+        if measured is None or not measured.is_of(x):  # a norm's output is mostly a linear layer's input: counted once
+            measured = self._measured[id(x)] = _Measured(x, Statistics(site).update(x))
+        self._found.setdefault(site, Observed(kind, Statistics(site))).statistics.merge(measured.statistics)
+        return measured
+
+
+class _Measured:
+    """The statistics of one tensor, which is recognized as long as it lives and is not written to."""
+
+    def __init__(self, x: Tensor, statistics: Statistics) -> None:
+        self._tensor, self._version, self.statistics = weakref.ref(x), x._version, statistics
+
+    def is_of(self, x: Tensor) -> bool:
+        return self._tensor() is x and x._version == self._version
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether this is a normalization over channels: of torch, or of transformers, which has a class for each model."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+@contextmanager
+def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let `model` attend through wrap(sdpa), with the masks that sdpa takes."""
+    utils: Any = importlib.import_module("transformers.modeling_utils")
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    functions = utils.ALL_ATTENTION_FUNCTIONS
+    before = model.config._attn_implementation
+    functions[_ATTENTION] = wrap(functions["sdpa"])
+    masks.AttentionMaskInterface.register(_ATTENTION, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation(_ATTENTION)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        del functions[_ATTENTION]
+
+
+def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:
+    """Raise a ValueError unless each of `linears` read one site, and that saw a token.
+
+    `where` names the part of the model that has run, for the message.
+    """
+    sites: dict[str, list[str]] = {}
+    for site, observed in found.items():
+        for layer in observed.layers if observed.statistics.tokens else ():
+            sites.setdefault(layer, []).append(site)
+    if blind := [name for name in linears if name not in sites]:
+        raise ValueError(
+            f"{blind[0]} saw no token in all of the data ({len(blind)} layers of {where}): a scale for it would be a "
+            "guess. Give more or other data, so that every layer (every expert) is used"
+        )
+    if torn := [name for name in linears if len(sites[name]) > 1]:
+        raise ValueError(
+            f"{torn[0]} shares its input with another layer in some batches and not in others "
+            f"({', '.join(sites[torn[0]])}): such a model cannot be calibrated"
+        )

@@ -1,0 +1,279 @@
+"""A model as a GGUF file, for llama.cpp and what is built on it.
+
+    linear weights        Q8_0: 32 elements along K share a float16 d, w ≈ q * d, q int8, d = amax / 127; or F16
+    embedding and head    F16
+    vectors               F32
+
+Q8_0 holds integers, so weights are cast from those of the model, not from e4m3 bytes. Names come from the package
+`gguf` (extra `gguf`; github.com/ggml-org/llama.cpp, gguf-py). llama.cpp rotates neighbours (2i, 2i + 1) where
+transformers rotates halves (i, i + d/2); for the architecture "llama" the rows of q and k are put in that order:
+
+    row (h, i, half) of the file = row (h, half, i) of the model,   h a head, i = 0 .. d/2 - 1
+
+"qwen2" keeps the halves. Mistral is a "llama" there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.safetensors_files import Spec
+from octavo.extras import import_extra
+from octavo.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
+from octavo.gguf.writer import Content, write_file
+from octavo.hf.source import Source, open_source
+
+Progress = Callable[[int, int], None]
+WEIGHTS = ("q8_0", "f16")
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
+_BLOCK = 32
+_LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """What `export_gguf` made: the file, its bytes, its architecture and how many tensors are of each type; and
+    `remarks`, what a reader of the file gets wrong."""
+
+    path: Path
+    bytes: int
+    architecture: str
+    types: Mapping[str, int]
+    remarks: Sequence[str] = ()
+
+
+def export_gguf(
+    source: Path,
+    out: Path,
+    *,
+    weights: str = "q8_0",
+    tokenizer: bool = True,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> GgufReport:
+    """Write a model as one GGUF file, which appears whole or not at all. Memory: about one tensor.
+
+    Args:
+        source: the folder of a run of `octavo train`, or of a Hugging Face model: Llama, Mistral or Qwen2.
+        out: the file to make.
+        weights: the type of linear weights, q8_0 or f16.
+        tokenizer: write the tokenizer too; without it the file holds none.
+        step: the checkpoint of a run; None takes the newest.
+        progress: called with the number of tensors done and of all, after each.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: the source is not whole, holds inf or NaN or what F16 does not hold, or its
+            tokenizer is of a kind that is not written.
+        ImportError: the package gguf is not installed.
+        ValueError: an architecture, a feature of it, or sizes that are not written.
+        WriteError: the disk refused.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"unknown type {weights!r} of weights: choose one of {', '.join(WEIGHTS)}")
+    if out.exists():
+        raise FileExistsError(f"{out} exists already: choose another file, or remove it first")
+    gguf = _package()
+    opened = open_source(source, step)
+    config = read_json(opened.description / "config.json")
+    model = _Model(gguf, opened, config, weights)
+    rows = model.specs["token_embd.weight"].shape[0]
+    words = read_gguf_tokenizer(opened.description, config, rows) if tokenizer else None
+    size = write_file(gguf, out, model.architecture, _metadata(model, words), model.content(progress))
+    return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
+
+
+def _package() -> Any:
+    return import_extra("gguf", "gguf", "a GGUF file is written with the package gguf")
+
+
+class _Model:
+    """The tensors of the file, by their names there, known before a number is read."""
+
+    def __init__(self, gguf: Any, source: Source, config: Mapping[str, Any], weights: str) -> None:
+        self.gguf, self.source, self.config = gguf, source, config
+        self.architecture = _architecture(config, source.description)
+        self.heads = int(self.required("num_attention_heads"))
+        self.key_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.width = int(self.required("hidden_size"))
+        self.head_width = int(config.get("head_dim") or self.width // self.heads)
+        self.frequencies = _rope_factors(config, self.head_width)
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[self.architecture]
+        self._names = gguf.get_tensor_name_map(arch, int(self.required("num_hidden_layers")))
+        linears = {disk for disks in source.meta_model.linears().values() for disk in disks}
+        self.specs: dict[str, Spec] = {}
+        self._types: dict[str, str] = {}
+        for name, spec in source.specs.items():
+            meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            for disk, part in source.meta_model.on_disk({name: meta}).items():
+                ours = self.name(disk)
+                self.specs[ours] = Spec.of(part)
+                self._types[ours] = self._type(disk, Spec.of(part), linears, weights)
+
+    def required(self, key: str) -> Any:
+        """A setting that config.json must have."""
+        if self.config.get(key) is None:
+            raise ArtifactError(f"{self.source.description / 'config.json'} must state {key}: GGUF needs it")
+        return self.config[key]
+
+    def name(self, disk: str) -> str:
+        """What GGUF calls a tensor."""
+        found = self._names.get_name(disk, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(
+                f"{disk} has no name in the architecture {self.architecture} of GGUF: it cannot be written"
+            )
+        return str(found)
+
+    def types(self) -> dict[str, int]:
+        """How many tensors are of each type."""
+        types = list(self._types.values()) + ["f32"] * (self.frequencies is not None)
+        return {kind: types.count(kind) for kind in dict.fromkeys(types)}
+
+    def _type(self, disk: str, spec: Spec, linears: set[str], weights: str) -> str:
+        if len(spec.shape) == 1:
+            return "f32"
+        linear = disk.removesuffix(".weight") in linears and self.name(disk) != "output.weight"
+        if linear and weights == "q8_0" and spec.shape[1] % _BLOCK:
+            raise ValueError(
+                f"{disk}: [{spec.shape[0]}, {spec.shape[1]}] has no whole blocks of {_BLOCK} along K, which q8_0 "
+                "needs: --weights f16"
+            )
+        return weights if linear else "f16"
+
+    def content(self, progress: Progress | None) -> Content:
+        """Shape, type and, as it is read, data of every tensor."""
+        shapes = {name: (spec.shape, self._types[name]) for name, spec in self.specs.items()}
+        if self.frequencies is not None:
+            shapes = {"rope_freqs.weight": (tuple(self.frequencies.shape), "f32"), **shapes}
+        return Content(shapes, self._data(progress))
+
+    def _data(self, progress: Progress | None) -> Iterator[Tensor]:
+        if self.frequencies is not None:
+            yield self.frequencies
+        for done, name in enumerate(self.source.specs, start=1):
+            for disk, tensor in self.source.meta_model.on_disk({name: self.source.get(name)}).items():
+                largest = _LARGEST.get(self._types[self.name(disk)], math.inf)
+                if tensor.abs().max() > largest:
+                    kind = self._types[self.name(disk)]
+                    raise ArtifactError(f"{self.source.origin}: {disk} exceeds {largest:g}, the largest of {kind}")
+                yield self._ordered(disk, tensor).float()
+            if progress is not None:
+                progress(done, len(self.source.specs))
+
+    def _ordered(self, disk: str, tensor: Tensor) -> Tensor:
+        """Rows of q and k as the architecture rotates them."""
+        module = disk.rpartition(".")[0]
+        if self.architecture != "llama" or not module.endswith((".q_proj", ".k_proj")):
+            return tensor
+        heads = self.heads if module.endswith(".q_proj") else self.key_heads
+        return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _architecture(config: Mapping[str, Any], folder: Path) -> str:
+    """What GGUF calls the model, if all of its features can be written."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{folder} is a {kind}, which is not written to GGUF here: {', '.join(ARCHITECTURES)} are")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"{folder} has hidden_act {act!r}, GGUF's {ARCHITECTURES[kind]} has silu alone")
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
+    if config.get("use_sliding_window", True) and isinstance(window, int) and window < (context or math.inf):
+        raise ValueError(
+            f"{folder} attends to a window of {window} tokens, which GGUF's {ARCHITECTURES[kind]} does not: where "
+            f"texts of {window} tokens are enough, set max_position_embeddings to {window} in its config.json"
+        )
+    return ARCHITECTURES[kind]
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the rotation, of newer (`rope_parameters`) and older files."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
+    return {**found, "rope_theta": float(theta), "rope_type": found.get("rope_type", found.get("type", "default"))}
+
+
+def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
+    """What llama.cpp divides the frequencies by, float32 [d/2]: for Llama 3.1's stretched rotation, or None.
+
+    With w = 2 pi / frequency: 1 where w < original / high, factor where w > original / low, between them
+    1 / ((1 - s) / factor + s) with s = (original / w - low) / (high - low).
+    """
+    rope = _rope(config)
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope_type {rope['rope_type']!r} is not written to GGUF here: default and llama3 are")
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(rope["original_max_position_embeddings"])
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
+    wavelength = 2 * math.pi * rope["rope_theta"] ** exponents
+    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 1 keeps, 0 stretches
+    factors: Tensor = 1 / ((1 - share) / factor + share)
+    return factors.float()
+
+
+def _remarks(model: _Model) -> list[str]:
+    """What transformers' reader gets wrong: it describes the architecture "llama" without biases."""
+    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.specs):
+        return []
+    return [
+        "this model has biases: llama.cpp reads them, and transformers leaves them out, unless it is given "
+        f"config=AutoConfig.from_pretrained({str(model.source.description)!r})"
+    ]
+
+
+def _name(model: _Model) -> str:
+    """The name that the file gives the model. transformers takes a Llama that is called exactly "mistral" for an
+    architecture of that name, which GGUF does not have."""
+    name = model.source.origin.name
+    return name.capitalize() if name == "mistral" else name
+
+
+def _metadata(model: _Model, words: GgufTokenizer | None) -> dict[str, Any]:
+    """The keys and values of the file; {arch} stands for its architecture."""
+    config, arch = model.config, model.architecture
+    rope = _rope(config)
+    found = {
+        "general.name": _name(model),
+        "general.file_type": 7 if "q8_0" in model.types() else 1,
+        "general.quantization_version": 2,
+        f"{arch}.vocab_size": model.specs["token_embd.weight"].shape[0],
+        f"{arch}.context_length": int(model.required("max_position_embeddings")),
+        f"{arch}.embedding_length": model.width,
+        f"{arch}.block_count": int(model.required("num_hidden_layers")),
+        f"{arch}.feed_forward_length": int(model.required("intermediate_size")),
+        f"{arch}.attention.head_count": model.heads,
+        f"{arch}.attention.head_count_kv": model.key_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(model.required("rms_norm_eps")),
+        f"{arch}.attention.key_length": model.head_width,
+        f"{arch}.attention.value_length": model.head_width,
+        f"{arch}.rope.dimension_count": model.head_width,
+        f"{arch}.rope.freq_base": rope["rope_theta"],
+    }
+    return found | (_vocabulary(words) if words is not None else {"tokenizer.ggml.model": "none"})
+
+
+def _vocabulary(words: GgufTokenizer) -> dict[str, Any]:
+    names = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2" if words.merges else "llama",
+        "tokenizer.ggml.pre": words.pre or "default",
+        "tokenizer.ggml.tokens": words.tokens,
+        "tokenizer.ggml.token_type": words.kinds,
+        "tokenizer.ggml.merges": words.merges,
+        "tokenizer.ggml.scores": words.scores,
+        "tokenizer.ggml.add_bos_token": words.add_bos,
+    }
+    found |= {f"tokenizer.ggml.{names[name]}": number for name, number in words.special.items()}
+    if words.scores:
+        found["tokenizer.ggml.add_space_prefix"] = words.prepends_blank
+    return found | ({"tokenizer.chat_template": words.chat_template} if words.chat_template else {})

@@ -1,0 +1,77 @@
+"""A SentencePiece-like BPE (Llama 2's and Mistral's tokenizer.json) as llama.cpp has it: pieces with scores.
+
+tokenizer.json lists merges in order; SentencePiece knows pieces alone, and joins whichever two neighbours make the
+piece of the highest score. The two say the same where every way to cut a piece in two is a merge, and where the merges
+of a piece stand together: then the score is minus the place of its first merge. That is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.artifact.files import ArtifactError
+
+UNKNOWN, BYTE = 2, 6  # ggml's kinds of tokens
+_BLANK = "▁"
+_PREPEND = {"type": "Prepend", "prepend": _BLANK}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
+
+
+def is_sentencepiece(found: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json falls back to bytes for what has no piece, as these do."""
+    model = found.get("model") or {}
+    return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+
+
+def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
+    """Whether a text begins with a blank that it does not have.
+
+    Raises:
+        ArtifactError: blanks are treated in another way than SentencePiece's.
+    """
+    normalizer, cut = found.get("normalizer"), found.get("pre_tokenizer")
+    if cut is None and normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}:
+        return True
+    if cut is None and normalizer in (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}):
+        return False
+    whole = isinstance(cut, dict) and cut.get("type") == "Metaspace" and cut.get("replacement") == _BLANK
+    if normalizer is None and whole and isinstance(cut, dict) and cut.get("split") is False:
+        return cut.get("prepend_scheme") in ("first", "always")
+    raise ArtifactError(
+        f"{path} treats blanks in another way than SentencePiece, which llama.cpp would not follow: --no-tokenizer "
+        "writes the weights alone"
+    )
+
+
+def special_kinds(found: Mapping[str, Any]) -> dict[str, int]:
+    """The kinds of the token for the unknown and of those for bytes, by their texts."""
+    kinds = {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    unknown = found["model"].get("unk_token")
+    return kinds if unknown is None else kinds | {str(unknown): UNKNOWN}
+
+
+def scores(
+    found: Mapping[str, Any], merges: Sequence[tuple[str, str]], tokens: Sequence[str], path: Path
+) -> list[float]:
+    """The score of each of `tokens`: minus the place of the first merge that makes it, and the least for all others.
+
+    Raises:
+        ArtifactError: SentencePiece would join other neighbours than the `merges` do.
+    """
+    places: dict[str, list[int]] = {}
+    for place, (left, right) in enumerate(merges):
+        places.setdefault(left + right, []).append(place)
+    vocabulary, known = found["model"]["vocab"], set(merges)
+    skipped = {entry["content"] for entry in found.get("added_tokens") or []} | special_kinds(found).keys()
+    for piece in vocabulary:
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if piece not in skipped else []
+        missing = [cut for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary and cut not in known]
+        own = places.get(piece, [])
+        if missing or (own and own[-1] - own[0] != len(own) - 1):
+            raise ArtifactError(
+                f"{path}: the piece {piece!r} can be made in ways that its merges leave out or interrupt, as "
+                "SentencePiece's are not: --no-tokenizer writes the weights alone"
+            )
+    return [-float(places[token][0]) if token in places else -float(len(merges)) for token in tokens]

@@ -1,0 +1,1 @@
+"""Hugging Face model folders and runs, opened: their configuration, tensors and modules."""

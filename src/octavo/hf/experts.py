@@ -1,0 +1,171 @@
+"""Models whose files hold the weights of experts one by one, and whose modules hold them as stacks.
+
+transformers keeps the experts of a layer as two parameters of three dimensions (Mixtral, Qwen3-MoE, DeepSeek and their
+like), and writes a matrix for each projection of each expert:
+
+    in the model   model.layers.0.mlp.experts.gate_up_proj   [experts, 2F, K]
+    in the files   model.layers.0.mlp.experts.0.gate_proj.weight   [F, K], and so on
+
+Which file tensors make which stack, and what else has another name in the files, is transformers' own mapping
+(`transformers.conversion_mapping`), which its loading and saving follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.safetensors_files import ShardReader, Spec
+
+
+class ExpertFiles:
+    """The names that the tensors of a model have in files, where experts are stacked.
+
+    Attributes:
+        parts: the file tensors of each tensor of the model, in order; one, but for stacks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        named = (*model.named_parameters(), *model.named_buffers())
+        meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
+        self.parts = {name: list(self._revert(name, tensor)) for name, tensor in meta.items()}
+        self._stack_of = {part: name for name in self.stacks for part in self.parts[name]}
+        self._name_of = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
+
+    @property
+    def stacks(self) -> list[str]:
+        """The tensors of the model that are several in the files."""
+        return [name for name, parts in self.parts.items() if len(parts) > 1]
+
+    @property
+    def experts(self) -> list[str]:
+        """Each projection of each expert, by its name in the files."""
+        return [part.removesuffix(".weight") for part in self._stack_of]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that hold the experts of a layer, by their names in the files."""
+        firsts = (self.parts[name][0] for name in self.stacks)
+        return list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*(\.weight)?$", "", first) for first in firsts))
+
+    @property
+    def routers(self) -> list[str]:
+        """The modules with a matrix that are neither linear layers nor embeddings, by their names in the files: other
+        programs take them for linear layers."""
+        modules = dict(self._model.named_modules())
+        weights = {name: p for name, p in self._model.named_parameters() if name.endswith(".weight") and p.ndim == 2}
+        owners = {name: modules[name.removesuffix(".weight")] for name in weights}
+        others = [name for name, owner in owners.items() if not isinstance(owner, nn.Linear | nn.Embedding)]
+        return [self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts]
+
+    def unpacked(self, layout: str) -> list[str]:
+        """What the list of unpacked layers of a `quantization_config` must name beside linear layers, where experts
+        and routers stay in BF16. compressed-tensors matches whole names, the other layouts those of modules above."""
+        names = [r"re:.*\.experts\..*"] if layout == "compressed-tensors" else self.modules
+        return [*names, *self.routers]
+
+    def split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The file tensors of tensors of the model."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            is_stack = len(self.parts.get(name, ())) > 1
+            found |= self._revert(name, tensor) if is_stack else {self._file_name(name): tensor}
+        return found
+
+    def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the model of a whole file; a stack that lacks a part is left out, and its parts are kept."""
+        whole = [name for name in self.stacks if all(part in tensors for part in self.parts[name])]
+        found = {name: self.stack(name, tensors.__getitem__) for name in whole}
+        used = {part for name in whole for part in self.parts[name]}
+        return found | {self._model_name(name): t for name, t in tensors.items() if name not in used}
+
+    def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
+        """One stack, of its parts as `get` reads them."""
+        loading, mapping = _transformers()
+        rules = mapping.get_model_conversion_mapping(self._model)
+        converters = [rule for rule in rules if hasattr(rule, "operations")]
+        renamings = [rule for rule in rules if not hasattr(rule, "operations")]
+        converter: Any = None
+        for part in self.parts[name]:
+            renamed, pattern = loading.rename_source_key(part, renamings, converters)
+            if converter is None:
+                converter = copy.deepcopy(next(c for c in converters if pattern in c.source_patterns))
+            converter.add_tensor(renamed, part, pattern, get(part))
+        ((_, stacked),) = converter.convert(name, model=self._model, config=self._model.config).items()
+        found: Tensor = stacked[0] if isinstance(stacked, list) else stacked
+        return found
+
+    def in_model(self, get: Callable[[str], Tensor], names: Iterable[str]) -> tuple[Callable[[str], Tensor], list[str]]:
+        """A reader of files, and its names, by the names of the model."""
+        there = dict.fromkeys(names)
+        whole = {name for name in self.stacks if all(part in there for part in self.parts[name])}
+        files = {self._model_name(name): name for name in there if self._stack_of.get(name) not in whole}
+
+        def read(name: str) -> Tensor:
+            return self.stack(name, get) if name in whole else get(files[name])
+
+        return read, [*(name for name in self.stacks if name in whole), *files]
+
+    def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        loading, _ = _transformers()
+        found: dict[str, Tensor] = loading.revert_weight_conversion(self._model, {name: tensor})
+        return found
+
+    def _file_name(self, name: str) -> str:
+        if name in self.parts or "." not in name:
+            return self.parts.get(name, [name])[0]
+        module, _, leaf = name.rpartition(".")  # a scale, whose layer is known by its weight
+        weight = self.parts.get(f"{module}.weight", [f"{module}.weight"])[0]
+        return f"{weight.removesuffix('.weight')}.{leaf}"
+
+    def _model_name(self, name: str) -> str:
+        if name in self._name_of or "." not in name:
+            return self._name_of.get(name, name)
+        module, _, leaf = name.rpartition(".")
+        weight = self._name_of.get(f"{module}.weight", f"{module}.weight")
+        return f"{weight.removesuffix('.weight')}.{leaf}"
+
+
+def expert_files(model: nn.Module) -> ExpertFiles | None:
+    """How the files of a model of transformers name its tensors, if some are stacks; else None."""
+    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+        return None
+    files = ExpertFiles(model)
+    return files if files.stacks else None
+
+
+class ExpertReader(ShardReader):
+    """The tensors of a folder under the names of the model; a stack is read as the parts that make it."""
+
+    def __init__(self, folder: Path, files: ExpertFiles) -> None:
+        super().__init__(folder)
+        in_files, self.specs = self.specs, {}
+        self._get, names = files.in_model(super().get, in_files)
+        shapes = dict(files._model.named_parameters())
+        for name in names:
+            parts = [part for part in files.parts.get(name, [name]) if part in in_files]
+            dtype = in_files[parts[0] if parts else name].dtype
+            shape = tuple(shapes[name].shape) if len(parts) > 1 else in_files[parts[0] if parts else name].shape
+            self.specs[name] = Spec(dtype, shape)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        return self._get(name)
+
+    def in_file(self, name: str) -> Tensor:
+        """One tensor by its name in the files, on the CPU."""
+        return super().get(name)
+
+
+def _transformers() -> tuple[Any, Any]:
+    return importlib.import_module("transformers.core_model_loading"), importlib.import_module(
+        "transformers.conversion_mapping"
+    )

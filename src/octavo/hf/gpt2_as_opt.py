@@ -1,0 +1,132 @@
+"""A GPT-2 of transformers, read as OPT.
+
+    Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
+
+transformers keeps the weights of GPT-2 in `Conv1D`, the transpose of what FP8 loaders take, and q, k and v in one. OPT
+is the same function with linear layers (`octavo.models.gpt2` writes ours so too), given GPT-2's activation: c_attn is
+split into q, k and v, and the table of positions gets the two rows that OPT skips. So a folder of GPT-2 is described
+and read here as one of OPT; every other folder as what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.safetensors_files import ShardReader, Spec
+from octavo.models.gpt2 import ARCHITECTURE, split_for_hf
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+}
+# Features of GPT-2, with what OPT has in their place; both are transformers' defaults.
+_FIXED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+    "layer_norm_epsilon": 1e-5,
+}
+_END_OF_TEXT = 50256
+_CONV1D = re.compile(r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # older files hold the causal mask
+
+
+def is_gpt2(folder: Path) -> bool:
+    """Whether `folder`/config.json is of a GPT-2. Raises a FileNotFoundError or an ArtifactError if it is no such
+    file."""
+    return read_json(folder / "config.json").get("model_type") == "gpt2"
+
+
+def describe_model(folder: Path) -> dict[str, Any]:
+    """`folder`/config.json, of a GPT-2 as OPT's.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ArtifactError: it is no JSON object, or of a GPT-2 that OPT cannot be; the message names the setting.
+    """
+    config = read_json(folder / "config.json")
+    return _as_opt(config, folder / "config.json") if is_gpt2(folder) else config
+
+
+def open_tensors(folder: Path, description: Path) -> ShardReader:
+    """The tensors in `folder`, of a GPT-2 (says the config.json in `description`) under OPT's names.
+
+    Raises what `ShardReader` raises.
+    """
+    return Conv1DReader(folder) if is_gpt2(description) else ShardReader(folder)
+
+
+def _as_opt(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    if (named := config.get("architectures") or ["GPT2LMHeadModel"]) != ["GPT2LMHeadModel"]:
+        raise ArtifactError(f"{where}: of GPT-2's classes GPT2LMHeadModel is supported, got {', '.join(named)}")
+    if missing := [key for key in _SIZES if not isinstance(config.get(key), int)]:
+        raise ArtifactError(f"{where}: a GPT-2 must state {', '.join(missing)}")
+    for key, value in _FIXED.items():
+        if (found := config.get(key, value)) != value:
+            raise ArtifactError(
+                f"{where}: {key} is {found!r}. A GPT-2 is run and packed here as OPT, which has {value!r} only: such a "
+                "model is not supported"
+            )
+    return {theirs: config[ours] for ours, theirs in _SIZES.items()} | {
+        "architectures": [ARCHITECTURE],
+        "model_type": "opt",
+        "word_embed_proj_dim": config["n_embd"],
+        "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
+        "activation_function": config.get("activation_function", "gelu_new"),
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+        "dropout": config.get("resid_pdrop", 0.1),
+        "attention_dropout": config.get("attn_pdrop", 0.1),
+        "layerdrop": 0.0,
+        "init_std": config.get("initializer_range", 0.02),
+        "bos_token_id": config.get("bos_token_id", _END_OF_TEXT),
+        "eos_token_id": config.get("eos_token_id", _END_OF_TEXT),
+        "pad_token_id": config.get("pad_token_id"),
+    }
+
+
+class Conv1DReader(ShardReader):
+    """The tensors of a GPT-2 folder under OPT's names and in its shapes; c_attn is read for each of its three."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._from: dict[str, str] = {}
+        found, self.specs = self.specs, {}
+        for name, spec in found.items():
+            if _MASK.fullmatch(name):
+                continue
+            for opt, tensor in _convert(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")).items():
+                self.specs[opt], self._from[opt] = Spec.of(tensor), name
+
+    def trained_names(self) -> dict[str, str]:
+        """GPT-2's layer that each layer of OPT is or is a part of, by OPT's name."""
+        named = {opt.rpartition(".")[0]: name.rpartition(".")[0] for opt, name in self._from.items()}
+        return {opt: name if name.startswith("transformer.") else f"transformer.{name}" for opt, name in named.items()}
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        source = self._from[name]
+        return _convert(source, super().get(source))[name].contiguous()
+
+
+def _convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """OPT's tensors that hold GPT-2's tensor `name`, whose file may omit "transformer."; as it is, if GPT-2 has
+    none of this name."""
+    full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+    try:
+        return split_for_hf(full, tensor.t() if _CONV1D.fullmatch(full) else tensor)
+    except ValueError:
+        return {name: tensor}

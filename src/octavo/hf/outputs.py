@@ -1,0 +1,32 @@
+"""The outputs by which a model is judged: logits of a language model, last hidden states of an encoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from octavo.hf.source import Source
+
+
+def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
+    """The logits of a causal language model in float32, or the last hidden states of an encoder."""
+    result = model(ids, **given) if causal else getattr(model, "base_model", model)(ids, **given)
+    if isinstance(result, Tensor):
+        return result.float()
+    chosen: Tensor = result.logits if causal else result.last_hidden_state
+    return chosen.float()
+
+
+def is_language_model(model: Any) -> bool:
+    """Whether a model of transformers has logits of the next token, by the name of its class; it needs no weights.
+
+    Training, which has the weights, asks `octavo.models.causal.is_causal`.
+    """
+    named = (*(model.config.architectures or ()), type(model).__name__)[0]
+    return bool(named.endswith(("ForCausalLM", "LMHeadModel")))
+
+
+def gives_logits(source: Source) -> bool:
+    """Whether it is a language model: of ours, or of transformers and not an encoder."""
+    return source.meta_model.config is not None or is_language_model(source.meta_model.model)

@@ -1,0 +1,134 @@
+"""What is packed: a run of `octavo train`, or a model folder of Hugging Face's, read one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
+from octavo.artifact.run import RunFolder
+from octavo.artifact.safetensors_files import ShardReader, Spec
+from octavo.hf.experts import ExpertReader
+from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
+from octavo.hf.meta_model import MetaModel, our_meta_model, transformers_meta_model
+from octavo.models import BUILT_IN_MODELS, from_hf_config
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model whose numbers are still in its files.
+
+    Args:
+        origin: where these are.
+        description: the folder with its config.json and its tokenizer.
+        meta_model: the model without its numbers; tensors are named as in it.
+        recipe: of the run, or nothing.
+        skip: globs of the layers that its maker left in BF16.
+        reader: of the files.
+        left_out: tensors of the files that have no place in the model.
+        trained_as: the name that a layer had in training, by its name here, where the two differ.
+    """
+
+    origin: Path
+    description: Path
+    meta_model: MetaModel
+    recipe: str
+    skip: Sequence[str]
+    reader: ShardReader
+    left_out: Sequence[str] = ()
+    trained_as: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, name: str) -> Tensor:
+        """A tensor of the model.
+
+        Raises:
+            ArtifactError: it holds inf or NaN.
+        """
+        tensor = self.reader.get(name)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
+        return tensor
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """What each tensor of the model is in the files."""
+        return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
+
+    def folded(self) -> dict[str, Any]:
+        """What `octavo fold` says in octavo.json that it folded into the model; of packed weights it is as true."""
+        path = self.description / "octavo.json"
+        found = read_json(path) if path.is_file() else {}
+        return {key: found[key] for key in ("folded",) if key in found}
+
+
+def open_source(path: Path, step: int | None = None) -> Source:
+    """The run in the folder `path`, or the model.
+
+    Args:
+        path: a run of `octavo train`, or a folder with a config.json and safetensors files; a GPT-2 of transformers is
+            read as OPT (`octavo.hf.gpt2_as_opt`).
+        step: the checkpoint of a run; None takes the newest.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the folder is not whole, not of one of these kinds, or holds pickles.
+        ImportError: the model is of transformers, which is not installed.
+        ValueError: a step was asked for, and the folder is no run.
+    """
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
+        )
+    settings = read_json(path / "config.json")
+    if (path / "model" / "config.json").is_file():
+        return _run(path, settings, step)
+    if step is not None:
+        raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
+    if "quantization_config" in settings:
+        raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
+    meta_model = transformers_meta_model(path)
+    reader = open_tensors(path, path) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
+    required = model_tensors(meta_model.model)
+    stored = meta_model.on_disk({name: _meta(spec) for name, spec in reader.specs.items()})
+    needed = meta_model.on_disk(required)
+    found = {name: tensor for name, tensor in stored.items() if name in needed}
+    check_match(found, needed, f"{path} is not of the model that its config.json describes")
+    left_out = sorted(reader.specs.keys() - required.keys() - meta_model.model.state_dict().keys())
+    return Source(path, path, meta_model, "", (), reader, left_out)
+
+
+def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
+    folder = RunFolder(path)
+    checkpoint = folder.chosen(step)
+    meta_model = _meta_model(folder, settings)
+    reader = open_tensors(checkpoint, folder.model)
+    found = {name: _meta(spec) for name, spec in reader.specs.items()}
+    check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
+    recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
+    trained = reader.trained_names() if isinstance(reader, Conv1DReader) else {}
+    if trained:  # the run's globs are of its own names
+        skip = [ours for ours, name in trained.items() if any(fnmatchcase(name, glob) for glob in skip)]
+        skip = [name for name in skip if name in meta_model.linears()]
+    return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained)
+
+
+def _meta(spec: Spec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+
+def _meta_model(run: RunFolder, settings: Mapping[str, Any]) -> MetaModel:
+    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours."""
+    if settings.get("model") not in BUILT_IN_MODELS:
+        return transformers_meta_model(run.model)
+    found = from_hf_config(read_json(run.model / "config.json"))
+    if found is None:
+        raise ArtifactError(
+            f"{run.model / 'config.json'} is not of a {settings['model']}, which the run's config.json names"
+        )
+    return our_meta_model(found[1])

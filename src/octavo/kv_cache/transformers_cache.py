@@ -1,0 +1,242 @@
+"""A cache of keys and values for transformers' models, in BF16, E4M3 or INT8, and an attention that reads its bytes.
+
+    cache = QuantizedKVCache.for_model(model, max_tokens=4096, dtype="fp8")
+    model.generate(**inputs, past_key_values=cache)
+
+transformers hands what `update` returns to the attention that its configuration names. Ours is called "octavo", and
+what it is handed is the layer's storage, not tensors: the stored bytes are widened nowhere but in registers
+(`octavo.ops.cached_attention`). A prompt into an empty cache attends to its own keys and values as they come, not
+rounded, by PyTorch's attention; a long text into a cache that holds something widens the keys and values of one layer
+at a time.
+
+Llama, Mistral, Qwen2, Qwen3 and what is built like them; causal attention, padded on the left or not at all. Importing
+this module imports transformers; octavo does so only when asked for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.calibration.folder import Calibration
+from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings
+from octavo.kv_cache.transformers_attention import ATTENTION, Appended, register_attention
+from octavo.numerics.scaling import SMALLEST_SCALE
+from octavo.ops.attention.reference import LARGEST
+
+_cache_utils: Any = importlib.import_module("transformers.cache_utils")
+Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
+
+
+class QuantizedKVCacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One layer of the cache; its memory is taken when the first keys come, for their batch, heads and device."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, max_tokens: int, freezes: bool, **settings: Any) -> None:
+        super().__init__()
+        self.max_tokens, self.freezes, self.settings = max_tokens, freezes, settings
+        self.store: LayerKVCache | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        if value_states.shape[3] != dim:
+            raise ValueError(f"keys and values must be of one size, got {dim} and {value_states.shape[3]}")
+        shape = (batch, heads, self.max_tokens, dim)
+        store = self.store = LayerKVCache(shape, device=key_states.device, **self.settings)
+        if not torch.compiler.is_compiling():  # as transformers' own: CUDA graphs may then write to them
+            for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
+                if t is not None:
+                    torch._dynamo.mark_static_address(t)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Appended, Appended]:
+        """Store the keys and values of new tokens, [B, G, T, D]."""
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        store = self.store
+        assert store is not None
+        appended = Appended(store, key_states, value_states, store.empty)
+        store.append(key_states, value_states)
+        if self.freezes and store.warming:
+            store.freeze()
+        return appended, appended
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_tokens, 0
+
+    def get_seq_length(self) -> Any:
+        """The tokens stored: 0, or a tensor on the device."""
+        return 0 if self.store is None else self.store.length
+
+    def get_max_length(self) -> int:
+        return self.max_tokens
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in the first releases of transformers 5."""
+        return self.max_tokens
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.keys.shape[0]
+
+    def reset(self) -> None:
+        if self.store is not None:
+            self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        if self.store is not None:
+            self.store.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            self.store.select(indices)
+
+
+class QuantizedKVCache(_cache_utils.Cache):  # type: ignore[misc]
+    """A cache for `past_key_values`, of fixed size; the model's attention must be "octavo" (`for_model` sees to it).
+
+    Args:
+        config: of the model.
+        max_tokens: room for so many tokens of each sequence, prompt and padding included.
+        dtype: "bf16", "fp8" (e4m3) or "int8".
+        scales: (of keys, of values) for each layer in order, or by the name of its attention; float32 with one element
+            or one a head, as `calibrated_scales` and packed folders have them. None finds them in a warm-up, in which
+            padding counts.
+        per, margin: of scales that are found, as `octavo.kv_cache.layer.LayerKVCache` takes them.
+        warm_up: "prompt" freezes the scales after the first prompt; "manual" lets them grow until `freeze()`, and casts
+            what is stored again each time they do.
+
+    Raises:
+        ValueError: settings that do not fit each other or the model: layers that do not attend to all tokens, a sliding
+            window shorter than the cache, another number of scales than of layers.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        max_tokens: int,
+        dtype: str = "fp8",
+        *,
+        scales: Scales | None = None,
+        per: str | None = None,
+        margin: float | None = None,
+        warm_up: str = "prompt",
+    ) -> None:
+        check_settings(dtype, per, margin)
+        if warm_up not in ("prompt", "manual"):
+            raise ValueError(f"warm_up must be 'prompt' or 'manual', got {warm_up!r}")
+        text = config.get_text_config(decoder=True)
+        _check_model(text, max_tokens)
+        register_attention()
+        self.config = text
+        settings = {"dtype": dtype, "per": per, "margin": margin}
+        layers = [
+            QuantizedKVCacheLayer(max_tokens, warm_up == "prompt", scales=given, **settings)
+            for given in _by_layer(scales, text.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
+
+    @classmethod
+    def for_model(cls, model: Any, max_tokens: int, dtype: str = "fp8", **settings: Any) -> QuantizedKVCache:
+        """A cache for `model`, whose attention becomes "octavo"; arguments as of the class."""
+        cache = cls(model.config, max_tokens, dtype, **settings)
+        model.set_attn_implementation(ATTENTION)
+        return cache
+
+    @property
+    def stores(self) -> list[LayerKVCache]:
+        """The storage of each layer that has some."""
+        return [layer.store for layer in self.layers if layer.store is not None]
+
+    @property
+    def clipped(self) -> Tensor:
+        """How many numbers of keys and of values saturated or were NaN, int64 [layers, 2]."""
+        return torch.stack([store.clipped for store in self.stores])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all layers."""
+        return sum(store.nbytes for store in self.stores)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store, and return what the attention "octavo" reads."""
+        if self.config._attn_implementation != ATTENTION:
+            raise RuntimeError(
+                f"the attention {self.config._attn_implementation!r} cannot read these keys and values: call "
+                f"model.set_attn_implementation({ATTENTION!r}), or make the cache by QuantizedKVCache.for_model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def freeze(self) -> None:
+        """End the warm-up of every layer: scales stay as they are, through `reset` too."""
+        for layer in self.layers:
+            if layer.store is None:
+                raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
+            layer.store.freeze()
+
+
+def calibrated_scales(
+    calibration: Calibration, dtype: str = "fp8", *, heads: int | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The scales of keys and values by the name of their attention, in the order of the layers.
+
+    Args:
+        calibration: of the model, as `octavo calibrate` makes it.
+        dtype: "fp8" or "int8", whose largest number the calibrated amax becomes.
+        heads: of keys, for a scale of each; None for one of all.
+
+    Raises:
+        ValueError: a dtype without scales, or a calibration without keys and values.
+    """
+    if DTYPES.get(dtype) not in LARGEST:
+        raise ValueError(f"scales are for 'fp8' and 'int8', got {dtype!r}")
+    sites, found = calibration.sites, {}
+    for name in (site.removesuffix(".k") for site, seen in calibration.observed.items() if seen.kind == "key"):
+        amax = (sites[f"{name}.{kind}"].channel_amax.view(heads or 1, -1).amax(1) for kind in "kv")
+        k, v = ((a / LARGEST[DTYPES[dtype]]).clamp(min=SMALLEST_SCALE) for a in amax)
+        found[name] = (k, v)
+    if not found:
+        raise ValueError("this calibration saw no keys and values: calibrate again with this version of octavo")
+    return found
+
+
+def _check_model(config: Any, max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"this cache holds keys and values of all tokens; the model has layers of {sorted(other)}")
+    window: Any = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds if kinds else window is not None
+    if slides and max_tokens > window:
+        raise ValueError(
+            f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: take "
+            f"max_tokens={window} or less, or transformers' own cache"
+        )
+
+
+def _by_layer(scales: Scales | None, layers: int) -> Sequence[tuple[Tensor, Tensor] | None]:
+    """The scales of each layer in order."""
+    if scales is None:
+        return [None] * layers
+    if isinstance(scales, Mapping):  # model.layers.11.self_attn
+        scales = [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+    if len(scales) != layers:
+        raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
+    return scales

@@ -1,0 +1,71 @@
+"""Undo `octavo.convert`: every module gets its own class back, and the attributes that were added are removed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from octavo.nn.conv1d import restore_conv1d
+from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
+from octavo.nn.linear import Linear, RecipeLayer
+from octavo.nn.mixed import unmixed
+from octavo.nn.mlp import SwiGLU
+from octavo.nn.transformers_fusion import DecoderLayer
+from octavo.nn.weight_cache import shards
+
+# Our part of a mixed class -> the attributes that convert gave the module with it.
+_ADDED: dict[type, tuple[str, ...]] = {
+    DecoderLayer: ("qkv",),
+    SwiGLU: ("weight_cache",),
+    CallingEncoderLayer: (),
+    CallingEncoder: (),
+}
+
+
+def restore(model: nn.Module) -> list[str]:
+    """Undo `octavo.convert`, in place: the model computes what it computed before, to the bit.
+
+    Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. Scale histories of
+    `delayed` are dropped: keep `octavo.scale_state(model)` if they are needed. A model that was not converted is left
+    as it is. Leave `octavo.cast_once` first.
+
+    Returns:
+        The names of the modules that were restored: linear layers, and the modules around them that ran them fused.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: `fully_shard` was called on a converted layer; then nothing is changed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = octavo.convert(model, "rowwise")
+        >>> octavo.restore(model)
+        ['0']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore takes a torch.nn.Module, got {model!r}: pass the model itself")
+    for name, module in model.named_modules():
+        if isinstance(module, RecipeLayer) and shards(module):
+            raise ValueError(
+                f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
+                "restore works on a model before fully_shard, or on one sharded by larger units"
+            )
+    return [name for name, module in list(model.named_modules()) if restore_linear(module) or _unmix(module)]
+
+
+def restore_linear(module: nn.Module) -> bool:
+    """Undo the conversion of a linear layer. Returns whether `module` was one; any other module stays as it is."""
+    if type(module) is not Linear:
+        return restore_conv1d(module)
+    module.release()
+    object.__setattr__(module, "__class__", nn.Linear)
+    return True
+
+
+def _unmix(module: nn.Module) -> bool:
+    ours, *theirs = unmixed(type(module))
+    if not theirs or ours not in _ADDED:
+        return False
+    for name in _ADDED[ours]:
+        delattr(module, name)
+    (module.__class__,) = theirs
+    return True

@@ -1,5 +1,0 @@
-"""The transposed bytes of what was quantized before, made again from what it was quantized from."""
-
-from octavo.ops.recast.door import recast_norm, recast_transposed
-
-__all__ = ["recast_norm", "recast_transposed"]

@@ -1,0 +1,52 @@
+"""The door of the byte transpose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.inductor import operation
+from octavo.ops.transposition.reference import transpose as reference_transpose
+from octavo.ops.triton_support import has_kernels, kernels_of
+
+KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
+    """The bytes of an eight-bit matrix, transposed.
+
+    Args:
+        data: [M, K], an eight-bit float dtype.
+        shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
+
+    Returns:
+        [K, M], contiguous, the same dtype.
+    """
+    result: Tensor = torch.ops.octavo.transpose(data, shift)
+    return result
+
+
+def _check(data: Tensor, shift: Tensor | None) -> None:
+    if data.ndim != 2 or data.element_size() != 1:
+        raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
+    if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
+        raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
+
+
+def _runs_kernel(data: Tensor, shift: Tensor | None) -> bool:
+    return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
+
+
+@operation("transpose", _runs_kernel)
+def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
+    _check(data, shift)
+    if not _runs_kernel(data, shift):
+        return reference_transpose(data, shift)
+    kernel = kernels_of("transpose").transpose
+    return kernel(data.contiguous(), shift)
+
+
+@_transpose.register_fake
+def _(data: Tensor, shift: Tensor | None) -> Tensor:
+    _check(data, shift)
+    return data.new_empty((data.shape[1], data.shape[0]))

@@ -1,0 +1,259 @@
+"""Which layers stay in BF16 so that a packed model is as good as was asked for: by measurement, not by rule.
+
+    harm(g)  = KL of the model with the group g alone packed, from the model in BF16; of an encoder 1 - cosine
+    ranking  = groups by harm(g) / bytes saved(g), the worst first
+    kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget,
+               its keys and values rounded where the folder has scales for them
+
+A group is what consumers run as one GEMM (q, k, v; gate, up), or one layer; it is packed or it is not. Groups are
+measured alone since errors of independent roundings add up in the square and KL is quadratic in the error: harms nearly
+add up, and each is seen whole, while with all layers but one a small difference of two large numbers would be seen. A
+budget of perplexity is ranked by KL as well: the change in loss of one group has either sign, and is mostly the luck of
+the draw. What counts is measured of the whole model, and found by bisection over the head's length.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.atomic_folder import check_absent
+from octavo.evaluation.limits import Budget
+from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
+from octavo.evaluation.prompts import OnRead, Prompts, open_tokenizer, read_prompts
+from octavo.hf.fused_groups import groups
+from octavo.hf.outputs import gives_logits
+from octavo.hf.source import Source, open_source
+from octavo.packing.partly_packed import SwitchedModel
+from octavo.packing.pipeline import pack
+from octavo.packing.report import PackReport
+from octavo.text import DataError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are packed together; `harm` is the KL (the cosine lost) with them alone packed, `saved` bytes."""
+
+    layers: tuple[str, ...]
+    harm: float
+    saved: int
+
+    @property
+    def name(self) -> str:
+        """The layers in one word: the module that has them, and their own names."""
+        parent = self.layers[0].rpartition(".")[0]
+        return f"{parent}.{'+'.join(layer.rpartition('.')[2] for layer in self.layers)}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a budget cost.
+
+    Attributes:
+        budget: as it was asked for.
+        ranking: every group, the most harm a byte first.
+        kept: how many of them, from the first, stay in BF16.
+        quality: of the model as it is packed.
+        all_packed: of the model with every group packed.
+        data: the fingerprint, prompts and tokens that this was measured on, and what was read and skipped.
+    """
+
+    budget: Budget
+    ranking: Sequence[Group]
+    kept: int
+    quality: Quality
+    all_packed: Quality
+    data: Mapping[str, object]
+
+    @property
+    def skip(self) -> list[str]:
+        """The layers that stay in BF16."""
+        return [layer for group in self.ranking[: self.kept] for layer in group.layers]
+
+    @property
+    def harm(self) -> str:
+        """What the harm of a group is called."""
+        return "kl_alone" if self.budget.of_logits else "cosine_lost_alone"
+
+    def to_dict(self) -> dict[str, object]:
+        """For octavo.json."""
+        return {
+            "measure": self.budget.measure,
+            "limit": self.budget.limit,
+            "measured": self.budget.estimate(self.quality).value,
+            "with_all_packed": self.budget.estimate(self.all_packed).value,
+            "quality": self.quality.to_dict(),
+            "kept_in_bf16": [list(group.layers) for group in self.ranking[: self.kept]],
+            "groups": [{"layers": list(g.layers), self.harm: g.harm, "bytes_saved": g.saved} for g in self.ranking],
+            "data": dict(self.data),
+        }
+
+
+def pack_within(
+    source: Path,
+    out: Path,
+    budget: Budget,
+    data: Sequence[str],
+    *,
+    samples: int = 32,
+    context: int = 512,
+    batch: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    skip: Sequence[str] = (),
+    step: int | None = None,
+    progress: Progress | None = None,
+    on_read: OnRead | None = None,
+    **settings: Any,
+) -> tuple[PackReport, Kept]:
+    """`pack`, with as many layers left in BF16 as `budget` asks for, and no more.
+
+    The model is in memory, once in BF16 and once packed; the latter is written to `.OUT.budget` first, and removed.
+
+    Args:
+        source, out, skip, step: see `pack`.
+        budget: of the whole model, measured on `data`.
+        data, samples, context, batch, seed: see `octavo.calibration.pipeline`; prompts of one token do not count.
+        device: where the model runs.
+        progress: called with what is being done, how much of it is done, and of how much.
+        on_read: called with the report of what was read, before anything is measured.
+        settings: what else `pack` takes: scheme, layers, layout, calibration, rule.
+
+    Raises:
+        ValueError: the budget cannot be held with anything packed; what `pack` and `read_prompts` raise.
+    """
+    check_absent(out)
+    trial = out.parent / f".{out.name}.budget"
+    shutil.rmtree(trial, ignore_errors=True)
+    try:
+        opened = open_source(source, step)
+        if budget.of_logits != gives_logits(opened):
+            raise ValueError(
+                f"budgets of kl and ppl are for language models, those of cosine for encoders: {source} is "
+                f"{'a language model' if gives_logits(opened) else 'an encoder'}"
+            )
+        prompts, batches = _read(opened, data, samples, context, batch, seed)
+        if on_read is not None:
+            on_read(prompts.report)
+        report = pack(source, trial, skip=skip, step=step, progress=_named(progress, "packing"), **settings)
+        model = SwitchedModel(opened, trial, report.packed, device)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+    if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
+        raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
+    found = {
+        "fingerprint": prompts.fingerprint, "prompts": sum(map(len, batches)), "seed": seed, "context": context,
+        "read": prompts.report.to_dict(),
+    }  # fmt: skip
+    kept = find_kept(model, groups(report.packed), budget, batches, found, progress)
+    still = [name for name in report.packed if name not in kept.skip]
+    globs = settings.pop("layers", None) or {}
+    settings["layers"] = {glob: how for glob, how in globs.items() if any(fnmatchcase(name, glob) for name in still)}
+    done = pack(
+        source, out, skip=[*skip, *kept.skip], step=step, remarks={"budget": kept.to_dict()},
+        progress=_named(progress, "packing"), **settings,
+    )  # fmt: skip
+    return done, kept
+
+
+def find_kept(
+    model: SwitchedModel,
+    layers: Sequence[tuple[str, ...]],
+    budget: Budget,
+    batches: Sequence[Tensor],
+    data: Mapping[str, object],
+    progress: Progress | None = None,
+) -> Kept:
+    """Rank the groups `layers`, and keep in BF16 as few as hold the budget, measured on `batches`, ids int64 [B, T].
+
+    Raises:
+        ValueError: it cannot be held; the message says what is reached.
+    """
+    ranking = _rank(model, layers, batches, progress)
+    measured: dict[int, Quality] = {}
+
+    def measure(kept: int) -> Quality:
+        if kept not in measured:
+            packed = {layer for group in ranking[kept:] for layer in group.layers}
+            measured[kept] = _compare(model, {"": model.with_packed(packed, cache=True)}, batches)[""]
+            if progress is not None:
+                progress("measuring the whole", len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)))
+        return measured[kept]
+
+    low, high = 0, len(ranking) - 1  # what is too few, and what is enough
+    if budget.holds(measure(0)):
+        high = 0
+    elif not budget.holds(measure(high)):
+        reached, best = (budget.show(budget.estimate(measure(kept)).value) for kept in (0, high))
+        raise ValueError(
+            f"the budget {budget.show(budget.limit)} leaves nothing to pack: with every layer packed it is {reached}, "
+            f"and {best} with {ranking[high].name} alone. Allow more, or take another scheme"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if budget.holds(measure(middle)) else (middle, high)
+    return Kept(budget, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens})
+
+
+def _rank(
+    model: SwitchedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress | None
+) -> list[Group]:
+    seen = 0
+
+    def counted(names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+        run = model.with_packed(names)
+
+        def outputs(ids: Tensor) -> Tensor:
+            nonlocal seen
+            seen += 1
+            if progress is not None:
+                progress("measuring each group", seen, len(layers) * len(batches))
+            return run(ids)
+
+        return outputs
+
+    alone = _compare(model, {g[0]: counted(g) for g in layers}, batches)
+    ranked = [Group(g, _harm(alone[g[0]]), sum(model.saved[layer] for layer in g)) for g in layers]
+    return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
+
+
+def _compare(
+    model: SwitchedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
+) -> Mapping[str, Quality]:
+    plain = model.with_packed(())
+    if model.causal:
+        return compare_many(plain, candidates, batches, LogitSums)
+    return compare_many(plain, candidates, batches, EmbeddingSums)
+
+
+def _harm(quality: Quality) -> float:
+    return quality.kl.value if isinstance(quality, LogitQuality) else 1 - quality.cosine.value
+
+
+def _read(
+    source: Source, data: Sequence[str], samples: int, context: int, batch: int, seed: int
+) -> tuple[Prompts, list[Tensor]]:
+    """The prompts, and batches of them, ids int64 [B, T]."""
+    if not data or batch < 1:
+        raise ValueError("a budget is measured: give --data, text files, folders, .jsonl or hf:DATASET, and batch >= 1")
+    tokenizer = open_tokenizer(source.description)
+    seen = min(context, tokenizer.model_max_length, source.meta_model.context)
+    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
+    batches = [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
+    if not batches:
+        raise DataError("every prompt is one token long, and nothing follows it: give longer texts")
+    return prompts, batches
+
+
+def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, of: progress(name, done, of)

@@ -1,0 +1,132 @@
+"""A model of which any layers run packed, and the others in BF16: to measure what packing some of them costs.
+
+The packed layers are those of a packed folder, with its bytes and its arithmetic (`octavo.runtime.packed_linear`), so
+what is measured with all of them is what the folder gives. Both forms of each layer are in memory: 1.5 times the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
+from octavo.artifact.packed.reader import PackedTensors
+from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
+from octavo.hf.meta_model import fill_model
+from octavo.hf.outputs import gives_logits, outputs
+from octavo.hf.source import Source
+from octavo.runtime.packed_linear import PackedLinear
+
+
+class SwitchedModel:
+    """`source` in BF16 on `device`, whose layers `names` can be those of the packed folder `packed`.
+
+    Attributes:
+        saved: the bytes that packing each layer saves, by its name.
+        causal: whether it is a language model, which has logits of the next token.
+
+    Raises:
+        ArtifactError: a tensor is damaged, or the model gives nothing to measure.
+    """
+
+    def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
+        tensors = PackedTensors(packed)
+        on_disk = source.meta_model.linears()
+        packing, specs = tensors.packing, tensors.reader.specs
+        in_model = source.meta_model.in_model(_tensors(tensors))
+        self._model = _fill(source)
+        self.causal = gives_logits(source)
+        self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
+        self.saved: dict[str, int] = {}
+        self._kv_scales = tensors.kv_scales
+        for name in names:
+            linear: Any = self._model.get_submodule(name)
+            layer = PackedLinear(linear, packing.schemes[on_disk[name][0]], len(on_disk[name]))
+            layer.load_state_dict({leaf: in_model[f"{name}.{leaf}"] for leaf in layer.state_dict()}, assign=True)
+            self._forms[name] = (linear, layer.to(device))
+            stored = [spec.nbytes for disk in on_disk[name] for key, spec in specs.items() if _is_of(key, disk)]
+            self.saved[name] = 2 * linear.weight.numel() - sum(stored)
+        self._model.to(device)
+        self._device = torch.device(device)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        model: Any = self._model
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embedding
+        return int(embedding.num_embeddings)
+
+    def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
+        """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V], or of an
+        encoder the last hidden states [B, T, width]. With `cache` keys and values are rounded where the folder has
+        scales for them."""
+        scales = self._kv_scales if cache else {}
+
+        def run(ids: Tensor) -> Tensor:
+            for name, forms in self._forms.items():
+                parent, _, leaf = name.rpartition(".")
+                setattr(self._model.get_submodule(parent), leaf, forms[name in names])
+            kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
+            found = outputs(self._model, ids.to(self._device), self.causal, **kept)
+            if found.shape[:-1] != ids.shape:
+                raise ArtifactError(
+                    f"{type(self._model).__name__} gives {list(found.shape)} for {list(ids.shape)} tokens: nothing to "
+                    "measure"
+                )
+            return found
+
+        return run
+
+
+def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
+    """Every tensor of a packed folder; scales as they are in memory, whatever the layout calls them."""
+    found = {name: packed.reader.get(name) for name in packed.others}
+    for name, scheme in packed.packing.schemes.items():
+        found[f"{name}.weight"], found[f"{name}.{SCALE_NAME}"] = packed.stored(name)
+        if scheme.static:
+            found[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
+    return found
+
+
+def _is_of(key: str, disk: str) -> bool:
+    """Whether a tensor of the files is the weight of the layer `disk`, or a scale of it."""
+    return key.rpartition(".")[0] == disk and not key.endswith(".bias")
+
+
+def _fill(source: Source) -> nn.Module:
+    """The model with its numbers, in BF16 on the CPU."""
+    tensors = {name: source.get(name) for name in source.specs}
+    rounded = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
+    model: Any = fill_model(source.meta_model, rounded)
+    if source.meta_model.config is None:
+        model.config.use_cache = False
+    filled: nn.Module = model
+    return filled
+
+
+def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+    """An empty cache of transformers, for `past_key_values`, that rounds keys and values to E4M3 as they are stored."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    layers = [DynamicLayer() for _ in scales]
+    for layer, pair in zip(layers, scales.values(), strict=True):
+        layer.update = partial(_update, layer.update, pair)
+    return Cache(layers=layers)
+
+
+def _update(
+    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    k, v = (_through_e4m3(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True))
+    return store(k, v, *args)
+
+
+def _through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    largest = torch.finfo(WEIGHT_DTYPE).max
+    return ((x.float() / scale).clamp(-largest, largest).to(WEIGHT_DTYPE).float() * scale).to(x.dtype)

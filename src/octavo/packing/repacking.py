@@ -1,0 +1,172 @@
+"""From a packed folder to another one, or back to BF16.
+
+Where the new scheme holds the same scales the bytes are copied, and nothing is lost: a scheme between the layouts that
+hold it, and a scale a tensor as one a channel. Otherwise each weight is widened and cast again, and what that lost is
+measured: 10 log10(|w|^2 / |w' - w|^2) of the old packed weight w and the new one, in dB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from octavo.artifact.atomic_folder import whole_folder
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, Packing, check_layout
+from octavo.artifact.packed.plausible import reciprocal_warning
+from octavo.artifact.packed.reader import PackedTensors
+from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
+from octavo.artifact.packed.scheme import BLOCK, BLOCK_POW2, CHANNEL, Scheme, get_scheme
+from octavo.artifact.safetensors_files import SHARD_BYTES, Spec, write_shards
+from octavo.evaluation.metrics import energies, sqnr
+from octavo.numerics import TENSOR
+from octavo.ops import quantize
+from octavo.version import __version__
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were; and the scales that
+    no layer reads, which were left out."""
+
+    folder: Path
+    sqnr: Mapping[str, float] = field(default_factory=dict)
+    unused: Sequence[str] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every weight is what it was."""
+        return all(math.isinf(db) for db in self.sqnr.values())
+
+
+def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None) -> Repacked:
+    """Write a packed model in BF16: every weight is data * scale, rounded once.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
+        WriteError: the disk refused.
+    """
+    packed = _open(folder)
+    specs = {name: packed.reader.specs[name] for name in packed.others}
+    specs |= {
+        f"{n}.weight": Spec(UNQUANTIZED_DTYPE, packed.reader.specs[f"{n}.weight"].shape) for n in packed.packing.schemes
+    }
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in packed.others:
+            yield name, packed.reader.get(name)
+        for done, name in enumerate(packed.packing.schemes, start=1):
+            yield f"{name}.weight", packed.weight(name).dequantize(UNQUANTIZED_DTYPE)
+            if progress is not None:
+                progress(done, len(packed.packing.schemes))
+
+    with whole_folder(out) as partial:
+        packed.describe(partial, None)
+        write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__}, shard_bytes)
+    return Repacked(out, unused=packed.unused)
+
+
+def convert_layout(
+    folder: Path,
+    out: Path,
+    *,
+    layout: str = "compressed-tensors",
+    scheme: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Repacked:
+    """Write a packed model in another layout, or by another scheme.
+
+    Args:
+        folder: a packed folder.
+        out: the folder to make.
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
+            block), autofp8 (static or tensor).
+        scheme: of all packed layers; None leaves each its own.
+        shard_bytes: the largest file of tensors.
+        progress: called with the number of layers done and of all, after each.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
+        ValueError: an unknown layout or scheme, one that does not go with the other, or sizes that it cannot have.
+        WriteError: the disk refused.
+    """
+    packed = _open(folder)
+    packing = _target(packed, layout, scheme)
+    sqnr: dict[str, float] = {}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in packed.others:
+            yield name, packed.reader.get(name)
+        yield from packed.kv_tensors(packing).items()
+        for done, (name, new) in enumerate(packing.schemes.items(), start=1):
+            data, scale, sqnr[name] = _cast_again(packed, name, new)
+            scales = {f"{name}.{SCALE_NAME}": scale}
+            if new.static:
+                scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
+            yield f"{name}.weight", data
+            yield from packing.on_disk(scales).items()
+            if progress is not None:
+                progress(done, len(packing.schemes))
+
+    with whole_folder(out) as partial:
+        packed.describe(partial, packing)
+        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
+        write_shards(partial, packed.specs_as(packing), tensors(), metadata, shard_bytes)
+        record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
+        (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
+    return Repacked(out, sqnr, packed.unused)
+
+
+def _open(folder: Path) -> PackedTensors:
+    """The packed folder; warns where its scales look reciprocal, since they multiply here."""
+    packed = PackedTensors(folder)
+    if suspects := packed.suspects():
+        warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
+    return packed
+
+
+def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
+    """For JSON, which has no infinity: None where nothing was lost."""
+    return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
+
+
+def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
+    schemes = {
+        name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else get_scheme(scheme)
+        for name, own in packed.packing.schemes.items()
+    }
+    kv_cache = bool(packed.kv_scales)
+    check_layout(layout, schemes.values(), kv_cache)
+    for name, new in schemes.items():
+        same = new.weight == packed.packing.schemes[name].weight
+        if not same and (reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape)):
+            raise ValueError(f"{name}: {reason}")
+        if new.static and not packed.packing.schemes[name].static:
+            raise ValueError(
+                f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack it"
+            )
+    return Packing(layout, schemes, kv_cache)
+
+
+def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:
+    """Data and scale by the new scheme, and the SQNR in dB."""
+    old = packed.packing.schemes[name]
+    data, scale = packed.stored(name)
+    if new.weight == old.weight:
+        return data, scale, math.inf
+    before = old.packed_weight(data, scale)
+    if old.weight.granularity == TENSOR and new is CHANNEL:
+        return data, before.scale.expand(len(data), 1).contiguous(), math.inf
+    wide = before.dequantize()
+    q = quantize(wide, new.weight)
+    return q.data, new.stored_scale(q), sqnr(*energies(wide, q.dequantize()))

@@ -1,0 +1,137 @@
+"""The scales that are fixed when a model is packed: of the inputs of layers whose scheme is `static`, of their weights
+where a run kept them, and of a cache of keys and values in e4m3. They come from a calibration, or from a run's history.
+
+A run that was trained with the recipe `delayed` has in its checkpoint, beside the weights, the scale that the next
+forward pass multiplies by, for each operand of each layer. Packed with these its forward pass is that of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError, load_tensors
+from octavo.artifact.packed.kv_scales import K_SCALE, V_SCALE, attentions
+from octavo.calibration.folder import Calibration, load_calibration
+from octavo.calibration.statistics import SCALE_RULES
+from octavo.hf.source import Source
+
+CACHES = ("fp8",)
+HISTORY = "history"  # what octavo.json calls the rule of scales that training kept
+
+
+@dataclass(frozen=True)
+class StaticScales:
+    """Scales, float32 [1], and where they come from.
+
+    Attributes:
+        inputs: of the inputs of layers, by the name of the layer.
+        keys_and_values: <attention>.k_scale and <attention>.v_scale, of the keys after the rotation and of the values,
+            for every attention layer; empty without a cache.
+        record: what octavo.json says of the calibration.
+        weights: of the weights of layers, float32 [1, 1], where a run kept them.
+    """
+
+    inputs: Mapping[str, Tensor]
+    keys_and_values: Mapping[str, Tensor]
+    record: Mapping[str, object]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def calibrated_scales(
+    folder: Path | None, rule: str, source: Source, layers: Sequence[str], kv_cache: str | None
+) -> StaticScales:
+    """Of the calibration in `folder`: the inputs of `layers`, and with `kv_cache` the keys and values.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the calibration is not whole.
+        ValueError: none is given, it is of another model (a run cannot be calibrated), or it has not seen what is asked
+            for.
+    """
+    if folder is None:
+        what = "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
+        raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
+    found = load_calibration(folder, source)
+    if missing := [name for name in layers if name not in found.layers]:
+        raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
+    inputs = {name: found.scale(name, rule).reshape(1) for name in layers}
+    record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": dict(found.settings)}
+    keys_and_values = {} if kv_cache is None else _keys_and_values(found, rule, source)
+    return StaticScales(inputs, keys_and_values, record | {"model_hash": found.model_hash, "kv_cache": kv_cache})
+
+
+def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
+    """Of the checkpoint of a run trained with `delayed`: for those of `layers` that were trained so.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the checkpoint has no scales, or damaged ones, for any layer or for one that
+            no step has used.
+    """
+    path = source.origin / "state.safetensors"
+    state = load_tensors(path)
+    inputs, weights = {}, {}
+    for name in layers:
+        trained = source.trained_as.get(name, name)
+        found = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
+        if (x := found["x"]) is not None and (w := found["w"]) is not None:
+            inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
+    if not inputs:
+        raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
+    return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
+
+
+def check_rule(rule: str | None, calibration: Path | None) -> str:
+    """The rule that chooses scales from a calibration: amax if none is given.
+
+    Raises:
+        ValueError: there is no such rule, or no calibration that it would choose from.
+    """
+    if rule is not None and rule not in SCALE_RULES:
+        raise ValueError(f"unknown rule {rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
+    if rule is not None and calibration is None:
+        raise ValueError(
+            f"the rule {rule} chooses scales from a calibration, and none is given: give --calibration, made by octavo "
+            "calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
+        )
+    return rule or "amax"
+
+
+def check_cache(kv_cache: str | None) -> bool:
+    """Whether a cache was asked for; a ValueError names the choices."""
+    if kv_cache is not None and kv_cache not in CACHES:
+        raise ValueError(f"unknown cache {kv_cache!r} of keys and values: choose {' or '.join(CACHES)}, or none")
+    return kv_cache is not None
+
+
+def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:
+    names = attentions(disk for disks in source.meta_model.linears().values() for disk in disks)
+    if not names:
+        raise ValueError(
+            f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "
+            "pack it without --kv-cache"
+        )
+    sites = {f"{name}.{leaf}": f"{name}.{leaf[0]}" for name in names for leaf in (K_SCALE, V_SCALE)}
+    if missing := [site for site in sites.values() if site not in calibration.sites]:
+        raise ValueError(
+            f"the calibration has seen no {missing[0]}, so that a KV cache would have no scale there: "
+            "calibrate the model with this version"
+        )
+    return {name: calibration.scale(site, rule).reshape(1) for name, site in sites.items()}
+
+
+def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | None:
+    """The scale that a history stands at; None for a layer that training left in BF16."""
+    scale, steps = state.get(f"{history}.scale"), state.get(f"{history}.steps")
+    if scale is None or steps is None:
+        return None
+    if int(steps) == 0:
+        raise ArtifactError(
+            f"{path}: {history} has no entry yet, the layer was in no step of training: pack a later step, pack by "
+            "--scheme channel, or leave the layer in BF16 (--skip)"
+        )
+    if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
+        raise ArtifactError(f"{path}: {history}.scale must be one positive number, got {scale.flatten()[:4].tolist()}")
+    return scale.float()

@@ -1,0 +1,91 @@
+"""Whether a packed model can be split over several devices, as consumers with tensor parallelism split it.
+
+    q, k, v, gate, up, fc1      by output:  device i has rows    i*N/d .. (i+1)*N/d of w[N,K]
+    o, down, fc2                by input:   device i has columns i*K/d .. (i+1)*K/d
+    heads                       whole ones; with more devices than heads of keys, each of these lies on several
+
+A device must have whole blocks of a weight's scales: 128 rows or columns for `block`, 32 columns for `mx`. What is one
+scale a tensor or a row is split anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.artifact.packed.scheme import Scheme
+
+_BY_OUTPUT = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "fc1",
+    "query",
+    "key",
+    "value",
+    "intermediate.dense",
+)
+_BY_INPUT = ("o_proj", "out_proj", "down_proj", "fc2", "output.dense")
+_WHOLE = ("project_in", "project_out")  # every device has all of it
+_KEYS = ("k_proj", "v_proj")
+
+
+def check_degrees(
+    schemes: Mapping[str, Scheme],
+    sizes: Mapping[str, tuple[int, int]],
+    config: Mapping[str, Any],
+    degrees: Sequence[int],
+) -> None:
+    """Raise a ValueError unless the packed layers can be split over each of `degrees` devices.
+
+    Args:
+        schemes: of the packed layers, by name.
+        sizes: [N, K] of each.
+        config: the model's config.json.
+        degrees: how many devices, each at least 1.
+
+    The message names the layer, the degree and what to do instead.
+    """
+    for degree in degrees:
+        if degree < 1:
+            raise ValueError(f"a model is split over 1 device or more, not {degree}")
+        heads = config.get("num_attention_heads")
+        kept = _key_heads(config)
+        if isinstance(heads, int) and heads % degree:
+            raise ValueError(f"{heads} heads of attention do not divide over {degree} devices: {_others(heads)}")
+        if kept is not None and kept % degree and degree % kept:
+            raise ValueError(
+                f"{kept} heads of keys and values neither divide over {degree} devices nor into them: {_others(kept)}"
+            )
+        for name, scheme in schemes.items():
+            _check_layer(name, scheme, *sizes[name], degree, kept)
+
+
+def _key_heads(config: Mapping[str, Any]) -> int | None:
+    kept = config.get("num_key_value_heads", config.get("num_attention_heads"))
+    return kept if isinstance(kept, int) else None
+
+
+def _others(count: int) -> str:
+    return "take a degree of " + ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+
+
+def _check_layer(name: str, scheme: Scheme, n: int, k: int, degree: int, kept: int | None) -> None:
+    if degree == 1 or name.endswith(_WHOLE):
+        return
+    by_output = name.endswith(_BY_OUTPUT)
+    if not by_output and not name.endswith(_BY_INPUT):
+        raise ValueError(
+            f"{name}: how consumers split this layer over {degree} devices is not known here: leave it in BF16 (--skip)"
+        )
+    parts = min(degree, kept) if kept is not None and name.endswith(_KEYS) else degree
+    size, what = (n, "rows") if by_output else (k, "columns")
+    granularity = scheme.weight.granularity
+    block = (granularity.rows if by_output else granularity.cols) or 1
+    if size % parts or (size // parts) % block:
+        raise ValueError(
+            f"{name}: [{n}, {k}] over {degree} devices gives each {size / parts:g} {what}, which are no whole "
+            f"blocks of {block} ({scheme.name}): --layer '{name}=channel', a smaller degree, or BF16 (--skip)"
+        )

@@ -1,0 +1,154 @@
+"""Which scale the weight of each packed layer gets, and the weight cast by it.
+
+    amax     amax/448 of each block, or the scale of the run's own history (delayed scaling)
+    mse      the scale of least squared error near that (`octavo.packing.mse_search`)
+
+Layers that consumers run as one (q, k and v; gate and up) need one scale where a scale is of a whole tensor: vLLM
+takes the largest and casts the others again by it, with a loss. So they share the largest here before anything is cast.
+The exception is a run that was trained with a scale for each of these tensors: sharing would change its bytes, and each
+keeps its own unless sharing is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.artifact.packed.scheme import Scheme
+from octavo.hf.fused_groups import groups
+from octavo.hf.source import Source
+from octavo.numerics import TENSOR, Cast, QTensor
+from octavo.ops import quantize, quantize_scaled
+from octavo.packing.mse_search import Found, cast_by, least_squares, least_squares_of_all
+
+WEIGHT_RULES = ("amax", "mse")
+# Recipes that scale a weight as a whole: a run of theirs packs each weight's own scale.
+_OWN_SCALES = ("tensorwise", "delayed")
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How weights are scaled.
+
+    Args:
+        name: amax or mse.
+        pow2: scales are rounded up to powers of two.
+        share: layers that consumers fuse get one scale, where scales are of whole tensors; None: unless the run has
+            scales of its own, and these are kept.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    name: str = "amax"
+    pow2: bool = False
+    share: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in WEIGHT_RULES:
+            raise ValueError(f"unknown rule {self.name!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
+
+    def keeps(self, recipe: str) -> bool:
+        """Whether weights get the scales that a run of this recipe multiplied by."""
+        return recipe in _OWN_SCALES and self.name == "amax" and not self.pow2
+
+    def shares(self, recipe: str) -> bool:
+        """Whether layers that consumers fuse get one scale."""
+        return not self.keeps(recipe) if self.share is None else self.share
+
+    def cast(self, scheme: Scheme) -> Cast:
+        """The cast of a weight by `scheme`."""
+        rounds = self.pow2 and not scheme.weight.power_of_two
+        return replace(scheme.weight, scale="pow2") if rounds else scheme.weight
+
+
+class WeightScales:
+    """Casts the weights of a source, one at a time.
+
+    Args:
+        source: whose weights.
+        schemes: of the layers to pack, by their names in the model.
+        rule: of their scales.
+        own: float32 [1, 1] scales that a run's weights had in training; empty where it kept none.
+
+    Attributes:
+        gains: dB of SQNR that each layer gained over amax, with the rule mse.
+        ratios: of layers that consumers fuse and that keep their own scales, the largest over the smallest.
+    """
+
+    def __init__(
+        self, source: Source, schemes: Mapping[str, Scheme], rule: WeightRule, own: Mapping[str, Tensor]
+    ) -> None:
+        self.source, self.schemes, self.rule = source, schemes, rule
+        self.own = own if rule.keeps(source.recipe) else {}
+        self.gains: dict[str, float] = {}
+        self._shared: dict[str, Tensor] = {}
+        self._used: dict[str, float] = {}
+
+    def prepare(self) -> None:
+        """Find the scales that layers share: their weights are read for it."""
+        if self.rule.shares(self.source.recipe):
+            for mates in self._groups():
+                self._shared |= dict.fromkeys(mates, self._one_scale(mates))
+
+    def quantize(self, module: str, w: Tensor) -> QTensor:
+        """The weight `w` [N, K] of a layer; on the meta device, what it will be."""
+        cast = self.rule.cast(self.schemes[module])
+        if w.is_meta:
+            return quantize(w, cast)
+        q = self._quantize(module, w, cast)
+        if cast.granularity == TENSOR:
+            self._used[module] = float(q.scale)
+        return q
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """See the class; of those that differ, once they are cast."""
+        used = {", ".join(mates): [self._used[mate] for mate in mates] for mates in self._groups()}
+        return {names: max(scales) / min(scales) for names, scales in used.items() if min(scales) != max(scales)}
+
+    def record(self) -> dict[str, object]:
+        """What octavo.json says: docs/format.md."""
+        record: dict[str, object] = {"rule": self.rule.name, "pow2": self.rule.pow2}
+        if self.rule.name == "mse":
+            record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
+        return record
+
+    def _quantize(self, module: str, w: Tensor, cast: Cast) -> QTensor:
+        scale = self._shared.get(module, self.own.get(module))
+        if scale is not None:
+            return quantize_scaled(w, scale, cast)[0]
+        q = quantize(w, cast)
+        if self.rule.name == "amax":
+            return q
+        found = least_squares(w, q.scale.float(), cast)
+        self._note([module], found)
+        exact = cast_by(w, found.scale, cast)
+        return replace(exact, scale=found.scale.to(q.scale.dtype))
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """The layers that consumers fuse and that have a scale for each tensor."""
+        wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
+        return [mates for mates in groups(wholes) if len(mates) > 1]
+
+    def _one_scale(self, mates: tuple[str, ...]) -> Tensor:
+        cast = self.rule.cast(self.schemes[mates[0]])
+        if all(mate in self.own for mate in mates):
+            return torch.stack([self.own[mate] for mate in mates]).amax(0)
+        scale = torch.stack([quantize(self._weight(mate), cast).scale for mate in mates]).amax(0)
+        if self.rule.name == "amax":
+            return scale
+        found = least_squares_of_all((self._weight(mate) for mate in mates), scale, cast)
+        self._note(mates, found)
+        return found.scale
+
+    def _weight(self, module: str) -> Tensor:
+        return self.source.get(f"{module}.weight")
+
+    def _note(self, modules: Sequence[str], found: Found) -> None:
+        for module, before, after in zip(modules, found.before.tolist(), found.after.tolist(), strict=True):
+            self.gains[module] = 0.0 if before == after else 10 * math.log10(before / after) if after else math.inf

@@ -1,0 +1,7 @@
+"""Running a packed folder: models whose linear layers compute on the packed bytes."""
+
+from octavo.runtime.build import Loaded, end_tokens, load_packed
+from octavo.runtime.packed_linear import PackedLinear
+from octavo.runtime.transformers_model import load_transformers, warm_up
+
+__all__ = ["Loaded", "PackedLinear", "end_tokens", "load_packed", "load_transformers", "warm_up"]

@@ -1,0 +1,181 @@
+"""From a packed folder to a model that runs on its bytes. Everything is checked before anything is used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.files import ArtifactError, model_tensors, read_json
+from octavo.artifact.packed.layouts import (
+    UNQUANTIZED_DTYPE,
+    WEIGHT_DTYPE,
+    PackedFolder,
+    Packing,
+    check_tensors,
+    read_packing,
+)
+from octavo.artifact.packed.plausible import reciprocal_warning, suspected
+from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
+from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.safetensors_files import ShardReader
+from octavo.device import choose_device
+from octavo.hf.meta_model import MetaModel, fill_model, read_skeleton
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.runtime.fused import fuse
+from octavo.runtime.packed_linear import PackedLinear, swap_linears
+
+
+class Loaded(NamedTuple):
+    """A packed model, ready to run: `context` is the number of tokens it can see."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+
+
+def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
+    """Open a packed folder. Nothing but its files is read, and none of them is a pickle.
+
+    Args:
+        folder: what `octavo pack` wrote.
+        device: where the model shall be; "auto" is the GPU where there is one.
+
+    Returns:
+        The model in evaluation mode, its packed layers `PackedLinear` and all else BF16 (a `Llama` or `GPT2` of ours,
+        or a model of transformers), its tokenizer, and its context.
+
+    Raises:
+        FileNotFoundError: a file of the folder is missing.
+        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
+        ValueError: the device is not there.
+        ImportError: the architecture needs transformers, which is not installed.
+    """
+    place = choose_device(device)
+    path = Path(folder)
+    meta_model = read_skeleton(path)
+    return Loaded(fill(meta_model, path, place), load_tokenizer(path), meta_model.context)
+
+
+def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.Module:
+    """The model of a packed folder on `device`, its norms and MLPs fused, from its meta model; raises as `load`."""
+    packed = PackedFolder(folder)
+    config = packed.read_config()
+    disks = [disk for names in meta_model.linears().values() for disk in names]
+    reader = ShardReader(packed.path)
+    experts = _packed_experts(meta_model, reader)
+    packing = read_packing(config, [*disks, *experts], packed.config, _plain(disks, reader))
+    swap_linears(meta_model.model, _packed_layers(meta_model, packing, packed.config))
+    tensors = _read_tensors(packing, reader, disks)
+    _widen_experts(tensors, packing, experts)
+    required = meta_model.on_disk(model_tensors(meta_model.model))
+    check_tensors(_rounded(tensors, required), required, packed.path)
+    model = _materialize(meta_model, tensors)
+    _check_scales(model, packed.path)
+    model.to(device)
+    fuse(model)
+    return model
+
+
+def _plain(disks: list[str], reader: ShardReader) -> set[str]:
+    """The linear layers whose weight is not in eight bits; a tied head has none of its own."""
+    specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
+    return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
+
+
+def _packed_experts(meta_model: MetaModel, reader: ShardReader) -> list[str]:
+    """The experts whose weights are in eight bits, by their names on disk."""
+    files = meta_model.experts
+    specs = {name: reader.specs.get(f"{name}.weight") for name in ([] if files is None else files.experts)}
+    return [name for name, spec in specs.items() if spec is not None and spec.dtype == WEIGHT_DTYPE]
+
+
+def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[str]) -> None:
+    """Put the weights of packed experts in BF16: their stacks are no linear layers, and run as they are."""
+    for name in experts:
+        if (scheme := packing.schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:
+            continue  # `check_tensors` names what is wrong
+        scale = tensors.pop(f"{name}.{SCALE_NAME}")
+        check_scale(f"{name}.{SCALE_NAME}", scale, Path(name))
+        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
+        tensors[f"{name}.weight"] = scheme.packed_weight(tensors[f"{name}.weight"], scale).dequantize(UNQUANTIZED_DTYPE)
+    if experts:
+        warnings.warn(
+            f"{experts[0]} ({len(experts)} such layers) is an expert in FP8: its weight is widened to BF16, since "
+            "Octavo has no FP8 GEMM of stacked experts yet",
+            stacklevel=2,
+        )
+
+
+def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:
+    """Every tensor that the model takes, by its name on disk, scales as they are in memory."""
+    tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
+    packing.take_kv_scales(tensors, disks, reader.folder)
+    unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
+    for name in unused:
+        del tensors[name]
+    if unused:
+        warnings.warn(
+            f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
+            stacklevel=2,
+        )
+    return tensors
+
+
+def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, of which those that are not packed are in BF16: other programs store them in float16 or float32."""
+    for name, tensor in tensors.items():
+        wide = tensor.dtype in (torch.float16, torch.float32)
+        if wide and name in required and required[name].dtype == UNQUANTIZED_DTYPE:
+            tensors[name] = tensor.to(UNQUANTIZED_DTYPE)
+    return tensors
+
+
+def _check_scales(model: nn.Module, folder: Path) -> None:
+    """Warn where weights multiplied by their scales are far beyond those of a trained model."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
+    if names := suspected((name, weight.scale, weight.dequantize) for name, weight in weights.items()):
+        warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """The tokens that end a text, as the folder's generation_config.json or config.json declares them."""
+    found: Any = None
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if found is None and path.is_file():
+            found = read_json(path).get("eos_token_id")
+    return frozenset(() if found is None else [found] if isinstance(found, int) else found)
+
+
+def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, tuple[Scheme, int]]:
+    """The linear layers of the model that are packed, with their scheme and their parts on disk."""
+    packed = {}
+    for name, names in meta_model.linears().items():
+        schemes = {packing.schemes.get(disk) for disk in names}
+        if len(schemes) > 1:
+            raise ArtifactError(
+                f"{where}: {', '.join(names)} are one layer here, and must all be packed alike or all be ignored: "
+                "pack the model again"
+            )
+        scheme = schemes.pop()
+        if scheme is not None:
+            n, k = meta_model.model.get_parameter(f"{name}.weight").shape
+            if reason := scheme.unreadable(n // len(names), k):
+                raise ArtifactError(f"{where}: {name}.weight: {reason}")
+            packed[name] = (scheme, len(names))
+    return packed
+
+
+def _materialize(meta_model: MetaModel, tensors: dict[str, Tensor]) -> nn.Module:
+    """The meta model with its tensors, themselves and not copies, on the CPU."""
+    model: nn.Module = fill_model(meta_model, meta_model.in_model(tensors))
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.merge_scales()
+    return model

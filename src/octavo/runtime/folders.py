@@ -1,0 +1,59 @@
+"""Open a model folder to run it: packed, or in BF16 as Hugging Face's libraries write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from octavo.artifact.files import ArtifactError, model_tensors
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, PackedFolder
+from octavo.device import choose_device
+from octavo.hf.meta_model import fill_model
+from octavo.hf.outputs import is_language_model
+from octavo.hf.source import open_source
+from octavo.models.causal import is_causal
+from octavo.models.decoder import Decoder
+from octavo.models.tokenizer import load_tokenizer
+from octavo.runtime.build import Loaded, load_packed
+
+
+def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
+    """The language model of a folder, in evaluation mode, with its tokenizer and its context.
+
+    Args:
+        folder: what `octavo pack` wrote, or a Hugging Face model folder, which runs in BF16.
+        device: where the model shall be.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the folder is not whole, holds pickles, or its model gives no next token.
+        ImportError: the architecture needs transformers, which is not installed.
+        ValueError: the device is not there.
+    """
+    place = choose_device(device)
+    if PackedFolder(folder).read_config().get("quantization_config"):
+        loaded = load_packed(folder, place)
+        _require(_predicts(loaded.model), loaded.model, folder)
+        return loaded
+    source = open_source(folder)
+    model = source.meta_model.model
+    _require(_predicts(model), model, folder)
+    tensors = {name: source.get(name) for name in model_tensors(model)}
+    floats = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
+    model = fill_model(source.meta_model, floats).to(place)
+    tokenizer = load_tokenizer(folder)
+    _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
+    return Loaded(model, tokenizer, source.meta_model.context)
+
+
+def _predicts(model: nn.Module) -> bool:
+    return isinstance(model, Decoder) or is_language_model(model)
+
+
+def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
+    if not predicts:
+        raise ArtifactError(
+            f"{folder} holds an encoder ({type(model).__name__}), which gives no next token: a causal language model "
+            "is required (Llama, Qwen, Mistral, GPT-2, ...)"
+        )

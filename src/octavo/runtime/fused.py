@@ -1,0 +1,113 @@
+"""A packed model with its norms and activations fused with quantization, as training fuses them (`octavo.nn.fused`).
+
+    norm+linear   n_q = quantize(norm(x + residual));  q, k, v = n_q @ [w_q; w_k; w_v]^T
+    MLP           n_q as above, or quantize(x);  u = n_q @ [w_gate; w_up]^T;  h_q = quantize(silu(gate) * up)
+                  y = h_q @ w_down^T
+
+for layers of the scheme `channel`, in our own models and in the decoder layers of transformers that
+`octavo.nn.transformers_fusion` knows. The operations and their order are those of training, so a run that was trained
+fused gives the same bits. Everything else runs layer by layer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from octavo.artifact.packed.scheme import CHANNEL
+from octavo.nn import NormLinear, SwiGLU
+from octavo.nn.fused import wider_first
+from octavo.nn.linear import compute_dtype
+from octavo.nn.mixed import mixed
+from octavo.nn.norm_linear import norm_of, watched
+from octavo.nn.transformers_fusion import fuse_patterns
+from octavo.numerics import QTensor
+from octavo.ops import activation_quantize, norm_quantize, quantize
+from octavo.runtime.packed_linear import PackedLinear
+from octavo.runtime.stacked_linear import PackedStack, stackable
+
+
+class PackedNormLinear(NormLinear):
+    """What `NormLinear` becomes when the layers that the norm feeds are packed."""
+
+    stack: PackedStack
+
+    def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """As `NormLinear.fused`, from the packed bytes; None where that cannot be."""
+        if x.numel() == 0 or norm_of(self.norm) is None or not self.stack.holds(self.linears):
+            return None
+        total, n_q = _normed(x, residual, self.norm)
+        y = self.stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
+        return y.split(self.stack.sizes, dim=-1), total
+
+
+class PackedMLP(SwiGLU):
+    """What `SwiGLU` and `GELU` become when their layers are packed."""
+
+    stack: PackedStack
+
+    def _sum(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
+        found = self._hidden(x, norm, residual)
+        if found is None or found[0].dtype != compute_dtype(x):
+            return super()._sum(x, norm, residual)
+        total, h_q = found
+        return self._last(h_q, x, _rows(total))  # the GEMM adds
+
+    def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = self._hidden(x, norm, residual)
+        if found is None:
+            return super()._run(x, norm, residual)
+        total, h_q = found
+        return self._last(h_q, x), total
+
+    def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
+        """x + residual, and what the last layer reads [T, F]; None where that cannot be."""
+        known = norm is None or norm_of(norm) is not None
+        if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(self.outer):
+            return None
+        total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if norm is None else _normed(x, residual, norm)
+        u = self.stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
+        return total, activation_quantize(u, self.activation, CHANNEL.inputs)
+
+    def _last(self, h_q: QTensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
+        outer = self.outer
+        assert isinstance(outer, PackedLinear)
+        w_q = outer.scheme.packed_weight(outer.weight, outer.weight_scale)
+        y = outer.product(h_q, w_q, compute_dtype(x), residual)  # [T,F] @ [K,F]^T
+        return y.view(*x.shape[:-1], -1)
+
+
+def fuse(model: nn.Module) -> None:
+    """Let the norms and MLPs of a packed model run in one pass with their layers, where the pattern is known.
+
+    The layers' bytes move into stacks, on the device where they are: call it when the model is where it shall be.
+    Idempotent.
+    """
+    fuse_patterns(model)
+    for module in list(model.modules()):
+        if isinstance(module, NormLinear) and (layers := stackable(module.linears)) is not None:
+            module.stack = PackedStack(layers)
+            module.__class__ = PackedNormLinear
+        elif isinstance(module, SwiGLU) and _is_alone(module.outer) and (layers := stackable(module.inner)) is not None:
+            module.stack = PackedStack(layers)
+            module.__class__ = mixed(PackedMLP, type(module))
+
+
+def _is_alone(layer: nn.Module) -> bool:
+    """Whether this is a layer that takes a quantized input: packed by channel, and not watched."""
+    return isinstance(layer, PackedLinear) and layer.by_channel and not watched(layer)
+
+
+def _normed(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tensor, QTensor]:
+    """x + residual [..., K] (x itself where there is none), and its norm, quantized by row [T, K]."""
+    found = norm_of(norm)
+    assert found is not None
+    how, gamma, beta = found
+    x, residual = wider_first(x, residual)
+    rest = None if residual is None else _rows(residual)
+    total, n_q, _, _ = norm_quantize(_rows(x), rest, gamma, beta, how.eps, CHANNEL.inputs, center=how.center)
+    return total.view(x.shape), n_q
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,122 @@
+"""A linear layer that runs from its packed bytes.
+
+    y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
+
+x is quantized when the layer is called, as its scheme says (`octavo.artifact.packed.scheme`); the weight is never
+widened where the machine has an FP8 GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
+from octavo.artifact.packed.scheme import CHANNEL, Scheme
+from octavo.nn.linear import compute_dtype
+from octavo.nn.precomputed import Branches
+from octavo.numerics import TENSOR, QTensor
+from octavo.ops import scaled_mm
+
+
+class PackedModule(nn.Module):
+    """A module whose buffers hold bytes and their scales: it moves between devices, and keeps its dtypes when a model
+    is cast as a whole (`model.half()`), which would widen the bytes or round the scales."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, t in before.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != t.dtype:
+                self._buffers[name] = t.to(after.device)
+        return result
+
+
+class PackedLinear(PackedModule):
+    """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included. It is for inference,
+    and has no gradient.
+
+    Args:
+        linear: the layer whose place it takes, for its sizes and its device.
+        scheme: how it is packed.
+        parts: the layers on disk that it holds, each with its own scale where there is one a tensor.
+
+    Buffers:
+        weight: e4m3 [N, K].
+        weight_scale: as `scheme` says.
+        input_scale: float32 [parts], all equal, where the scheme is static; or None.
+
+    Where a scale is of a whole tensor, `merge_scales` makes one of those of all parts if they are equal.
+        bias: bfloat16 [N], or None.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, parts: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        n, k = linear.weight.shape
+        with torch.device(linear.weight.device):
+            self.register_buffer("weight", torch.empty(n, k, dtype=WEIGHT_DTYPE))
+            self.register_buffer("weight_scale", scheme.empty_scale(n, k, parts))
+            self.register_buffer("input_scale", torch.empty(parts) if scheme.static else None)
+            self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether x is cast by row and all scales lie outside the sum, as the fused operations want it."""
+        return self.scheme.name == CHANNEL.name
+
+    def forward(self, x: Tensor | Branches) -> Tensor:
+        if isinstance(x, Branches):
+            return x.output_of(self)
+        dtype = compute_dtype(x)
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
+        w_q = self.scheme.packed_weight(self.weight, self.weight_scale)
+        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
+        return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+
+    def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """y [T, N] of an input [T, K] that is quantized, and the weight; plus a residual [T, N]."""
+        return scaled_mm(
+            x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
+        )  # [T,K] @ [N,K]^T
+
+    def merge_scales(self) -> None:
+        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale.
+
+        Raises:
+            ArtifactError: the scales of the input differ, which is cast once for all parts.
+        """
+        if self.input_scale is not None and bool((self.input_scale != self.input_scale[0]).any()):
+            raise ArtifactError(
+                f"{len(self.input_scale)} layers on disk are one layer here, and must have equal scales of inputs, "
+                f"they have {', '.join(f'{scale:g}' for scale in self.input_scale.tolist())}: open the folder with "
+                "octavo.load, where they stay apart"
+            )
+        scales = [scale for scale in (self.weight_scale, self.input_scale) if scale is not None]
+        if self.scheme.weight.granularity == TENSOR and all(bool((scale == scale[0]).all()) for scale in scales):
+            self.weight_scale = self.weight_scale[:1]
+            self.input_scale = None if self.input_scale is None else self.input_scale[:1]
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, scheme={self.scheme.name}, for inference only"
+
+
+def swap_linears(model: nn.Module, packed: Mapping[str, tuple[Scheme, int]]) -> None:
+    """Put an empty `PackedLinear`, of a scheme and so many parts, in the place of each named linear layer."""
+    for name, (scheme, parts) in packed.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, parts))

@@ -1,0 +1,136 @@
+"""Packed layers that read one input, as one GEMM: their bytes lie in one buffer, stacked along N.
+
+    y[T, N_1 + N_2 + ...] = x_q[T,K] @ weight[N_1 + N_2 + ..., K]^T * s_x[T] * s_w[N_1 + N_2 + ...]
+
+Nothing is held twice: the stack owns the buffers, and each layer's weight, scale and bias are views of them, under
+the names that they had (`state_dict`, `layer.weight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.artifact.packed.scheme import CHANNEL
+from octavo.nn.norm_linear import watched
+from octavo.nn.stacked_weights import stacked_biases
+from octavo.numerics import ROW, QTensor
+from octavo.ops import scaled_mm
+from octavo.runtime.packed_linear import PackedLinear, PackedModule
+
+
+class PackedStack(PackedModule):
+    """The bytes of layers of the scheme `channel`, with as many inputs each.
+
+    Buffers (none of them in `state_dict`, which has those of the layers):
+        weight: e4m3 [sum of N, K].
+        weight_scale: float32 [sum of N, 1].
+        bias: [sum of N], zeros where a layer has none; None where none has.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    layers: tuple[PackedLinear, ...]
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        super().__init__()
+        object.__setattr__(self, "layers", tuple(layers))  # another module's children
+        self.sizes = [layer.out_features for layer in layers]
+        bias = stacked_biases([layer.weight for layer in layers], [layer.bias for layer in layers])
+        self.register_buffer("weight", _stacked([layer.weight for layer in layers]), persistent=False)
+        self.register_buffer("weight_scale", torch.cat([layer.weight_scale for layer in layers]), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        for layer, end in zip(layers, accumulate(self.sizes), strict=True):
+            _make_share(layer, self, end - layer.out_features, end)
+
+    def holds(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these are the layers of the stack, and nobody watches one of them."""
+        return len(layers) == len(self.layers) and all(
+            layer is ours and not watched(layer) for layer, ours in zip(layers, self.layers, strict=True)
+        )
+
+    def forward(self, x_q: QTensor, dtype: torch.dtype) -> Tensor:
+        """y [T, sum of N] of x_q [T, K]."""
+        w_q = QTensor(self.weight, self.weight_scale, CHANNEL.weight.fmt, ROW)
+        return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {' + '.join(map(str, self.sizes))}"
+
+
+def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
+    """The layers, where their inputs are cast by row and their scales lie outside the sum: all `channel`; else None."""
+    found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.by_channel]
+    same = len(found) == len(layers) and len({layer.in_features for layer in found}) == 1
+    return found if same and not any(isinstance(layer, PackedShare) for layer in found) else None
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices of one-byte elements, one above the other; torch.cat does not take the float8 dtypes everywhere."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+class PackedShare(PackedLinear):
+    """A packed layer that owns no bytes: its rows of a stack."""
+
+    stack: PackedStack
+    begin: int
+    end: int
+    has_bias: bool
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.stack.weight[self.begin : self.end]
+
+    @property
+    def weight_scale(self) -> Tensor:  # type: ignore[override]
+        return self.stack.weight_scale[self.begin : self.end]
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.stack.bias[self.begin : self.end] if self.has_bias and self.stack.bias is not None else None
+
+    def _stored(self) -> dict[str, Tensor]:
+        named = {"weight": self.weight, "weight_scale": self.weight_scale, "bias": self.bias}
+        return {name: t for name, t in named.items() if t is not None}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: t for name, t in self._stored().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, mine in self._stored().items():
+            given = state_dict.get(prefix + name)
+            if given is None:
+                missing_keys.append(prefix + name)
+            elif given.shape != mine.shape or given.dtype != mine.dtype:
+                error_msgs.append(
+                    f"{prefix}{name} must be {mine.dtype} {list(mine.shape)}, got {given.dtype} {list(given.shape)}"
+                )
+            else:
+                mine.copy_(given)
+        known = {prefix + name for name in self._stored()}
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+
+
+def _make_share(layer: PackedLinear, stack: PackedStack, begin: int, end: int) -> None:
+    has_bias = layer.bias is not None
+    for name in ("weight", "weight_scale", "bias"):
+        del layer._buffers[name]
+    layer.__class__ = PackedShare
+    assert isinstance(layer, PackedShare)
+    object.__setattr__(layer, "stack", stack)  # not a child: its bytes would be saved under two names
+    layer.begin, layer.end, layer.has_bias = begin, end, has_bias

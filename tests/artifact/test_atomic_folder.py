@@ -1,0 +1,148 @@
+"""Folders that appear whole or not at all, tensors in safetensors files, and where a run keeps its checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from octavo.artifact.atomic_folder import WriteError, whole_folder
+from octavo.artifact.files import ArtifactError, check_match, load_tensors, save_tensors
+from octavo.artifact.run import RunFolder
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything in `folder`, hidden things too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "new parent" / "whole"
+    with whole_folder(target) as folder:
+        (folder / "a").write_text("1")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text("2")
+        assert not target.exists()
+    assert listing(tmp_path / "new parent") == ["whole", "whole/a", "whole/sub", "whole/sub/b"]
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(KeyError("k"), KeyError), (OSError(28, "No space left"), WriteError)])
+def test_an_error_leaves_nothing(tmp_path: Path, raised: Exception, seen: type[Exception]) -> None:
+    def fail() -> None:
+        with whole_folder(tmp_path / "whole") as folder:
+            (folder / "a").write_text("1")
+            raise raised
+
+    with pytest.raises(seen):
+        fail()
+    assert listing(tmp_path) == []
+
+
+def test_what_exists_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "kept").write_text("1")
+    with pytest.raises(FileExistsError, match="choose another"), whole_folder(tmp_path / "whole"):
+        pytest.fail("the block must not run")
+    assert (tmp_path / "whole" / "kept").read_text() == "1"
+
+
+def test_the_remains_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".whole.partial").mkdir()
+    (tmp_path / ".whole.partial" / "half").write_text("1")
+    with whole_folder(tmp_path / "whole") as folder:
+        (folder / "a").write_text("1")
+    assert listing(tmp_path) == ["whole", "whole/a"]
+
+
+def test_a_write_that_the_system_refuses_leaves_what_was_there(tmp_path: Path) -> None:
+    """The kernel refuses files over 64 KiB in a child process, as it refuses any on a full disk."""
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "model.safetensors").write_bytes(b"older")
+    script = """
+        import resource, sys
+        from pathlib import Path
+        import torch
+        from octavo.artifact.atomic_folder import WriteError, whole_folder
+        from octavo.artifact.files import save_tensors
+
+        target = Path(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        try:
+            with whole_folder(target) as folder:
+                save_tensors({"small": torch.zeros(10)}, folder / "small.safetensors")
+                print("wrote small")
+                save_tensors({"large": torch.zeros(100_000)}, folder / "large.safetensors")
+        except WriteError as error:
+            print("WriteError", error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "step-2")]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert child.stdout.startswith("wrote small\nWriteError could not write"), child.stdout + child.stderr
+    assert "nothing that existed was changed" in child.stdout
+    assert listing(tmp_path) == ["step-1", "step-1/model.safetensors"]
+    assert (tmp_path / "step-1" / "model.safetensors").read_bytes() == b"older"
+
+
+def test_tensors_travel_unchanged_with_their_metadata(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "turned": torch.randn(3, 5).t(),
+        "eight": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "count": torch.tensor(7),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    save_tensors(tensors, tmp_path / "t.safetensors", {"format": "pt"})
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].double(), tensor.detach().double())
+    with safe_open(tmp_path / "t.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"t.safetensors is missing"):
+        load_tensors(path)
+    save_tensors({"a": torch.zeros(100)}, path)
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:20], b"", b"PK\x03\x04 a pickle"):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match=r"t.safetensors is truncated or not"):
+            load_tensors(path)
+
+
+def test_a_mismatch_names_the_tensor() -> None:
+    required = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    check_match(dict(required), required, "w")
+    for found, message in (
+        ({"a": required["a"]}, "w: tensor b is missing"),
+        (required | {"c": torch.zeros(1)}, "w: tensor c has no place"),
+        (required | {"a": torch.zeros(3, 2)}, r"w: a must have shape \[2, 3\], the file has \[3, 2\]"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            check_match(found, required, "w")
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with pytest.raises(ArtifactError, match="no run of octavo train"):
+        run.newest()
+    run.config.write_text("{}")
+    with pytest.raises(ArtifactError, match=f"Hugging Face model.* octavo train --model {tmp_path}"):
+        run.newest()
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="no checkpoint"):
+        run.newest()
+    for step in (100, 20, 9):
+        run.checkpoint(step).mkdir()
+    (tmp_path / ".step-00000200.partial").mkdir()
+    assert run.newest() == run.checkpoint(100) == tmp_path / "step-00000100"
+    assert run.checkpoints() == [run.checkpoint(9), run.checkpoint(20), run.checkpoint(100)]

@@ -1,0 +1,245 @@
+"""What fold writes computes what its source computes; transformers in float64 is the judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from calibration_examples import write_data, write_model
+from packed_examples import LLAMA, lively, write_run
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError
+from octavo.calibration import Calibration, calibrate
+from octavo.calibration.folder import hash_model
+from octavo.folding import fold
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.packing import pack
+from octavo.runtime import load_packed
+from octavo.verification.pipeline import verify
+
+DECODERS = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def plant(folder: Path) -> None:
+    """Make some channels of each norm, of the values and of `up` 30 times larger, as large models have them."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "v_proj.weight", "up_proj.weight", "fc1.weight", "value.weight")):
+            tensor[3::11] *= 30
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def make(root: Path, name: str, **change: Any) -> Path:
+    folder = write_model(root / name, name, **change)
+    plant(folder)
+    return folder
+
+
+def calibrated(folder: Path, root: Path) -> Path:
+    out = root / f"{folder.name} calibrated"
+    calibrate(folder, write_data(root / "data.jsonl"), out, samples=40, context=24)
+    return out
+
+
+def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, architecture).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: Any) -> Tensor:
+    out = model(torch.randint(256, (3, 20), generator=torch.Generator().manual_seed(3)))
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def off(folded: Path, source: Path) -> float:
+    """How far the outputs are apart in float64, relative."""
+    found, truth = outputs(open_model(folded)), outputs(open_model(source))
+    assert truth.std() > 0.1
+    return float((found - truth).norm() / truth.norm())
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("how", ["smooth", "rotate", "both"])
+def test_the_folded_model_computes_the_same(tmp_path: Path, name: str, how: str) -> None:
+    source = make(tmp_path, name, **({"attention_bias": True, "mlp_bias": True} if name == "llama" else {}))
+    smooth = calibrated(source, tmp_path) if how != "rotate" else None
+    report = fold(source, tmp_path / "out", smooth=smooth, rotate=how != "smooth", dtype="float32")
+    assert off(tmp_path / "out", source) < 1e-5
+    before, after = weights(source), weights(tmp_path / "out")
+    changed = [key for key in after if key not in before or not torch.equal(before[key], after[key])]
+    assert len(changed) == report.changed
+    assert report.untied == (how != "smooth" and name != "llama")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "bert", "bert masked"])
+def test_smoothing_is_exact_to_the_bit(tmp_path: Path, name: str) -> None:
+    """Factors are powers of two: in BF16, with BF16's roundings on the way, nothing changes."""
+    source = make(tmp_path, name)
+    plain = tmp_path / "plain"
+    open_model(source, torch.bfloat16).save_pretrained(plain)
+    (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (plain / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())
+    report = fold(plain, tmp_path / "out", smooth=calibrated(plain, tmp_path))
+    kinds = {"opt": 4, "bert": 1, "bert masked": 1}.get(name, 4)
+    assert len(report.smoothed) == 3 * kinds
+    assert any(low < high for low, high in report.smoothed.values())
+    before, after = open_model(plain, torch.bfloat16), open_model(tmp_path / "out", torch.bfloat16)
+    assert torch.equal(outputs(before), outputs(after))
+
+
+def test_gelu_is_not_smoothed_across(tmp_path: Path) -> None:
+    source = make(tmp_path, "opt", activation_function="gelu")
+    report = fold(source, tmp_path / "out", smooth=calibrated(source, tmp_path), dtype="float32")
+    assert not any(name.endswith("fc1") for name in report.smoothed)
+    assert off(tmp_path / "out", source) < 1e-5
+
+
+def test_norms_behind_are_not_smoothed(tmp_path: Path) -> None:
+    source = make(tmp_path, "opt", do_layer_norm_before=False)
+    report = fold(source, tmp_path / "out", smooth=calibrated(source, tmp_path), dtype="float32")
+    assert not any("norm" in name for name in report.smoothed)
+    assert off(tmp_path / "out", source) < 1e-5
+
+
+def test_factors_are_smoothquants(tmp_path: Path) -> None:
+    """Of q, k, v's norm: computed here from the weights and from what the calibration saw."""
+    source = make(tmp_path, "llama")
+    calibration = calibrated(source, tmp_path)
+    fold(source, tmp_path / "out", smooth=calibration, alpha=0.7, dtype="float32")
+    before, after = weights(source), weights(tmp_path / "out")
+    layer = "model.layers.1"
+    x = Calibration.load(calibration).sites[f"{layer}.input_layernorm.output"].channel_amax
+    w = torch.cat([before[f"{layer}.self_attn.{p}_proj.weight"] for p in "qkv"]).abs().amax(0)
+    exact = x.double() ** 0.7 / w.double() ** 0.3
+    factors = (before[f"{layer}.input_layernorm.weight"] / after[f"{layer}.input_layernorm.weight"]).double()
+    assert ((factors / exact).log2().abs() <= 0.5 + 1e-6).all()
+    assert torch.equal(factors.log2(), factors.log2().round())
+    assert factors.max() / factors.min() >= 4
+
+
+def test_rotation_spreads_planted_outliers(tmp_path: Path) -> None:
+    source = make(tmp_path, "llama")
+    fold(source, tmp_path / "out", rotate=True)
+
+    def ratio(folder: Path) -> float:
+        statistics = Calibration.load(calibrated(folder, tmp_path)).sites["model.layers.1.mlp.gate_proj.input"]
+        return float(statistics.channel_amax.max() / statistics.channel_amax.median())
+
+    assert ratio(tmp_path / "out") < 0.3 * ratio(source)
+
+
+def test_bf16_is_off_by_its_rounding(tmp_path: Path) -> None:
+    source = make(tmp_path, "mistral")
+    report = fold(source, tmp_path / "out", rotate=True)
+    assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert report.rotated == (32, 8)
+    rounded = outputs(open_model(source, torch.bfloat16).double())
+    truth = outputs(open_model(source))
+    noise = float((rounded - truth).norm() / truth.norm())
+    assert 0 < off(tmp_path / "out", source) < 2 * noise
+
+
+def test_it_packs_and_loads_like_any_other(tmp_path: Path) -> None:
+    source = make(tmp_path, "qwen3")
+    truth = outputs(open_model(source))
+    fold(source, tmp_path / "folded", rotate=True, shard_bytes=20_000)
+    assert (tmp_path / "folded" / "model.safetensors.index.json").is_file()
+    noise = []
+    for folder in (source, tmp_path / "folded"):
+        pack(folder, tmp_path / f"{folder.name} packed")
+        found = outputs(load_packed(tmp_path / f"{folder.name} packed").model).double()
+        noise.append(float((found - truth).norm() / truth.norm()))
+    assert 0 < noise[1] < 2 * noise[0]
+    said = [json.loads((tmp_path / name / "octavo.json").read_text()) for name in ("folded", "folded packed")]
+    assert said[0]["folded"] == said[1]["folded"]  # so that verify does not take it for another model
+    assert verify(tmp_path / "folded packed", source).ok
+
+
+def test_a_run_is_rotated(tmp_path: Path) -> None:
+    llama = lively(Llama(LlamaConfig(**LLAMA)))  # type: ignore[arg-type]
+    assert isinstance(llama, Llama)
+    run = write_run(tmp_path / "run", llama, llama.config.to_hf())
+    report = fold(run, tmp_path / "out", rotate=True, dtype="float32")
+    assert report.untied
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        truth, found = llama.double()(tokens), open_model(tmp_path / "out")(tokens).logits
+    assert float((found - truth).norm() / truth.norm()) < 1e-5
+
+
+def test_the_record_says_what_was_done(tmp_path: Path) -> None:
+    source = make(tmp_path, "llama")
+    calibration = calibrated(source, tmp_path)
+    seen: list[tuple[int, int]] = []
+    fold(source, tmp_path / "out", smooth=calibration, rotate=True, seed=5, progress=lambda *done: seen.append(done))
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
+    assert record["source"] == "llama"
+    assert record["folded"]["rotate"] == {"seed": 5, "stream_block": 32, "head_block": 8}
+    assert record["folded"]["smooth"]["calibration"]["model_hash"] == hash_model(source)
+    assert list(record["folded"]["smooth"]["factors"]) == [f"model.layers.{i}.mlp.up_proj" for i in range(3)]
+    assert seen[-1][0] == seen[-1][1] == len(weights(source))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata()["octavo_source"] == "llama"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
+    source = make(tmp_path, "llama")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        fold(source, tmp_path / name, rotate=True, seed=seed)
+    a, b, c = (weights(tmp_path / name)["lm_head.weight"] for name in "abc")
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_what_cannot_be_folded(tmp_path: Path) -> None:
+    llama, opt = write_model(tmp_path / "llama", "llama"), write_model(tmp_path / "opt", "opt")
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+    odd = write_model(tmp_path / "odd", "llama", hidden_size=33, **heads)
+    other = write_model(tmp_path / "other", "llama", initializer_range=0.1)
+    scored = transformers.LlamaForSequenceClassification(transformers.AutoConfig.from_pretrained(llama))
+    scored.save_pretrained(tmp_path / "scored")
+    gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
+    run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")  # type: ignore[union-attr, operator]
+    calibration = calibrated(other, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for folder, settings, error, message in (
+        (llama, {}, ValueError, "smooth with a calibration of the model, rotate, or both"),
+        (llama, {"rotate": True, "dtype": "float16"}, ValueError, "choose one of bfloat16, float32"),
+        (llama, {"smooth": calibration, "alpha": 1.5}, ValueError, "alpha must be between 0 and 1, got 1.5"),
+        (llama, {"smooth": calibration}, ValueError, "is a calibration of another model"),
+        (opt, {"rotate": True}, ArtifactError, "OPTForCausalLM has LayerNorm, whose mean"),
+        (odd, {"rotate": True}, ArtifactError, "width 33 is odd"),
+        (tmp_path / "scored", {"rotate": True}, ArtifactError, "LlamaForSequenceClassification cannot be folded; supp"),
+        (run, {"rotate": True}, ArtifactError, "octavo's GPT-2"),
+    ):
+        with pytest.raises(error, match=message):
+            fold(folder, tmp_path / "out", **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    with pytest.raises(FileExistsError):
+        fold(llama, opt, rotate=True)
+
+
+def test_a_rotated_model_is_smoothed_in_a_second_step(tmp_path: Path) -> None:
+    source = make(tmp_path, "qwen2")
+    fold(source, tmp_path / "rotated", rotate=True, dtype="float32")
+    calibration = calibrated(tmp_path / "rotated", tmp_path)
+    report = fold(tmp_path / "rotated", tmp_path / "out", smooth=calibration, dtype="float32")
+    assert len(report.smoothed) == 3 * 4
+    assert not report.untied
+    assert off(tmp_path / "out", source) < 1e-5

@@ -1,0 +1,190 @@
+"""Folders of transformers' GPT-2: calibrated, packed and unpacked as OPT, against GPT2LMHeadModel itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from octavo.artifact.files import ArtifactError
+from octavo.calibration import calibrate
+from octavo.hf.gpt2_as_opt import Conv1DReader, describe_model
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack, unpack
+from octavo.runtime import load_packed
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": None,
+    "eos_token_id": 0,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "untied, another MLP": {"tie_word_embeddings": False, "n_inner": 384, "activation_function": "gelu"},
+    "ours": {"activation_function": "gelu"},  # our GPT-2 runs it
+}
+
+
+def gpt2(path: Path, **changed: Any) -> Path:
+    """A folder with a lively GPT-2 in FP32, and a tokenizer."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES | changed))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".c_" in name and p.ndim == 2:
+                p.copy_(torch.randn_like(p) * p.shape[0] ** -0.5)
+            elif p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(path)
+    ByteTokenizer().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: gpt2(tmp_path_factory.mktemp("gpt2") / "model", **changed) for name, changed in WAYS.items()}
+
+
+def open_theirs(folder: Path, dtype: torch.dtype) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    out = model(torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(3)))
+    return (out if isinstance(out, Tensor) else out.logits).double()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a GPT-2 from those of OPT, written down independently of the package."""
+    layers, decoder = 2, "model.decoder"
+    found = {
+        "transformer.wte.weight": opt[f"{decoder}.embed_tokens.weight"],
+        "transformer.wpe.weight": opt[f"{decoder}.embed_positions.weight"][2:],
+        "lm_head.weight": opt.get("lm_head.weight", opt[f"{decoder}.embed_tokens.weight"]),
+    }
+    for leaf in ("weight", "bias"):
+        found[f"transformer.ln_f.{leaf}"] = opt[f"{decoder}.final_layer_norm.{leaf}"]
+        for i in range(layers):
+            layer, block = f"{decoder}.layers.{i}", f"transformer.h.{i}"
+            found[f"{block}.ln_1.{leaf}"] = opt[f"{layer}.self_attn_layer_norm.{leaf}"]
+            found[f"{block}.ln_2.{leaf}"] = opt[f"{layer}.final_layer_norm.{leaf}"]
+            q, k, v = (opt[f"{layer}.self_attn.{x}_proj.{leaf}"].T for x in "qkv")
+            found[f"{block}.attn.c_attn.{leaf}"] = torch.cat((q, k, v), -1)
+            found[f"{block}.attn.c_proj.{leaf}"] = opt[f"{layer}.self_attn.out_proj.{leaf}"].T
+            found[f"{block}.mlp.c_fc.{leaf}"] = opt[f"{layer}.fc1.{leaf}"].T
+            found[f"{block}.mlp.c_proj.{leaf}"] = opt[f"{layer}.fc2.{leaf}"].T
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(describe_model(folders[name])))
+    reader = Conv1DReader(folders[name])
+    tensors = {key: reader.get(key) for key in reader.specs}
+    assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == {
+        key: (spec.dtype, spec.shape) for key, spec in reader.specs.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    opt, original = open_theirs(tmp_path, torch.float32), open_theirs(folders[name], torch.float32)
+    assert distance(logits(opt), logits(original)) < 1e-6
+    back = as_gpt2(tensors)
+    for key, tensor in original.state_dict().items():
+        assert torch.equal(back[key], tensor), key
+
+
+@pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
+@pytest.mark.parametrize("name", WAYS)
+def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    report = pack(folders[name], tmp_path / "packed")
+    assert len(report.packed) == 12
+    assert list(report.skipped) == ["lm_head"]
+    assert not report.left_out
+    truth = logits(open_theirs(folders[name], torch.float32))
+    assert truth.std() > 0.2
+    theirs = logits(open_theirs(tmp_path / "packed", torch.bfloat16))
+    loaded = load_packed(tmp_path / "packed")
+    assert 1e-3 < distance(theirs, truth) < 0.1  # activations and weights were rounded
+    assert distance(logits(loaded.model), truth) < 1.5 * distance(theirs, truth)
+    assert loaded.context == 64
+    unpack(tmp_path / "packed", tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    original = open_theirs(folders[name], torch.float32)
+    original.load_state_dict({key: t.float() for key, t in as_gpt2(plain).items()})
+    assert distance(logits(open_theirs(tmp_path / "plain", torch.float32)), logits(original)) < 1e-6
+    want = load_file(folders[name] / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
+    assert distance(plain["model.decoder.layers.1.fc1.weight"].T.double(), want.double()) < 2**-4
+    ids = AutoTokenizer.from_pretrained(folders[name])("def main():").input_ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "packed")("def main():").input_ids == ids
+
+
+def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, said the clerk." for i in range(40)))
+    found = calibrate(
+        folders["as published"], [str(tmp_path / "text.txt")], tmp_path / "calibrated", samples=16, context=32
+    )
+    report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
+    assert report.packed.keys() == found.layers.keys()
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    q, k, v = (stored[f"model.decoder.layers.0.self_attn.{x}_proj.input_scale"] for x in "qkv")
+    assert q == k == v == found.scale("model.decoder.layers.0.self_attn.q_proj")
+    truth = logits(open_theirs(folders["as published"], torch.float32))
+    assert distance(logits(load_packed(tmp_path / "packed").model), truth) < 0.1
+
+
+def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) -> None:
+    """No "transformer." before the names, the causal masks stored, the tied head stored."""
+    old = tmp_path / "old"
+    old.mkdir()
+    source = folders["as published"]
+    for path in source.glob("*.json"):
+        (old / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    older = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    older |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    older |= {"lm_head.weight": older["wte.weight"].clone(), "extra.weight": torch.ones(2)}
+    save_file(older, old / "model.safetensors", {"format": "pt"})
+    assert pack(old, tmp_path / "a").left_out == ["extra.weight"]
+    pack(source, tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True.*has False only"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+        ({"add_cross_attention": True}, "add_cross_attention is True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False.*has True only"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, "GPT2LMHeadModel is supported, got GPT2ForSeq"),
+        ({"n_head": None}, "must state n_head"),
+    ],
+)
+def test_what_opt_is_not(folders: dict[str, Path], tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    config = json.loads((folders["as published"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    (tmp_path / "model.safetensors").write_bytes((folders["as published"] / "model.safetensors").read_bytes())
+    (tmp_path / "text.txt").write_text("said the clerk. " * 20)
+    with pytest.raises(ArtifactError, match=message):
+        pack(tmp_path, tmp_path / "out")
+    with pytest.raises(ArtifactError, match=message):
+        calibrate(tmp_path, [str(tmp_path / "text.txt")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

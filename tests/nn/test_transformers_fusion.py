@@ -1,0 +1,276 @@
+"""Decoder layers of transformers, fused: against the same model layer by layer, and against what it was."""
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from fused_oracle import sqnr
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import octavo
+from octavo.nn import SwiGLU
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+}
+each = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+def make(name: str, **more) -> nn.Module:
+    torch.manual_seed(0)
+    architecture, configuration, settings = ARCHITECTURES[name]
+    model = architecture(configuration(**SIZES | settings | more))
+    with torch.no_grad():
+        for p_name, p in model.named_parameters():
+            if p.ndim == 1:  # norms and biases that show when they are left out
+                p.add_(torch.randn_like(p) * 0.3)
+            elif "embed" not in p_name:
+                p.mul_(4)
+    return model
+
+
+def tokens(length: int = 21) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 99, (2, length))
+
+
+def operations(call) -> Counter:
+    seen: Counter = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen[op.name()] += 1
+            return op(*args, **(kwargs or {}))
+
+    with Count():
+        call()
+    return seen
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(tokens(), labels=tokens()).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def layer_by_layer(model: nn.Module) -> nn.Module:
+    """A copy that a hook keeps from being fused."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: None)
+    return twin
+
+
+@each
+def test_fused_is_what_the_layers_are_one_by_one(name):
+    model = make(name)
+    state, keys = model.state_dict(), list(model.state_dict())
+    exact = model(tokens()).logits
+    exact_gradients = gradients(model)
+    report = octavo.convert(model, "rowwise")
+    assert len(report.converted) == 14
+    assert set(report.fused) == {f"model.layers.{i}.{part}" for i in range(2) for part in ("qkv", "mlp")}
+    assert "fused: 2 x " in str(report)
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(t, state[key]) for key, t in model.state_dict().items())
+
+    seen = operations(lambda: model(tokens()))
+    assert seen["octavo::norm_quantize"] == 4
+    assert seen["octavo::activation_quantize"] == 2
+    assert seen["octavo::quantize"] == 4  # the attention's output and the layer that gets it
+    twin = layer_by_layer(model)
+    assert not operations(lambda: twin(tokens()))["octavo::norm_quantize"]
+
+    logits = model(tokens()).logits
+    assert sqnr(twin(tokens()).logits, logits) > 35
+    assert 40 > sqnr(exact, logits) > 18
+    apart, found = gradients(twin), gradients(model)
+    for key, gradient in found.items():
+        assert sqnr(apart[key], gradient) > 20, key
+        assert sqnr(exact_gradients[key], gradient) > 5, key
+
+
+@each
+def test_text_is_generated_with_a_cache(name):
+    """Each token has scales of its own, so that it is the same alone as among others."""
+    model = make(name).eval()
+    octavo.convert(model, "rowwise")
+    prompt = tokens(7)
+    with torch.no_grad():
+        full = model(prompt).logits
+        cache, steps = None, []
+        for i in range(7):
+            out = model(prompt[:, i : i + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+        assert sqnr(full, torch.cat(steps, 1)) > 30
+        text = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert text.shape == (2, 16)
+
+
+@each
+def test_compiled_without_a_break(name):
+    torch.compiler.reset()
+    model = make(name, num_hidden_layers=1)  # tracing takes most of the time
+    octavo.convert(model, "rowwise")
+    required = gradients(model)
+    logits = model(tokens()).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens()).logits, logits)
+    found = gradients(compiled)
+    for key, gradient in required.items():
+        torch.testing.assert_close(found[f"_orig_mod.{key}"], gradient)
+
+
+def test_checkpointed_layers_give_the_same_gradients():
+    model = make("llama").train()
+    octavo.convert(model, "rowwise")
+    required = gradients(model)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    found = gradients(model)
+    for key, gradient in required.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
+    """What wraps a part of a fused layer is called, and not the part behind its back."""
+    model = make("llama").train()
+    octavo.convert(model, "rowwise")
+    required, runs = gradients(model), []
+    run = SwiGLU._run
+    monkeypatch.setattr(SwiGLU, "_run", lambda *given: runs.append(1) or run(*given))
+    for layer in model.model.layers:
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+    found = gradients(model)
+    assert len(runs) == 2 * 2
+    for key, gradient in required.items():
+        parts = key.split(".mlp.")
+        assert torch.equal(found[".mlp._checkpoint_wrapped_module.".join(parts)], gradient), key
+
+
+def test_weights_are_cast_once():
+    model = make("qwen2")
+    octavo.convert(model, "rowwise")
+    required = model(tokens()).logits
+    with octavo.cast_once(model):
+        seen = operations(lambda: model(tokens()))
+        assert not seen["octavo::quantize_stack"]
+        assert torch.equal(model(tokens()).logits, required)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        assert not torch.equal(model(tokens()).logits, required)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])
+def test_what_a_library_puts_in_a_layers_place_runs(path):
+    model = make("llama")
+    octavo.convert(model, "rowwise")
+    parent = model.model.layers[1].get_submodule(path.split(".")[0])
+    leaf = path.split(".")[1]
+    original = getattr(parent, leaf)
+    before = model(tokens()).logits
+    setattr(parent, leaf, Doubled(original))
+    doubled = model(tokens()).logits
+    setattr(parent, leaf, original)
+    with torch.no_grad():
+        original.weight.mul_(2)
+    assert sqnr(model(tokens()).logits, doubled) > 30
+    assert not torch.equal(doubled, before)
+
+
+@pytest.mark.parametrize("path", ["self_attn", "mlp", "self_attn.k_proj", "mlp.gate_proj", "post_attention_layernorm"])
+def test_hooks_see_tensors(path):
+    model, seen = make("mistral"), []
+    octavo.convert(model, "rowwise")
+
+    def hook(module, args, kwargs, output):
+        first = output[0] if isinstance(output, tuple) else output
+        seen.append([*args, *kwargs.values()][0].shape[:2] + first.shape[:2])
+
+    model.model.layers[0].get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+    model(tokens())
+    assert seen == [(2, 21, 2, 21)]
+
+
+def test_another_recipe_runs_the_class_own_forward():
+    model, twin = make("llama"), make("llama")
+    octavo.convert(model, "rowwise")
+    assert octavo.convert(model, "tensorwise").fused == {}
+    octavo.convert(twin, "tensorwise")
+    assert torch.equal(model(tokens()).logits, twin(tokens()).logits)
+    assert octavo.convert(model, "rowwise").fused
+
+
+def test_a_skipped_layer_leaves_its_neighbours_apart():
+    model = make("llama")
+    report = octavo.convert(model, "rowwise", skip=["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"])
+    assert set(report.fused) == {"model.layers.0.mlp", "model.layers.1.qkv"}
+    assert model(tokens()).logits.isfinite().all()
+
+
+def test_an_mlp_of_another_activation_is_not_recognised():
+    model = make("llama", hidden_act="gelu")
+    report = octavo.convert(model, "rowwise")
+    assert report.fused == {}
+    assert not operations(lambda: model(tokens()))["octavo::norm_quantize"]
+
+
+def test_classes_keep_their_names_and_their_families():
+    model = make("llama")
+    before = [(type(m).__name__, type(m)) for m in model.modules()]
+    octavo.convert(model, "rowwise")
+    octavo.convert(model, "rowwise")
+    after = [m for m in model.modules() if type(m).__name__ not in ("NormLinear", "ModuleDict")]
+    assert [type(m).__name__ for m in after] == [name for name, _ in before]
+    assert all(isinstance(m, cls) for m, (_, cls) in zip(after, before, strict=True))
+    assert sum(isinstance(m, octavo.nn.NormLinear) for m in model.modules()) == 2
+
+
+def test_a_layer_that_was_not_fused_says_what_came():
+    branches = octavo.nn.precomputed.Branches(torch.ones(2, 4), [], [])
+    layer = nn.Linear(4, 4)
+    octavo.convert(nn.Sequential(layer), "rowwise")
+    with pytest.raises(RuntimeError, match="another one was given its output"):
+        layer(branches)

@@ -1,0 +1,18 @@
+"""The names that help texts list are the library's."""
+
+from octavo import FORMATS
+from octavo.artifact.packed.layouts import LAYOUTS
+from octavo.artifact.packed.scheme import SCHEMES
+from octavo.gguf.export import WEIGHTS
+from octavo.train.config import describe
+from octavo_cli import choices
+
+
+def test_help_lists_what_the_library_takes():
+    assert tuple(FORMATS) == choices.FORMATS
+    assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
+    assert tuple(LAYOUTS) == choices.LAYOUTS
+    assert tuple(SCHEMES) == choices.SCHEMES
+    kinds = {name.replace("_", "-"): kind for name, kind, *_ in describe()}
+    assert tuple(kinds) == choices.SETTINGS
+    assert tuple(name for name, kind in kinds.items() if kind == "true or false") == choices.FLAGS

@@ -1,0 +1,88 @@
+"""octavo doctor: the machine, and what each GEMM of each recipe runs on."""
+
+import json
+import platform
+
+import pytest
+import torch
+
+import octavo as package
+from octavo.nn.speedup.lookup import cache_path, read_table
+from octavo.nn.speedup.table import Machine, Measurement, Table
+from octavo.ops import Backend
+from octavo_cli import doctor
+
+GEMMS = ("y", "dx", "dw")
+QUANTIZED = dict.fromkeys(package.PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
+
+
+def test_machine_is_this_one(octavo):
+    code, out, err = octavo("doctor", "--json")
+    assert (code, err) == (0, "")
+    machine = json.loads(out)["machine"]
+    versions = {"octavo": package.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert {name: machine[name] for name in versions} == versions
+    assert machine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_every_recipe_has_its_three_gemms(octavo):
+    recipes = json.loads(octavo("doctor", "--json")[1])["recipes"]
+    assert recipes.keys() == package.PRESETS.keys()
+    for name, gemms in recipes.items():
+        assert tuple(gemms) == GEMMS
+        assert {gemm for gemm, backend in gemms.items() if backend["name"] != "bf16"} == set(QUANTIZED[name])
+        assert all(backend["reason"] for backend in gemms.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_without_a_gpu_everything_is_emulated(octavo):
+    recipes = json.loads(octavo("doctor", "--json")[1])["recipes"]
+    found = {backend["name"] for gemms in recipes.values() for backend in gemms.values()}
+    assert found == {"emulated", "bf16"}
+
+
+def test_tables_say_the_same(octavo):
+    code, out, err = octavo("doctor")
+    assert (code, err) == (0, "")
+    report = json.loads(octavo("doctor", "--json")[1])
+    for name, value in report["machine"].items():
+        assert f"{name.replace('_', ' ')}: {value}" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for recipe, gemms in report["recipes"].items():
+        assert all(backend["name"] in rows[recipe] for backend in gemms.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_measuring_needs_a_gpu(octavo, monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    code, out, err = octavo("doctor", "--measure")
+    assert (code, out) == (1, "")
+    assert "--measure times FP8 against BF16 on a CUDA GPU" in err
+    assert "run it on the machine that trains" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    here = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0", "0.1.0")
+    measured = Table(here, "made up", grid=(Measurement("rowwise", 2, 3, 4, 1.5, 1.0),))
+    backends = dict.fromkeys(package.PRESETS, "cublaslt") | {"mxfp8": "none", "bf16": "bf16", "groupwise": "emulated"}
+    monkeypatch.setattr("octavo.nn.speedup.lookup.this_machine", lambda device: here)
+    monkeypatch.setattr(
+        "octavo.nn.backends.gemm_backends", lambda recipe, _: dict.fromkeys(GEMMS, Backend(backends[recipe.name], ""))
+    )
+    asked = []
+
+    def measure_grid(recipes, device, progress):
+        asked.extend(recipe.name for recipe in recipes)
+        progress(1, 1)
+        return measured
+
+    monkeypatch.setattr("octavo.nn.speedup.lookup.measure_grid", measure_grid)
+    path = doctor.measure_gains(torch.device("cuda", 0))
+    assert path == cache_path(here)
+    assert read_table(path) == measured
+    assert set(asked) == package.PRESETS.keys() - {"mxfp8", "bf16", "groupwise"}
+    monkeypatch.setattr("octavo.nn.speedup.lookup.never_faster", lambda *_: "too old")
+    with pytest.raises(ValueError, match="Fast GPU 9000 has no FP8 GEMM to time"):
+        doctor.measure_gains(torch.device("cuda", 0))

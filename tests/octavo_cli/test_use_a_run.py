@@ -1,0 +1,243 @@
+"""octavo generate, evaluate and compare: what a run is for, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertLMHeadModel, BertModel, LlamaConfig, LlamaForCausalLM
+
+from octavo.artifact.packed.reader import PackedTensors
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack
+from octavo.train.config import Config
+from octavo.train.log import training_console
+from octavo.train.start import start
+
+TINY = {
+    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
+    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1, "evaluate_every": 2,
+    "evaluate_batches": 3, "save_every": 2,
+}  # fmt: skip
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with text.txt, the runs bf16 and fp8, and fp8 packed."""
+    root = tmp_path_factory.mktemp("made")
+    draw = random.Random(0)
+    (root / "text.txt").write_text(" ".join(draw.choices(["folio", "quarto", "octavo", "duodecimo"], k=400)))
+    torch.manual_seed(0)
+    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
+        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
+        start(Config(**settings), training_console()).run()
+    pack(root / "fp8", root / "packed")
+    return root
+
+
+def logged(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
+
+
+def evaluated(octavo, *words):
+    code, out, err = octavo("evaluate", *words, "--device", "cpu", "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+# --- evaluate
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_run_is_evaluated_as_its_training_did(octavo, made, name):
+    losses = logged(made / name)
+    for words, step in (((), 4), (("--step", 2), 2)):
+        found = evaluated(octavo, made / name, *words)
+        assert found["loss"] == losses[step]
+        assert found["perplexity"] == pytest.approx(math.exp(losses[step]))
+        assert found["tokens"] == 3 * 2 * 16
+
+
+def test_the_loss_is_printed_with_what_was_read(octavo, made):
+    code, out, err = octavo("evaluate", made / "fp8", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "read 1 file" in out
+    assert "fp8, step 4, delayed" in out
+    assert f"{logged(made / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out
+
+
+def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(octavo, made):
+    loss = evaluated(octavo, made / "packed", "--held-out", made / "fp8")["loss"]
+    trained = logged(made / "fp8")[4]
+    assert loss != trained
+    assert loss == pytest.approx(trained, rel=0.01)
+
+
+def test_given_text_is_evaluated_as_transformers_does(octavo, tmp_path, llama):
+    text = "It was a bright cold day in April, and the clocks were striking.\n" * 4
+    (tmp_path / "text.txt").write_text(text)
+    found = evaluated(octavo, llama, "--data", tmp_path / "text.txt", "--context", 20, "--batch", 2)
+    model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
+    ids = torch.tensor(list(text.encode()))
+    rows = (len(ids) - 1) // 20 // 2 * 2
+    windows = ids[: rows * 20 + 1].unfold(0, 21, 20)
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits.double()
+    want = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert found["tokens"] == rows * 20
+    assert found["loss"] == pytest.approx(float(want), rel=1e-3)
+
+
+# --- generate
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(vocab_size=256, num_key_value_heads=1, max_position_embeddings=64, **SMALL, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
+    words = ("generate", made / "fp8", "--prompt", "folio ", "--count", 12, "--device", "cpu", "--seed")
+    code, out, err = octavo(*words, 1)
+    assert (code, err) == (0, "")
+    assert out.startswith("folio ")
+    assert out == octavo(*words, 1)[1] != octavo(*words, 2)[1]
+    earlier = octavo(*words, 1, "--step", 2)[1]
+    assert earlier != out
+
+
+def test_a_hugging_face_folder_goes_on_as_transformers_does(octavo, llama):
+    words = ("generate", llama, "--prompt", "It was", "--count", 10, "--temperature", 0, "--device", "cpu")
+    code, out, err = octavo(*words)
+    assert (code, err) == (0, "")
+    model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
+    prompt = torch.tensor([list(b"It was")])
+    ids = model.generate(prompt, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(prompt))
+    text = bytes(ids[0].tolist()).decode(errors="replace")
+    assert [c for c in out if c.isprintable() and c != "\ufffd"] == [
+        c for c in text if c.isprintable() and c != "\ufffd"
+    ]
+
+
+# --- compare
+
+
+def test_runs_are_compared_step_by_step(octavo, made):
+    code, out, err = octavo("compare", made / "bf16", made / "fp8")
+    assert (code, err) == (0, "")
+    bf16, fp8 = logged(made / "bf16"), logged(made / "fp8")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1] == ["step", "bf16", "fp8", "gap"]
+    for step, line in zip((2, 4), lines[2:4], strict=True):
+        gap = fp8[step] / bf16[step] - 1
+        assert line == [str(step), f"{bf16[step]:.4f}", f"{fp8[step]:.4f}", f"{gap:+.2%}"]
+    assert lines[5] == ["run", "steps", "final", "loss", "gap", "tokens/s", "peak", "memory,", "GB"]
+    assert lines[6][:3] == ["bf16", "4", f"{bf16[4]:.4f}"]
+    assert float(lines[7][-1]) > 0.1
+    assert lines[8:] == [["recipe:", "bf16,", "delayed"]]
+    found = json.loads(octavo("compare", made / "bf16", made / "fp8", "--json")[1])
+    assert found["different_settings"] == {"recipe": ["bf16", "delayed"]}
+    assert found["runs"][1]["gaps"]["4"] == pytest.approx(fp8[4] / bf16[4] - 1)
+    assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
+
+
+def test_settings_that_differ_are_printed_in_few_digits(octavo, made, tmp_path):
+    shutil.copytree(made / "fp8", tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"min_learning_rate": 1e-5 / 10}))
+    assert octavo("compare", made / "fp8", tmp_path / "other")[1].splitlines()[-1] == "min-learning-rate: 0.001, 1e-06"
+
+
+def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, made, tmp_path):
+    """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
+    other = shutil.copytree(made / "fp8", tmp_path / "bf16")
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != "peak_memory"} for line in lines if line["step"] < 4]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"step": 4, "evalu')
+    code, out, err = octavo("compare", made / "bf16", other, made / "fp8")
+    assert (code, err) == (0, "")
+    assert str(other) in out  # two folders are called bf16
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["4"])
+    assert len(row) == 4  # the step, two losses, and one gap
+
+
+# --- What cannot be
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """BERT as an encoder, packed too, and as a language model whose attention sees later tokens."""
+    root = tmp_path_factory.mktemp("encoders")
+    config = BertConfig(vocab_size=256, max_position_embeddings=64, **SMALL)
+    for name, model in (("bert", BertModel(config)), ("bertlm", BertLMHeadModel(config))):
+        model.save_pretrained(root / name)
+        ByteTokenizer().save(root / name)
+    pack(root / "bert", root / "packed-bert")
+    return root
+
+
+@pytest.mark.parametrize("name", ["bert", "packed-bert", "bertlm"])
+def test_an_encoder_gives_no_next_token(octavo, encoders, name):
+    code, out, err = octavo("generate", encoders / name, "--prompt", "hi", "--device", "cpu")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {encoders / name} holds an encoder (Bert")
+    assert "gives no next token: a causal language model is required" in err
+    assert err.count("\n") == 1
+
+
+def test_bad_words_are_one_line(octavo, made, llama, tmp_path):
+    bare = shutil.copytree(made / "bf16", tmp_path / "bare")
+    (bare / "model" / "tokenizer.json").unlink()
+    (bare / "model" / "tokenizer_config.json").unlink()
+    cpu = ("--device", "cpu")
+    for words, message in (
+        (("generate", tmp_path / "none", "--prompt", "a", *cpu), "give a run of octavo train, a folder of octavo pack"),
+        (("generate", made / "fp8", "--prompt", "a", "--step", 3, *cpu), "no checkpoint of step 3: it keeps 2, 4"),
+        (("generate", llama, "--prompt", "a", "--step", 3, *cpu), "is a model, not a run of octavo train"),
+        (("generate", made / "fp8", "--prompt", "", *cpu), "the prompt must hold at least one token"),
+        (("generate", bare, "--prompt", "a", *cpu), "no tokenizer in"),
+        (("evaluate", made / "packed", *cpu), "give --data, or --held-out RUN"),
+        (("evaluate", llama, "--held-out", made / "packed", *cpu), "is no run of octavo train"),
+        (("evaluate", llama, "--data", made / "text.txt", "--context", 65, *cpu), "from 1 to the model's 64"),
+        (("compare", made / "fp8"), "compare takes two or more runs, got 1"),
+        (("compare", made / "fp8", made / "packed"), "not a run of octavo train"),
+    ):
+        code, out, err = octavo(*words)
+        assert (code, out) == (1, ""), words
+        assert message in err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+@pytest.mark.parametrize("name", ["fp8", "packed"])
+def test_a_gpu_that_is_not_there_is_one_line(octavo, made, name):
+    code, out, err = octavo("generate", made / name, "--prompt", "a", "--device", "cuda")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: device cuda was asked for")
+    assert err.count("\n") == 1
+
+
+def test_a_packed_folder_may_be_named_by_a_string(made):
+    assert PackedTensors(str(made / "packed")).others == PackedTensors(made / "packed").others
+
+
+def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
+    """In a pipe, where the width of a terminal means nothing."""
+    out = octavo("inspect", made / "packed")[1]
+    assert [line.split()[0] for line in out.splitlines() if "down_proj" in line] == [
+        "model.layers.0.mlp.down_proj.weight"
+    ]

@@ -1,0 +1,192 @@
+"""octavo verify, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("a <b>folder & more")
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, initializer_range=0.1, **SIZES, **ends)).save_pretrained(
+        root / "llama"
+    )
+    ByteTokenizer().save(root / "llama")
+    pack(root / "llama", root / "packed")
+    (root / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 30)
+    return {"model": root / "llama", "packed": root / "packed", "text": root / "text.txt"}
+
+
+def words(folders: dict[str, Path], *more: Any) -> list[Any]:
+    usual = {"--against": folders["model"], "--samples": 8, "--context": 48}
+    given = [word for option, value in usual.items() if option not in more for word in (option, value)]
+    return ["verify", folders["packed"], "--data", folders["text"], *given, *more]
+
+
+class Page(HTMLParser):
+    """The tags of a page, which must nest, and what could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.links += [name for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    code, out, err = octavo(*words(folders, *files, "--budget-kl", 1, "--budget-ppl", "5%"))
+    assert (code, err) == (0, "")
+    assert "the bytes are right; transformers, octavo agree with them" in out
+    for title in ("Readers", "Quality", "Layers", "Size", "Speed of the packed layers, times BF16: a forecast"):
+        assert title in out
+    assert "A forecast, not a measurement." in out
+    assert "8 prompts, 384 tokens" in out
+    assert "of 14 layers the 12 that lose most are shown" in out
+    written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert written["ok"] is True
+    assert written["model"] == "LlamaForCausalLM"
+    assert written["versions"]["transformers"] == transformers.__version__
+    assert written["command"].startswith("octavo verify ")
+    age = datetime.now(UTC) - datetime.fromisoformat(written["date"])
+    assert 0 <= age.total_seconds() < 600
+    page = (tmp_path / "r.html").read_text()
+    assert all(escape(text) in page for text in (written["date"], written["command"], transformers.__version__))
+    assert "INT8 is a yardstick and not in the folder" in out
+    assert "0.39x (slower)" in out
+    assert "  1 token  " in out
+    assert written["data"]["files"] == 1
+    assert out.startswith("read 1 file (")
+    assert len(written["layers"]) == 14
+    assert written["consumers"][0]["outcome"] == "agrees"
+    assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]
+    assert written["int8"]["tokens"] == 384
+    assert written["forecast"]["shapes"][0]["gains"]["1"] > 1.5
+    check_page(tmp_path / "r.html", layers=14)
+
+
+def check_page(path: Path, layers: int) -> None:
+    text = path.read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.links == []
+    assert not {"script", "link", "img", "iframe"} & set(page.seen)
+    assert not re.findall(r"https?://", text)
+    assert "<b>folder" not in text
+    assert "a &lt;b&gt;folder &amp; more" in text
+    assert page.seen.count("i") == 2 * layers  # bars
+    check_narrow(text, page)
+
+
+def check_narrow(text: str, page: Page) -> None:
+    """On a telephone words and numbers of tables stay whole, and each table scrolls in a box of its own."""
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert page.seen.count("table") == text.count('<div class="wide"><table>')
+    styles = dict(re.findall(r"^([^\n{]*) \{([^}]*)\}", text, re.M))
+    assert "overflow-x: auto" in styles[".wide"]
+    assert "white-space: nowrap" in styles["th, td"]
+    assert "overflow-wrap: normal" in styles["table"]
+    assert not re.search("anywhere|break-all|width: \\d{3,}px", text)
+
+
+def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    code, out, err = octavo(*words(folders, "--budget-kl", "1e-9", "--html", tmp_path / "r.html"))
+    assert code == 1
+    assert err == ""
+    assert "nats a token, 1e-09 were allowed" in out
+    verdict, *findings = out.splitlines()[-2:]
+    assert verdict.endswith("packed: 1 thing is wrong")
+    assert [line.split(": ")[0] for line in findings] == ["  budget kl"]
+    check_page(tmp_path / "r.html", layers=14)
+    text = (tmp_path / "r.html").read_text()
+    assert text.index("1 thing is wrong") < text.index("<li>budget kl: ") < text.index("<h2>")
+
+
+def test_damage(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    bad = tmp_path / "a <b>folder & more"
+    bad.mkdir()
+    for path in folders["packed"].iterdir():
+        (bad / path.name).write_bytes(path.read_bytes())
+    os.truncate(bad / "model.safetensors", 5000)
+    files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    code, out, err = octavo("verify", bad, "--against", folders["model"], *files)
+    assert (code, err) == (1, "")
+    assert "is truncated or no safetensors file" in out
+    assert "1 thing is wrong; nothing was run on this folder, since its bytes are wrong" in out
+    assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "file"
+    check_page(tmp_path / "r.html", layers=0)
+
+
+def test_structure_alone(octavo: Any, folders: dict[str, Path]) -> None:
+    code, out, err = octavo("verify", folders["packed"], "--against", folders["model"])
+    assert (code, err) == (0, "")
+    assert "Quality" not in out
+    assert "weight dB" in out
+    assert "output dB" not in out
+
+
+def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    for more, message in (
+        (("--budget-ppl", "half"), "--budget-ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a fr"),
+        (("--budget-ppl=-1%",), "--budget-ppl must be"),
+        (("--budget-ppl", "5"), "or a fraction below 1, such as 0.005; got '5'"),
+        (("--budget-ppl", "101%"), "got '101%'"),
+        (("--budget-kl", "-1"), "--budget-kl must be nats a token above 0, such as 0.01; got '-1'"),
+        (("--budget-kl", "0"), "got '0'"),
+        (("--budget-kl", "nan"), "got 'nan'"),
+        (("--budget-cosine", "1.5"), "--budget-cosine must be above 0 and below 1, such as 0.999; got '1.5'"),
+        (("--json", tmp_path / "none" / "r.json"), "r.json cannot be written: No such file or directory. Nothing was"),
+        (("--html", tmp_path), "cannot be written: Is a directory. Nothing was run"),
+        (("--samples", 0), "need samples >= 1"),
+        (("--data", tmp_path / "none"), "there is no"),
+        (
+            ("--against", tmp_path / "none"),
+            "is missing: give a run of octavo train, or a Hugging Face model",
+        ),
+        (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
+    ):
+        code, out, err = octavo(*words(folders, *more))
+        assert code == 1
+        assert message in err
+        assert "Traceback" not in out + err
+
+
+def test_help_has_an_example(octavo: Any) -> None:
+    code, out, _ = octavo("verify", "--help")
+    assert code == 0
+    assert "octavo verify packed/qwen --against models/qwen" in out
+    assert "verify [OPTIONS] PACKED --against MODEL" in out
+    assert sys.argv[1] == "verify"

@@ -1,0 +1,125 @@
+"""Where the Triton kernels run and how large their tiles are; on a GPU, that large ones are right time after time.
+
+A race between the warps of a program, or a store that is lost, shows in one run of many: 20 here, each over fresh data
+and poisoned memory.
+"""
+
+import pytest
+import torch
+from gpu_memory import poison
+from test_norm_gpu import assert_same
+
+from octavo.numerics import TENSOR, Cast, block, group
+from octavo.ops import quantize, transpose
+from octavo.ops.quantization.reference import quantize as quantize_twin
+from octavo.ops.transposition.reference import transpose as transpose_twin
+from octavo.ops.triton_support import LONGEST_ROW, fits, has_kernels, power_of_two_above, row_tile
+
+REPEATS = 20
+LARGE = (8192, 4096)
+
+
+def test_power_of_two_above():
+    assert [power_of_two_above(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert [power_of_two_above(n) for n in (4095, 4096, 4097, LONGEST_ROW)] == [4096, 4096, 8192, LONGEST_ROW]
+
+
+def test_row_tile_of_some_rows():
+    """(elements, rows, warps): 4096 elements or one row, and no fewer than 16 elements of a row."""
+    assert row_tile(0) == row_tile(1) == row_tile(16) == (16, 256, 8)
+    assert row_tile(17) == (32, 128, 8)
+    assert row_tile(4096) == (4096, 1, 8)
+    assert row_tile(4097) == row_tile(8192) == (8192, 1, 8)
+    assert row_tile(8193) == (16384, 1, 16)
+    assert row_tile(LONGEST_ROW) == (32768, 1, 32)
+
+
+@pytest.mark.parametrize("columns", range(0, LONGEST_ROW + 1, 331))
+def test_a_row_tile_holds_the_row_and_triton_can_have_it(columns):
+    elements, rows, warps = row_tile(columns)
+    assert max(columns, 16) <= elements < 2 * max(columns, 16)
+    assert rows == 1 or rows * elements <= 4096
+    assert 8 <= warps <= 32
+    for n in (elements, rows, warps):
+        assert n & (n - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("cast", "columns", "fit"),
+    [
+        (Cast(granularity=TENSOR), 10**6, True),
+        (Cast(granularity=TENSOR, relative_floor=0.1), 8, False),
+        (Cast(), LONGEST_ROW, True),
+        (Cast(), LONGEST_ROW + 1, False),
+        (Cast(scale="e8m0"), 8, True),
+        (Cast(relative_floor=0.1), LONGEST_ROW, True),
+        (Cast(relative_floor=0.1), LONGEST_ROW + 1, False),
+        (Cast(relative_floor=0.1, scale="pow2"), 8, True),
+        (Cast(relative_floor=0.1, scale="e8m0"), 8, False),
+        (Cast(granularity=group(32), scale="e8m0"), 10**6, True),
+        (Cast(granularity=group(7), relative_floor=0.1), 8, False),
+        (Cast(granularity=group(32768)), 8, True),
+        (Cast(granularity=group(32769)), 8, False),
+        (Cast(granularity=block(128, 128)), 10**6, True),
+        (Cast(granularity=block(256, 128)), 8, True),
+        (Cast(granularity=block(256, 129)), 8, False),
+        (Cast(granularity=block(3, 129), relative_floor=0.1), 8, False),
+    ],
+    ids=str,
+)
+def test_fits(cast, columns, fit):
+    assert fits(cast, columns) == fit
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_there_are_no_kernels_without_a_gpu(device):
+    assert not has_kernels(torch.device(device))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_kernels_run_from_compute_capability_8_9():
+    device = torch.empty(0, device="cuda").device
+    assert has_kernels(device) == (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def rows_of_many_sizes(seed: int) -> torch.Tensor:
+    """BF16, on the GPU, over 12 octaves."""
+    torch.manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-12, 1, (LARGE[0], 1), device="cuda"))
+    return (torch.randn(LARGE, device="cuda") * sizes).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "cast",
+    [
+        Cast(),
+        Cast("e5m2", scale="pow2"),
+        Cast(relative_floor=2.0**-8),
+        Cast(relative_floor=2.0**-4, scale="pow2"),
+    ],
+    ids=["plain", "e5m2-pow2", "floor", "floor-pow2"],
+)
+def test_quantize_by_row_again_and_again(cast):
+    for seed in range(REPEATS):
+        x = rows_of_many_sizes(seed)
+        data, scale = quantize_twin(x, cast, None, None, None)
+        poison()
+        q = quantize(x, cast)
+        assert_same(q.data, data)
+        assert_same(q.scale, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_transpose_again_and_again(fmt, shifted):
+    for seed in range(REPEATS):
+        data = quantize(rows_of_many_sizes(seed), Cast(fmt)).data
+        shift = torch.randint(0, 24, LARGE[:1], dtype=torch.int32, device="cuda") if shifted else None
+        required = transpose_twin(data, shift)
+        poison()
+        assert_same(transpose(data, shift), required)

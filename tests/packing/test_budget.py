@@ -1,0 +1,278 @@
+"""What a budget keeps in BF16, and whether the packed folder then holds it, measured here with scipy's KL."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+import torch
+from calibration_examples import write_data, write_model
+from packed_examples import LLAMA, lively, write_run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from octavo.artifact.packed.reader import PackedTensors
+from octavo.calibration import calibrate
+from octavo.evaluation import Budget
+from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.hf.fused_groups import groups
+from octavo.hf.source import open_source
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.ops import quantize, scaled_mm
+from octavo.packing import pack, pack_within
+from octavo.packing.partly_packed import SwitchedModel
+from octavo.runtime import load_packed
+
+SENSITIVE = "model.layers.1.mlp.down_proj"
+KL = Budget("kl", 0.01)
+
+
+def quiet(folder: Path) -> Path:
+    """A model that packing hardly changes, but for one layer: all of its weights that count are lost to one that does
+    not, beside which they are too small for e4m3."""
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(5)
+    for name, tensor in tensors.items():
+        if "_proj" in name and tensor.ndim == 2:
+            tensor.copy_(torch.randn_like(tensor) * (8 if name == f"{SENSITIVE}.weight" else 0.02))
+    hard = tensors[f"{SENSITIVE}.weight"]
+    hard[:, 0] = 8e6  # of every row; what it is multiplied by is 0
+    tensors["model.layers.1.mlp.up_proj.weight"][0] = 0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quiet(write_model(tmp_path_factory.mktemp("budget") / "llama", "llama"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_data(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+def prompts(folder: Path, data: list[str], samples: int) -> list[Tensor]:
+    found = read_prompts(data, open_tokenizer(folder), samples=samples, context=40)
+    return [torch.tensor([ids]) for ids in found.ids if len(ids) > 1]
+
+
+@torch.no_grad()
+def log_p(model: Any, ids: Tensor) -> np.ndarray:
+    out = model(ids)
+    return scipy.special.log_softmax((out if isinstance(out, Tensor) else out.logits).double().numpy(), axis=-1)
+
+
+def measure(source: Any, packed: Path, texts: list[Tensor]) -> tuple[float, float]:
+    """KL in nats a token, and the change of perplexity, with a model of the caller's, one prompt at a time."""
+    loaded = load_packed(packed).model
+    kl, change, tokens, targets = 0.0, 0.0, 0, 0
+    for ids in texts:
+        p, q = log_p(source, ids), log_p(loaded, ids)
+        kl += float((np.exp(p) * (p - q)).sum())
+        tokens += ids.numel()
+        after = ids[0, 1:].numpy()
+        change += float((p - q)[0, np.arange(len(after)), after].sum())
+        targets += len(after)
+    return kl / tokens, math.exp(change / targets) - 1
+
+
+def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data: list[str]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    report, kept = pack_within(model, tmp_path / "out", KL, data, context=40, progress=lambda *done: seen.append(done))
+    assert kept.skip == [SENSITIVE]
+    assert SENSITIVE not in report.packed
+    assert len(report.packed) == 3 * 7 - 1
+    texts = prompts(model, data, 32)
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    kl, _ = measure(source, tmp_path / "out", texts)
+    assert kl <= 0.01
+    assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)  # what is loaded rounds a norm's output elsewhere
+    pack(model, tmp_path / "all")
+    everything, _ = measure(source, tmp_path / "all", texts)
+    assert everything > 0.02
+    assert everything == pytest.approx(kept.all_packed.kl.value, rel=0.2)
+    assert kept.ranking[0].layers == (SENSITIVE,)
+    assert kept.ranking[0].harm == pytest.approx(everything, rel=0.5)
+    assert {what for what, _, _ in seen} == {"packing", "measuring each group", "measuring the whole"}
+    assert all(0 < done <= of for _, done, of in seen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
+
+
+def test_the_record(tmp_path: Path, model: Path, data: list[str]) -> None:
+    _, kept = pack_within(model, tmp_path / "out", KL, data, context=40, samples=10)
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
+    assert (record["measure"], record["limit"]) == ("kl", 0.01)
+    assert record["measured"] == kept.quality.kl.value <= 0.01 < record["with_all_packed"]
+    assert record["kept_in_bf16"] == [[SENSITIVE]]
+    assert len(record["groups"]) == 3 * 4
+    chosen = read_prompts(data, open_tokenizer(model), samples=10, context=40)
+    assert record["data"]["fingerprint"] == chosen.fingerprint
+    assert record["data"]["tokens"] == sum(len(ids) for ids in chosen.ids if len(ids) > 1)
+    assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+
+
+def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) -> None:
+    """But for no group by itself: they are as far off whichever layers are packed."""
+    source = write_model(tmp_path / "llama", "llama")
+    calibrate(source, data, tmp_path / "c", samples=8, context=40)
+    loose = Budget("kl", 9)
+    how: dict[str, Any] = {"context": 40, "samples": 10}
+    _, plain = pack_within(source, tmp_path / "plain", loose, data, **how)
+    _, cached = pack_within(source, tmp_path / "cached", loose, data, calibration=tmp_path / "c", kv_cache="fp8", **how)
+    assert cached.quality.kl.value > 1.02 * plain.quality.kl.value
+    assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
+
+
+def test_a_budget_that_holds_at_once_keeps_nothing(tmp_path: Path, model: Path, data: list[str]) -> None:
+    report, kept = pack_within(model, tmp_path / "out", Budget.parse("kl=9"), data, context=40, samples=10)
+    assert kept.skip == []
+    assert len(report.packed) == 3 * 7
+    assert kept.quality == kept.all_packed
+
+
+def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
+    """Of a model without such a layer: the limit is held each time, and one group fewer would not do."""
+    source = write_model(tmp_path / "qwen2", "qwen2", sliding_window=None, use_sliding_window=False)
+    counts = []
+    for i, part in enumerate((0.5, 0.1)):
+        everything = 0.0
+        if i == 0:
+            _, loose = pack_within(source, tmp_path / "a", Budget("kl", 9), data, context=40, samples=10)
+            full = loose.all_packed.kl.value
+        budget = Budget("kl", part * full)
+        report, kept = pack_within(source, tmp_path / f"{part}", budget, data, context=40, samples=10)
+        assert kept.quality.kl.value <= budget.limit < kept.all_packed.kl.value
+        counts.append(kept.kept)
+        for layers in groups([f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]):
+            assert len({layer in report.packed for layer in layers}) == 1
+        fewer = [layer for group in kept.ranking[: kept.kept - 1] for layer in group.layers]
+        pack(source, tmp_path / f"{part} fewer", skip=fewer)
+        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+        texts = prompts(source, data, 10)
+        everything, _ = measure(reference, tmp_path / f"{part} fewer", texts)
+        assert everything > 0.9 * budget.limit
+        assert measure(reference, tmp_path / f"{part}", texts)[0] == pytest.approx(kept.quality.kl.value, rel=0.2)
+    assert 0 < counts[0] < counts[1] < 12
+
+
+NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+
+
+def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
+    _, loose = pack_within(model, tmp_path / "all", Budget("ppl", 9), data, context=40)
+    assert loose.skip == []
+    before = loose.all_packed.perplexity_ratio.value
+    assert before > 0.03
+    _, kept = pack_within(model, tmp_path / "out", Budget.parse("ppl=1.5%"), data, context=40)
+    assert kept.skip == [SENSITIVE]
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    _, change = measure(source, tmp_path / "out", prompts(model, data, 32))
+    assert change <= 0.015
+    assert change == pytest.approx(kept.quality.perplexity_ratio.value, abs=0.01)  # BF16, summed in another order
+
+
+def test_a_run_of_gpt2_whose_qkv_is_one_layer(tmp_path: Path, data: list[str]) -> None:
+    """Three tensors on disk, and one layer here."""
+    gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
+    assert isinstance(gpt2, GPT2)
+    run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")
+    _, loose = pack_within(run, tmp_path / "all", Budget("kl", 99), data, context=40, samples=10)
+    limit = loose.all_packed.kl.value / 2
+    report, kept = pack_within(run, tmp_path / "out", Budget("kl", limit), data, context=40, samples=10)
+    assert 0 < kept.kept < 8
+    assert set(report.packed) & set(kept.skip) == set()
+    kl, change = measure(gpt2.bfloat16(), tmp_path / "out", prompts(run / "model", data, 10))
+    assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "static"])
+def test_other_schemes_and_a_glob_that_is_left_with_nothing(
+    tmp_path: Path, model: Path, data: list[str], scheme: str
+) -> None:
+    calibration = tmp_path / "calibrated" if scheme == "static" else None
+    if calibration:
+        calibrate(model, data, calibration, samples=10, context=24)
+    report, kept = pack_within(
+        model, tmp_path / "out", KL, data, context=40, samples=10, scheme=scheme, calibration=calibration,
+        layers={SENSITIVE: "channel"},
+    )  # fmt: skip
+    assert SENSITIVE in kept.skip
+    assert Counter(report.packed.values())[scheme] == 3 * 7 - len(kept.skip)
+    kl, _ = measure(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval(),
+        tmp_path / "out", prompts(model, data, 10),
+    )  # fmt: skip
+    assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)
+
+
+def test_skip_is_kept_too(tmp_path: Path, model: Path, data: list[str]) -> None:
+    report, kept = pack_within(model, tmp_path / "out", KL, data, context=40, samples=10, skip=["*.o_proj"])
+    assert kept.skip == [SENSITIVE]
+    assert len(report.packed) == 3 * 6 - 1
+    assert len(kept.ranking) == 3 * 3
+
+
+def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"the budget kl=0 leaves nothing to pack: with every layer packed it is kl=0\.\d"
+    ):
+        pack_within(model, tmp_path / "out", Budget("kl", 0.0), data, context=40, samples=6)
+    with pytest.raises(ValueError, match="a budget is measured: give --data"):
+        pack_within(model, tmp_path / "out", KL, [])
+    bert = write_model(tmp_path / "bert", "bert")
+    with pytest.raises(
+        ValueError, match="kl and ppl are for language models, those of cosine for encoders.*an encoder"
+    ):
+        pack_within(bert, tmp_path / "out", KL, data, context=40, samples=6)
+    with pytest.raises(ValueError, match="llama is a language model"):
+        pack_within(model, tmp_path / "out", Budget("cosine", 0.99), data, context=40, samples=6)
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match="every prompt is one token long"):
+        pack_within(model, tmp_path / "out", KL, [str(short)])
+    small = Llama(LlamaConfig(**LLAMA | {"vocabulary": 50}))  # type: ignore[arg-type]
+    run = write_run(tmp_path / "run", small, small.config.to_hf())
+    with pytest.raises(ValueError, match="the tokenizer gives the id .*, the model has 50 embeddings"):
+        pack_within(run, tmp_path / "out", KL, data, context=40, samples=6)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError):
+        pack_within(model, tmp_path / "out", KL, data)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("scheme", "layout"), [("channel", "compressed-tensors"), ("mx", "compressed-tensors"), ("block", "fp8")]
+)
+def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, layout: str) -> None:
+    """To the bit, for each combination of layers: against the packed layers put into the model one by one, here."""
+    source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
+    pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
+    names = [f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]
+    switched = SwitchedModel(open_source(source), tmp_path / "packed", names, "cpu")
+    plain, packed = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval() for _ in range(2))
+    ids = torch.arange(40).view(2, 20)
+    assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
+    tensors = PackedTensors(tmp_path / "packed")
+    one = SENSITIVE
+    layer = packed.get_submodule(one)
+    layer.forward = lambda x: by_hand(x, tensors.weight(one), tensors.packing.schemes[one])
+    found, truth = switched.with_packed({one})(ids), packed(ids).logits
+    assert torch.equal(found, truth)
+    assert not torch.equal(found, plain(ids).logits)
+    assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
+    weight = 128 * 128
+    assert switched.saved[one] == weight - {"channel": 128 * 4, "mx": weight // 32, "block": 4}[scheme]
+
+
+def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
+    x_q = quantize(x.flatten(0, 1), scheme.inputs)
+    return scaled_mm(x_q, weight, out_dtype=x.dtype, fast_accumulation=True).view(*x.shape[:-1], -1)

@@ -1,0 +1,153 @@
+"""Packing with scales of least squared error and of powers of two, and which layers share a scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from octavo.artifact.packed.scheme import SCHEMES
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack
+from octavo.runtime import load_packed
+from octavo_cli.app import app
+
+SCHEME_NAMES = [name for name in SCHEMES if name != "static"]
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "eos_token_id": 0,
+    "bos_token_id": None,
+}  # fmt: skip
+Q_K_V = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 2 and "emb" not in name:
+                p.copy_(torch.randn_like(p) * p.shape[1] ** -0.5 * (1.3 if "k_proj" in name else 1))
+    path = tmp_path_factory.mktemp("llama")
+    model.bfloat16().save_pretrained(path)
+    ByteTokenizer().save(path)
+    return path
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    out: Any = model(torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3)))
+    return (out if isinstance(out, Tensor) else out.logits).double()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def open_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
+    """The squared error of each packed weight, as transformers widens it; mx, which is exact in BF16, in that alone."""
+    theirs = open_theirs(packed, torch.bfloat16 if scheme == "mx" else torch.float32)
+    plain = load_file(source / "model.safetensors")
+    logits(theirs)  # it widens at the first call
+    layers = json.loads((packed / "octavo.json").read_text())["layers"]
+    wide = {name: theirs.get_submodule(name).weight.double() for name in layers}
+    return {name: float((w - plain[f"{name}.weight"].double()).square().sum()) for name, w in wide.items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+def test_the_gain_by_layer_is_that_of_the_files(source: Path, tmp_path: Path, scheme: str, pow2: bool) -> None:
+    pack(source, tmp_path / "amax", scheme=scheme, pow2=pow2)
+    report = pack(source, tmp_path / "mse", scheme=scheme, weights="mse", pow2=pow2)
+    assert report.gains.keys() == report.packed.keys()
+    before, after = (errors(tmp_path / name, source, scheme) for name in ("amax", "mse"))
+    for name, gain in report.gains.items():
+        ratio = torch.tensor(before[name] / after[name], dtype=torch.float64)
+        assert gain == pytest.approx(10 * float(ratio.log10()), abs=2e-3)
+        assert gain >= 0 or scheme == "tensor"  # the least error of layers that share a scale may cost one of them
+    if not pow2 and scheme.startswith("group"):
+        assert min(report.gains.values()) > 0.8
+    record = json.loads((tmp_path / "mse" / "octavo.json").read_text())["weight_scales"]
+    assert record["rule"] == "mse"
+    assert record["sqnr_gain_db"] == report.gains
+    plain = json.loads((tmp_path / "amax" / "octavo.json").read_text())
+    assert plain["weight_scales"] == {"rule": "amax", "pow2": pow2}
+    assert plain["schemes"][scheme]["weight"]["scale"] == ("e8m0" if scheme == "mx" else "pow2" if pow2 else "fp32")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("weights", ["amax", "mse"])
+@pytest.mark.parametrize("scheme", [name for name in SCHEME_NAMES if name != "mx"])
+def test_power_of_two_scales_are_such_and_no_smaller(source: Path, tmp_path: Path, scheme: str, weights: str) -> None:
+    pack(source, tmp_path / "plain", scheme=scheme)
+    pack(source, tmp_path / "pow2", scheme=scheme, pow2=True, weights=weights)
+    plain, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "pow2"))
+    for name, scale in stored.items():
+        if name.endswith("_scale"):
+            assert torch.equal(torch.exp2(scale.log2().round()), scale)
+            least = 1.0 if weights == "amax" else 0.5
+            assert (scale >= least * plain[name]).all()
+            assert (scale < 2 * plain[name]).all()
+    truth = logits(open_theirs(source))
+    ours, theirs = logits(load_packed(tmp_path / "pow2").model), logits(open_theirs(tmp_path / "pow2"))
+    assert distance(ours, truth) < 0.2
+    assert distance(ours, theirs) < 1.5 * distance(theirs, truth)
+
+
+def test_powers_of_two_in_the_fp8_layout(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out", scheme="block", layout="fp8", pow2=True, weights="mse")
+    scale = load_file(tmp_path / "out" / "model.safetensors")[f"{Q_K_V[0]}.weight_scale_inv"]
+    assert torch.equal(torch.exp2(scale.log2().round()), scale)
+    assert distance(logits(load_packed(tmp_path / "out").model), logits(open_theirs(source))) < 0.2
+
+
+@pytest.mark.parametrize("weights", ["amax", "mse"])
+def test_layers_share_a_scale_unless_told_otherwise(source: Path, tmp_path: Path, weights: str) -> None:
+    shared = pack(source, tmp_path / "shared", scheme="tensor", weights=weights)
+    own = pack(source, tmp_path / "own", scheme="tensor", weights=weights, share=False)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("shared", "own"))
+    assert len({float(ours[f"{name}.weight_scale"]) for name in Q_K_V}) == 1
+    scales = [float(theirs[f"{name}.weight_scale"]) for name in Q_K_V]
+    assert len(set(scales)) == 3
+    assert not shared.ratios
+    assert own.ratios[", ".join(Q_K_V)] == pytest.approx(max(scales) / min(scales))
+
+
+def test_it_is_deterministic(source: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        pack(source, tmp_path / name, weights="mse", layers={"*.o_proj": "tensor", "*.down_proj": "group64"})
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_an_unknown_rule(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown rule 'best' for weights: choose one of amax, mse"):
+        pack(source, tmp_path / "out", weights="best")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_reports_the_gain(source: Path, tmp_path: Path) -> None:
+    arguments = ["pack", str(source), str(tmp_path / "out"), "--scheme", "group32", "--weights", "mse", "--pow2"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "SQNR gained by mse" in done.output
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())["weight_scales"]
+    assert (record["rule"], record["pow2"]) == ("mse", True)

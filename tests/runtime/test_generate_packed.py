@@ -1,0 +1,290 @@
+"""Running from a packed folder: the layer, the checks of what is read, and the text that comes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from packed_examples import Example
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from octavo import convert
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.scheme import SCHEMES
+from octavo.models.stream import stream
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.ops import quantize
+from octavo.packing.pipeline import SCHEME_OF
+from octavo.runtime import PackedLinear, end_tokens, load_packed
+from octavo.runtime.packed_linear import swap_linears
+from octavo_cli.generate import generate_command
+from octavo_cli.pack import pack_command
+
+PROMPT = "Grüße, "
+
+
+# --- The layer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128), (1, 2, 3, 128), (0, 128), (2, 0, 128)])
+@pytest.mark.parametrize("recipe", [recipe for recipe in SCHEME_OF if recipe not in ("delayed", "tensorwise")])
+def test_the_layer_is_the_forward_of_training(
+    recipe: str, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(128, 256, bias=bias))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.copy_(parameter.bfloat16())  # the bias is stored so
+    model = nn.Sequential(nn.Linear(128, 256, bias=bias))
+    scheme = SCHEMES[SCHEME_OF[recipe]]
+    swap_linears(model, {"0": (scheme, 1)})
+    q = quantize(trained[0].weight.detach(), scheme.weight)
+    stored = {"0.weight": q.data, "0.weight_scale": scheme.stored_scale(q)}
+    model.load_state_dict(stored | ({"0.bias": trained[0].bias.bfloat16()} if bias else {}))
+    convert(trained, recipe)
+    x = (torch.randn(shape) * 3).to(dtype)
+    with torch.no_grad():
+        y, want = model(x), trained(x)
+    assert y.dtype == dtype
+    assert y.shape == want.shape == (*shape[:-1], 256)
+    assert torch.equal(y, want)
+
+
+def test_a_loaded_model_has_no_wide_copy_of_a_packed_weight(example: Example) -> None:
+    model = load_packed(example.packed).model
+    assert not model.training
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert layers.keys() == example.report.packed.keys()
+    for layer in layers.values():
+        assert [layer.weight.dtype, layer.weight_scale.dtype] == [torch.float8_e4m3fn, torch.float32]
+        assert not list(layer.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert held < 1.01 * (example.packed / "model.safetensors").stat().st_size
+
+
+def test_a_tied_head_stays_tied(packed: dict[str, Example]) -> None:
+    llama, qwen = (load_packed(packed[name].packed).model for name in ("llama", "qwen2"))
+    for model in (llama, qwen):
+        assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+# --- What is read ------------------------------------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{NAME}.weight"), f"{NAME}.weight is missing"),
+        (lambda t: t.pop(f"{NAME}.weight_scale"), f"{NAME}.weight_scale is missing"),
+        (lambda t: t.update(extra=torch.ones(1)), "extra has no place"),
+        (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"][:-1].clone()}), f"{NAME}.weight must have shape"),
+        (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].bfloat16()}), f"{NAME}.weight must be torch.float8"),
+        (lambda t: t[f"{NAME}.weight_scale"].view(-1)[:1].fill_(torch.nan), f"{NAME}.weight_scale holds inf or NaN"),
+        (lambda t: t[f"{NAME}.weight_scale"].view(-1)[:1].zero_(), f"{NAME}.weight_scale must be positive"),
+    ],
+)
+def test_wrong_tensors(
+    copy_of: Callable[[str], Path], change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    folder = copy_of("llama")
+    rewrite(folder, change)
+    with pytest.raises(ArtifactError, match=rf"{message}.*pack it again"):
+        load_packed(folder)
+
+
+def test_a_missing_part_of_a_fused_weight_is_named_as_on_disk(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gpt2")
+    rewrite(folder, lambda t: t.pop("model.decoder.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ArtifactError, match=r"model.decoder.layers.1.self_attn.k_proj.weight is missing"):
+        load_packed(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_files(copy_of: Callable[[str], Path], name: str) -> None:
+    folder = copy_of("llama")
+    for path in folder.glob("tokenizer*") if "tokenizer" in name else [folder / name]:
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load_packed(folder)
+
+
+def test_pickles_are_refused(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle, never opened")
+    with pytest.raises(ArtifactError, match=r"pytorch_model.bin, a pickle, .*save the model with safetensors"):
+        load_packed(folder)
+
+
+def test_a_truncated_file(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ArtifactError, match=r"model.safetensors is truncated"):
+        load_packed(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "ignore", "message"),
+    [
+        ("llama", ["lm_head", NAME], f"{NAME}.weight_scale has no place"),
+        ("gpt2", ["lm_head", "model.decoder.layers.0.self_attn.q_proj"], "are one layer here"),
+    ],
+)
+def test_wrong_ignore(copy_of: Callable[[str], Path], name: str, ignore: list[str], message: str) -> None:
+    path = copy_of(name) / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["ignore"] = ignore
+    path.write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=message):
+        load_packed(path.parent)
+
+
+def test_another_packing(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama") / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["format"] = "pack-quantized"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="format is 'pack-quantized', octavo runs float-quantized"):
+        load_packed(path.parent)
+
+
+# --- The text ----------------------------------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    """Says `ids` one after the other, with the interface of a model of transformers."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.ids, self.here = ids, nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, past_key_values: int | None, use_cache: bool) -> SimpleNamespace:
+        said = past_key_values or 0
+        logits = torch.zeros(1, input_ids.shape[1], 256)
+        logits[0, -1, self.ids[said]] = 1
+        return SimpleNamespace(logits=logits, past_key_values=said + 1)
+
+
+def say(ids: list[int], **options: Any) -> list[str]:
+    model, tokenizer = Scripted(ids), ByteTokenizer()
+    return list(stream(model, tokenizer, 999, "é", count=len(ids), temperature=0, **options))
+
+
+def test_characters_come_whole_and_at_once() -> None:
+    assert say(list("aé€😀z".encode())) == ["a", "é", "€", "😀", "z"]
+
+
+def test_any_bytes_come_as_their_decoding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        ids = torch.randint(0x60, 256, (12,), generator=generator).tolist()
+        assert "".join(say(ids)) == bytes(ids).decode(errors="replace")
+
+
+def test_a_stop_token_ends_the_text() -> None:
+    assert say(list(b"abc\0def"), stop={0}) == ["a", "b", "c"]
+
+
+def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path: Path) -> None:
+    assert end_tokens(packed["qwen2"].packed) == {0}
+    assert end_tokens(packed["llama"].packed) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert end_tokens(tmp_path) == {2, 3}
+
+
+def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
+    """With its cache, against one forward over the whole text, in float32 so that rounding turns no choice."""
+    model, tokenizer, context = load_packed(example.packed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    ids = tokenizer.encode(PROMPT)
+    for _ in range(6):
+        with torch.no_grad():
+            out = model(torch.tensor([ids]))
+        ids.append(int((out if isinstance(out, Tensor) else out.logits)[0, -1].argmax()))
+    text = "".join(stream(model, tokenizer, context, PROMPT, count=6, temperature=0))
+    assert PROMPT + text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_text_goes_on_past_the_context(packed: dict[str, Example], name: str) -> None:
+    model, tokenizer, context = load_packed(packed[name].packed)
+    assert context == 48
+
+    def text(seed: int) -> str:
+        pieces = stream(model, tokenizer, context, PROMPT, count=44, temperature=1.0, top_k=50, seed=seed)
+        return "".join(pieces)
+
+    assert len(PROMPT.encode()) + 44 > context
+    first = text(5)
+    assert len(first.encode()) >= 44
+    assert first == text(5) != text(6)
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("", 1), ("a", -1)])
+def test_arguments_out_of_range(packed: dict[str, Example], prompt: str, count: int) -> None:
+    for name in ("llama", "qwen2"):
+        model, tokenizer, context = load_packed(packed[name].packed)
+        with pytest.raises(ValueError, match=r"prompt must hold|must be >= 0"):
+            stream(model, tokenizer, context, prompt, count=count)
+
+
+# --- The commands ------------------------------------------------------------------------------------------------
+
+
+def command(function: Callable[..., None], *arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(function)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_pack_and_generate_from_the_command_line(tmp_path: Path, packed: dict[str, Example]) -> None:
+    run, out = shutil.copytree(packed["llama"].run, tmp_path / "a run"), tmp_path / "a folder" / "out"
+    done = command(pack_command, run, out)
+    assert done.exit_code == 0, done.output
+    assert "linear layers packed   14" in done.output
+    assert "lm_head: its weight is an embedding's" in done.output
+    shutil.rmtree(run)  # what follows has the folder only
+    options = ("--prompt", "Hello [b]you", "--count", 12, "--seed", 1, "--device", "cpu")
+    texts = [command(generate_command, out, *options) for _ in range(2)]
+    assert texts[0].exit_code == 0, texts[0].output
+    assert texts[0].output == texts[1].output
+    assert texts[0].output.startswith("Hello [b]you")
+    assert len(texts[0].output) > len("Hello [b]you") + 3
+    assert not set(texts[0].output) & {chr(code) for code in range(32) if chr(code) not in "\n\t"}
+
+
+def test_errors_reach_the_caller(tmp_path: Path) -> None:
+    missing = command(generate_command, tmp_path / "nothing", "--prompt", "a")
+    assert isinstance(missing.exception, FileNotFoundError)
+    nothing = command(pack_command, tmp_path, tmp_path / "out")
+    assert isinstance(nothing.exception, FileNotFoundError)
+    assert "a run of octavo train, or a Hugging Face model folder" in str(nothing.exception)
+
+
+@pytest.mark.parametrize("function", [pack_command, generate_command])
+def test_the_help_has_an_example(function: Callable[..., None]) -> None:
+    assert "octavo generate packed/first --prompt" in " ".join(command(function, "--help").output.split())

@@ -1,0 +1,91 @@
+"""Packed folders in vLLM itself, where it is installed: `make test-vllm`. It makes of a folder what the bytes say.
+
+Every case is a process: `octavo verify`, which compares vLLM's log-probabilities with those of the folder's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verify_examples import make_model, write_text
+
+from octavo.calibration import calibrate
+from octavo.packing import pack
+
+pytest.importorskip("vllm")
+
+Made = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """made(kind) is a model, beside which lies its calibration; each is made once."""
+    root = tmp_path_factory.mktemp("models")
+    write_text(root / "text.txt")
+
+    def make(kind: str) -> Path:
+        if not (root / kind).exists():
+            make_model(root / kind, kind)
+            calibrate(root / kind, [str(root / "text.txt")], root / f"{kind}-calibrated", samples=8, context=32)
+        return root / kind
+
+    return make
+
+
+def pack_calibrated(model: Path, folder: Path, how: dict[str, Any]) -> Path:
+    return pack(model, folder, calibration=model.with_name(f"{model.name}-calibrated"), **how).folder
+
+
+def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
+    """What verify has of vLLM: the fields of a `Consumer`."""
+    found = folder.with_suffix(".json")
+    command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
+    helper = Path(__file__).with_name("verify_with_vllm.py")
+    ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=False)
+    assert found.exists(), ran.stdout + ran.stderr
+    (said,) = [consumer for consumer in json.loads(found.read_text())["consumers"] if consumer["name"] == "vllm"]
+    return dict(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", {"scheme": "channel"}),
+        ("mistral", {"scheme": "channel"}),
+        ("qwen2", {"scheme": "channel"}),
+        ("qwen3", {"scheme": "static"}),
+        ("opt", {"scheme": "channel"}),
+        ("gpt2", {"scheme": "channel"}),
+        ("llama", {"scheme": "tensor"}),
+        ("llama", {"scheme": "static"}),
+        ("llama", {"scheme": "block"}),
+        ("llama", {"scheme": "mx"}),
+        ("llama", {"scheme": "channel", "layers": {"*.mlp.*": "block"}}),
+        ("llama", {"scheme": "channel", "skip": ["*.down_proj", "*.o_proj"]}),
+        ("llama", {"scheme": "channel", "kv_cache": "fp8"}),
+        ("llama", {"scheme": "block", "layout": "fp8"}),
+        ("llama", {"scheme": "static", "layout": "modelopt"}),
+        ("llama", {"scheme": "channel", "layout": "modelopt"}),
+        ("llama", {"scheme": "static", "layout": "modelopt", "kv_cache": "fp8"}),
+        ("llama", {"scheme": "static", "layout": "autofp8"}),
+        ("llama", {"scheme": "tensor", "layout": "autofp8"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_it_agrees_with_the_bytes(made: Made, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    said = vllm_says(pack_calibrated(made(kind), tmp_path / "packed", how), made(kind))
+    assert said["outcome"] == "agrees", said
+    assert said["distance"] > 0  # it rounds in BF16, the reference does not
+
+
+@pytest.mark.parametrize("scheme", ["group32", "group128"])
+def test_groups_it_refuses(made: Made, tmp_path: Path, scheme: str) -> None:
+    said = vllm_says(pack_calibrated(made("llama"), tmp_path / "packed", {"scheme": scheme}), made("llama"))
+    assert said["outcome"] == "failed"
+    assert "No compressed-tensors compatible scheme was found" in said["note"]

@@ -1,0 +1,196 @@
+"""The rules of the architecture: which package may import which, and where imports stand.
+
+Each line below names packages and modules of `octavo` that may import those of the lines before it, and nothing else.
+
+The command line is a package of its own, `octavo_cli`, so that `octavo --help` needs no PyTorch: its files import
+`octavo` and `torch` inside functions only, and of `octavo` only `python -m octavo` imports it.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(octavo.__file__).parent
+COMMANDS = ROOT.with_name("octavo_cli")
+LAYERS = [
+    {"version", "words", "extras", "device"},
+    {"text"},
+    {"numerics"},
+    {"recipe"},
+    {"ops"},
+    {"nn", "tensor"},
+    {"models", "artifact"},
+    {"train", "evaluation", "hf"},
+    {"calibration"},
+    {"kv_cache", "runtime", "folding", "gguf"},
+    {"packing", "verification"},
+    {"loading"},
+    {""},  # octavo/__init__.py
+    {"__main__"},
+]
+RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+PACKAGES = {module_name(path) for path in ROOT.rglob("__init__.py")}
+
+
+COMMAND_SOURCES = {module_name(path): path.read_text() for path in sorted(COMMANDS.rglob("*.py"))}
+
+
+def package_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
+    """The modules of ours that an import names; `from octavo.a import b` is octavo.a.b where that is a module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "octavo")
+    elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "octavo":
+        for alias in node.names:
+            below = f"{node.module}.{alias.name}"
+            yield below if below in modules else str(node.module)
+
+
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    return {name for node in ast.walk(ast.parse(source)) for name in imported(node, modules)}
+
+
+def hidden_imports(source: str, modules: set[str]) -> list[int]:
+    """The lines of imports of ours that stand inside a function."""
+    functions = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    return [node.lineno for f in functions for node in ast.walk(f) if list(imported(node, modules))]
+
+
+def loaded_at_import(source: str) -> set[str]:
+    """The packages that importing a file of this source imports: neither in a function nor for a type checker alone."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+        for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def upward(module: str, imports: set[str]) -> set[str]:
+    """The imports that do not run downward, or stay in the package."""
+    package = package_of(module)
+    return {name for name in imports if package_of(name) != package and RANK[package_of(name)] >= RANK[package]}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+IMPORTS = {name: imports_of(source, set(SOURCES)) for name, source in SOURCES.items()}
+
+
+def test_every_package_has_its_layer():
+    assert {package_of(name) for name in SOURCES} <= RANK.keys()
+    assert {"octavo.numerics.codec", "octavo.ops.gemm.op", "octavo"} <= SOURCES.keys()
+    assert "octavo.numerics.formats" in IMPORTS["octavo.numerics.codec"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_run_downward(name):
+    assert not upward(name, IMPORTS[name])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_import_of_ours_is_of_a_module_that_exists(name):
+    assert IMPORTS[name] <= SOURCES.keys()
+
+
+@pytest.mark.parametrize("name", COMMAND_SOURCES)
+def test_the_command_line_loads_octavo_and_torch_inside_functions_only(name):
+    assert not loaded_at_import(COMMAND_SOURCES[name]) & {"octavo", "torch", "numpy", "safetensors", "transformers"}
+
+
+@pytest.mark.parametrize("name", COMMAND_SOURCES)
+def test_every_import_of_ours_in_the_command_line_is_of_a_module_that_exists(name):
+    assert imports_of(COMMAND_SOURCES[name], set(SOURCES)) <= SOURCES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"octavo.__main__"}))
+def test_octavo_never_imports_its_command_line(name):
+    assert "octavo_cli" not in SOURCES[name]
+
+
+def test_there_are_no_cycles():
+    # What a package's __init__ gathers is imported with it: `from octavo.a import b` waits for all of octavo.a.
+    assert cycle(IMPORTS) == []
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"octavo.loading"}))
+def test_no_import_hides_in_a_function(name):
+    assert hidden_imports(SOURCES[name], set(SOURCES)) == []
+
+
+@pytest.mark.parametrize("source", [*SOURCES.values(), *COMMAND_SOURCES.values()], ids=[*SOURCES, *COMMAND_SOURCES])
+def test_imports_are_absolute(source):
+    nodes = ast.walk(ast.parse(source))
+    assert not [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+
+
+@pytest.mark.parametrize("operation", sorted(name for name in PACKAGES if name.startswith("octavo.ops.")))
+def test_only_op_py_imports_both_a_reference_and_its_kernels(operation):
+    members = {name for name in SOURCES if name.startswith(f"{operation}.")}
+    reference, op = f"{operation}.reference", f"{operation}.op"
+    if reference in members:
+        assert not IMPORTS[reference] & members
+    for other in members - {op, reference}:
+        assert not IMPORTS[other] & {reference, op}
+
+
+def test_names_of_test_files_are_unique():
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+# ---- the rules themselves can fail
+
+
+def test_the_rules_see_what_they_forbid():
+    modules = {
+        "octavo",
+        "octavo.numerics",
+        "octavo.numerics.codec",
+        "octavo.ops",
+        "octavo.nn",
+        "octavo.models",
+        "octavo.artifact",
+    }
+    assert imports_of("from octavo.numerics import codec, Cast", modules) == {
+        "octavo.numerics.codec",
+        "octavo.numerics",
+    }
+    assert imports_of("import octavo.ops\nimport torch\nfrom octavo import nn", modules) == {"octavo.ops", "octavo.nn"}
+    assert upward("octavo.numerics.codec", {"octavo.ops", "octavo.numerics"}) == {"octavo.ops"}
+    assert upward("octavo.models", {"octavo.artifact", "octavo.nn"}) == {"octavo.artifact"}
+    assert upward("octavo.nn", {"octavo"}) == {"octavo"}
+    assert hidden_imports("def f():\n    from octavo.nn import x", modules) == [2]
+    assert loaded_at_import("import torch.nn\nclass A:\n    from octavo import nn") == {"torch", "octavo"}
+    assert loaded_at_import("def f():\n    import torch\nif TYPE_CHECKING:\n    import octavo") == set()
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})

@@ -1,0 +1,37 @@
+"""Verifying on a GPU gives what it gives on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from verify_examples import make_model, write_text
+
+from octavo.evaluation.metrics import LogitQuality
+from octavo.packing import pack
+from octavo.verification.pipeline import verify
+from octavo.verification.result import Report
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("llama", "channel"), ("mistral", "block"), ("qwen2", "tensor")])
+def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
+    text = write_text(tmp_path / "text.txt")
+    pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
+
+    def run(device: str) -> Report:
+        return verify(tmp_path / "out", tmp_path / "model", [str(text)], samples=8, batch=4, device=device)
+
+    cpu, gpu = run("cpu"), run("cuda")
+    assert not gpu.findings
+    assert isinstance(cpu.quality, LogitQuality)
+    assert isinstance(gpu.quality, LogitQuality)
+    assert isinstance(gpu.int8, LogitQuality)
+    assert gpu.quality.reference_perplexity.value == pytest.approx(cpu.quality.reference_perplexity.value, rel=1e-4)
+    assert gpu.quality.kl.value == pytest.approx(cpu.quality.kl.value, rel=0.1)  # roundings at a tie differ
+    assert gpu.int8.kl.value < gpu.quality.kl.value
+    for here, there in zip(cpu.layers, gpu.layers, strict=True):
+        assert there.weight_sqnr == here.weight_sqnr
+        assert there.output_sqnr == pytest.approx(here.output_sqnr, abs=0.1)
+    assert {consumer.name: consumer.outcome for consumer in gpu.consumers}["octavo"] == "agrees"
