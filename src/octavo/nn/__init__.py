@@ -1,12 +1,13 @@
 """Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
 
-from octavo.nn.conversion import DEFAULT_SKIP, convert
+from octavo.nn.conversion import convert
 from octavo.nn.conversion_report import Conversion
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, SwiGLU
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.restoration import restore
+from octavo.nn.selection import DEFAULT_SKIP, select_linears
 from octavo.nn.weight_cache import cast_once
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "load_scale_state",
     "restore",
     "scale_state",
+    "select_linears",
     "update_scales",
 ]

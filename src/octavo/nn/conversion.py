@@ -4,46 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.backends import gemm_backends, pick_recipe
-from octavo.nn.conv1d import conv1d_as_recipe, is_conv1d, shape_of
+from octavo.nn.conv1d import conv1d_as_recipe, shape_of
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import Coverage, find_coverage
 from octavo.nn.fast_path import leave_fast_paths
-from octavo.nn.linear import Linear, as_recipe
+from octavo.nn.linear import as_recipe
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.norm_linear import NormLinear, converted, norm_of
 from octavo.nn.restoration import restore_linear
+from octavo.nn.selection import select_linears
 from octavo.nn.speedup.lookup import LEAST_GAIN, Gains, find_gains, hides_launching
 from octavo.nn.transformers_fusion import fuse_patterns
-from octavo.nn.weight_cache import shards
-from octavo.ops.checks import FLOATS
 from octavo.recipe import Recipe, get_recipe
-
-# Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
-DEFAULT_SKIP = (
-    "lm_head",
-    "*.lm_head",
-    "head",
-    "*.head",
-    "score",
-    "*.score",
-    "classifier",
-    "*.classifier",
-    "embed_out",
-    "*.embed_out",
-    "router",
-    "*.router",
-    "*.router.*",
-    "gate",
-    "*.gate",
-)
 
 
 def convert(
@@ -89,21 +67,13 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
-    if not linears:
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
-            f"{_named(find_coverage(model, ()))}"
-        )
-    first_layer: Any = next(iter(linears.values()))
+    layers = select_linears(model, skip)
+    linears = {layer.name: layer.module for layer in layers}
+    first_layer: Any = layers[0].module
     device = first_layer.weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
-    _check_skip(skip, list(linears))
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    rows = tuple(Row(name, shape_of(m), _reason(name, m, skip, tied)) for name, m in linears.items())
+    rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
     report = Conversion(recipe, rows, gemm_backends(recipe, device), _coverage(model, recipe, rows))
-    if not report.converted:
-        raise ValueError(f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{report}")
     if not emulate and not only_if_faster:
         _check_runs(report)
     if recipe.folds:
@@ -120,13 +90,6 @@ def convert(
     return replace(report, fused=_fused(model))
 
 
-def _check_skip(skip: Sequence[str], names: Sequence[str]) -> None:
-    for glob in skip:
-        if not any(fnmatchcase(name, glob) for name in names):
-            first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-            raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
-
-
 def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> None:
     if isinstance(layer, nn.Linear):
         as_recipe(layer, recipe, name, emulate=emulate)
@@ -137,13 +100,6 @@ def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> No
 def _coverage(model: nn.Module, recipe: Recipe, rows: Sequence[Row]) -> Coverage:
     """The coverage of `model` where the layers of `rows` that have no reason to be skipped run `recipe`."""
     return find_coverage(model, [row.name for row in rows if not row.reason] if recipe.quantized else ())
-
-
-def _named(coverage: Coverage) -> str:
-    """The matrices of a model without linear layers, in a sentence."""
-    if not coverage.left:
-        return "No other parameter of it does the work of a matrix product."
-    return f"Its matrices are {'; '.join(map(str, coverage.left[:8]))}: octavo does not convert these."
 
 
 def _check_runs(report: Conversion) -> None:
@@ -199,29 +155,3 @@ def _weighed(row: Row, gains: Gains, tokens: int, width: int) -> Row:
     if gain is None:
         return replace(row, reason=gains.source)
     return replace(row, gain=gain, reason="" if gain >= LEAST_GAIN else f"{gain:.2f}x: left in BF16")
-
-
-def _reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -> str:
-    """Why this layer is not converted, or nothing."""
-    weight: Any = module.weight
-    outputs, inputs = shape_of(module)
-    if id(weight) in tied:
-        return "its weight is an embedding's"
-    for glob in DEFAULT_SKIP:
-        is_router = outputs < inputs or "gate" not in glob  # an MLP's gate widens
-        if fnmatchcase(name, glob) and is_router:
-            return f"an output head or router ({glob})"
-    for glob in skip:
-        if fnmatchcase(name, glob):
-            return f"skip={glob!r}"
-    if shards(module) and isinstance(module, Linear):
-        return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
-    if shards(module):
-        return "fully_shard made it a unit of its own: convert the model before fully_shard"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "multi-head attention reads its weight directly and never calls it"
-    if type(module) not in (nn.Linear, Linear) and not is_conv1d(module):
-        return f"a {type(module).__name__}, whose forward is its own"
-    if weight.dtype not in FLOATS:
-        return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
-    return ""

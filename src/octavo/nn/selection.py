@@ -1,0 +1,116 @@
+"""Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from octavo.nn.conv1d import is_conv1d, shape_of
+from octavo.nn.coverage import find_coverage
+from octavo.nn.linear import Linear
+from octavo.nn.weight_cache import shards
+from octavo.ops.checks import FLOATS
+
+# Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
+DEFAULT_SKIP = (
+    "lm_head",
+    "*.lm_head",
+    "head",
+    "*.head",
+    "score",
+    "*.score",
+    "classifier",
+    "*.classifier",
+    "embed_out",
+    "*.embed_out",
+    "router",
+    "*.router",
+    "*.router.*",
+    "gate",
+    "*.gate",
+)
+
+
+class SelectedLayer(NamedTuple):
+    """One linear layer of a model: its name, the module, and why it is skipped ("" where it is not)."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+
+def select_linears(model: nn.Module, skip: Sequence[str] = ()) -> list[SelectedLayer]:
+    """Every `nn.Linear` and `Conv1D` of `model`, in the order of its modules, with the reason why it is skipped.
+
+    Skipped are output heads and routers (`DEFAULT_SKIP`), layers that `skip` matches, layers whose weight is an
+    embedding's, and layers that no recipe can run: a subclass with its own forward, a weight of another dtype, a unit
+    of its own in FSDP. The model is not changed and may be on the meta device.
+
+    Args:
+        model: converted or not.
+        skip: globs of names of linear layers.
+
+    Raises:
+        ValueError: `model` has no linear layer, every one is skipped, or a glob of `skip` matches none.
+    """
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
+    if not linears:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
+            f"{_other_matrices(model)}"
+        )
+    _check_skip(skip, list(linears))
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied)) for name, m in linears.items()]
+    if all(layer.reason for layer in selected):
+        reasons = "\n".join(f"  {layer.name}: {layer.reason}" for layer in selected)
+        raise ValueError(
+            f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{reasons}\n"
+            f"{_other_matrices(model)}"
+        )
+    return selected
+
+
+def _other_matrices(model: nn.Module) -> str:
+    """The matrices of a model without linear layers, in a sentence."""
+    left = find_coverage(model, ()).left
+    if not left:
+        return "None of its other parameters is read by a matrix product."
+    return f"Its matrices are {'; '.join(map(str, left[:8]))}: octavo does not convert these."
+
+
+def _check_skip(skip: Sequence[str], names: Sequence[str]) -> None:
+    for glob in skip:
+        if not any(fnmatchcase(name, glob) for name in names):
+            first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
+
+
+def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -> str:
+    """Why this layer is skipped, or "" where it is not."""
+    weight: Any = module.weight
+    outputs, inputs = shape_of(module)
+    if id(weight) in tied:
+        return "its weight is an embedding's"
+    for glob in DEFAULT_SKIP:
+        is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
+        if fnmatchcase(name, glob) and is_router:
+            return f"an output head or router ({glob})"
+    for glob in skip:
+        if fnmatchcase(name, glob):
+            return f"skip={glob!r}"
+    if shards(module) and isinstance(module, Linear):
+        return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
+    if shards(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "multi-head attention reads its weight directly and never calls it"
+    if type(module) not in (nn.Linear, Linear) and not is_conv1d(module):
+        return f"a {type(module).__name__}, whose forward is its own"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
+    return ""

@@ -1,0 +1,110 @@
+"""Which linear layers of a model are selected, and why the others are not; asking changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import octavo
+from octavo.models import LlamaConfig, build
+from octavo.nn import select_linears
+
+LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=False)
+
+
+def skipped(model: nn.Module, *skip: str) -> dict[str, str]:
+    return {layer.name: layer.reason for layer in select_linears(model, skip) if layer.reason}
+
+
+def converts(model: nn.Module, *skip: str) -> list[str]:
+    return [layer.name for layer in select_linears(model, skip) if not layer.reason]
+
+
+def test_asking_changes_no_module_and_conversion_gives_the_same_answer() -> None:
+    with torch.device("meta"):
+        model = build(LLAMA)
+    classes = [type(module) for module in model.modules()]
+    layers = select_linears(model, ["*.down_proj"])
+    assert [type(module) for module in model.modules()] == classes
+    assert all(model.get_submodule(layer.name) is layer.module for layer in layers)
+    report = octavo.convert(model, skip=["*.down_proj"])
+    assert report.converted == [layer.name for layer in layers if not layer.reason]
+    assert report.skipped == {layer.name: layer.reason for layer in layers if layer.reason}
+
+
+def test_a_converted_model_is_selected_as_before() -> None:
+    model = build(LLAMA)
+    before = select_linears(model, ())
+    octavo.convert(model)
+    assert select_linears(model, ()) == before
+
+
+def test_the_conv1d_of_transformers_is_a_linear_layer() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16))
+    names = [f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert converts(model) == names
+    assert skipped(model) == {"lm_head": "its weight is an embedding's"}
+
+
+def test_a_tied_head_is_skipped_whatever_its_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body, self.unembed = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+            self.unembed.weight = self.embed.weight
+
+    assert converts(Tied()) == ["body"]
+    assert skipped(Tied()) == {"unembed": "its weight is an embedding's"}
+
+
+def test_routers_and_globs_are_skipped() -> None:
+    model = nn.ModuleDict(
+        {"router": nn.Linear(8, 4), "gate": nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8), "down_proj": nn.Linear(8, 8)}
+    )
+    assert converts(model, "down*") == ["gate_proj"]
+    assert skipped(model, "down*") == {
+        "router": "an output head or router (router)",
+        "gate": "an output head or router (gate)",
+        "down_proj": "skip='down*'",
+    }
+
+
+def test_the_gate_of_an_mlp_is_no_router() -> None:
+    mlp = nn.ModuleDict({"gate": nn.Linear(8, 24), "up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+    assert converts(nn.ModuleDict({"mlp": mlp})) == ["mlp.gate", "mlp.up", "mlp.down"]
+
+
+def test_subclasses_with_a_forward_of_their_own_are_skipped() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8), "mlp": nn.Linear(8, 8)})
+    assert converts(model) == ["mlp"]
+    assert skipped(model) == {
+        "attention.out_proj": "multi-head attention reads its weight directly and never calls it",
+        "scaled": "a Scaled, whose forward is its own",
+    }
+
+
+def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:
+    model = nn.ModuleDict({"waves": nn.Linear(8, 8, dtype=torch.complex64), "body": nn.Linear(8, 8)})
+    assert converts(model) == ["body"]
+    assert "torch.complex64" in skipped(model)["waves"]
+
+
+@pytest.mark.parametrize(
+    ("model", "skip", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), [], "no linear layer"),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), [], r"matrices are 0\.weight .convolution"),
+        (nn.LayerNorm(4), [], "None of its other parameters"),
+        (nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), [], "every linear layer"),
+        (nn.MultiheadAttention(8, 2), [], "multi-head attention reads its weight directly"),
+        (nn.Sequential(nn.Linear(4, 4)), ["block*"], "matches no linear layer; the model has 1, named '0'$"),
+    ],
+)
+def test_a_model_without_a_layer_to_convert_is_an_error(model: nn.Module, skip: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select_linears(model, skip)
