@@ -4,6 +4,9 @@ A race between the warps of a program, or a store that is lost, shows in one run
 and poisoned memory.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_memory import poison
@@ -17,6 +20,12 @@ from octavo.ops.triton_support import LONGEST_ROW, fits, has_kernels, power_of_t
 
 REPEATS = 20
 LARGE = (8192, 4096)
+
+
+def test_each_operation_that_asks_for_kernels_has_them():
+    folder = Path(__file__).parents[2] / "src" / "octavo" / "ops"
+    asked = {name for path in folder.rglob("*.py") for name in re.findall(r'kernels_of\("(\w+)"\)', path.read_text())}
+    assert asked == {path.parent.name for path in folder.glob("*/kernel.py")}
 
 
 def test_power_of_two_above():

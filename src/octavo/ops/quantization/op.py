@@ -121,7 +121,7 @@ def _quantize(
     how = _cast(fmt, granularity, scale, relative_floor)
     if not _quantizes(x, fmt, granularity, scale, relative_floor, column_scale, row_scale, seed):
         return reference_quantize(x.contiguous(), how, column_scale, row_scale, seed)
-    kernel = kernels_of("quantize").quantize
+    kernel = kernels_of("quantization").quantize
     return kernel(x.contiguous(), how, column_scale, row_scale)
 
 
@@ -149,7 +149,7 @@ def _quantize_stack(
 ) -> tuple[Tensor, Tensor]:
     how = _cast(fmt, granularity, scale, relative_floor)
     if _quantizes_stack(tensors, fmt, granularity, scale, relative_floor):
-        return kernels_of("quantize").quantize_stack([x.contiguous() for x in tensors], how)
+        return kernels_of("quantization").quantize_stack([x.contiguous() for x in tensors], how)
     parts = [reference_quantize(x.contiguous(), how, None, None, None) for x in tensors]
     data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(how.fmt.dtype)
     return data, torch.cat([s for _, s in parts])
@@ -174,7 +174,7 @@ def _quantize_transposed(
     how = _cast(fmt, granularity, scale, relative_floor)
     if not _quantizes_transposed(x, fmt, granularity, scale, relative_floor, seed):
         return reference_quantize(x.t().contiguous(), how, None, None, seed)
-    kernel = kernels_of("quantize")
+    kernel = kernels_of("quantization")
     if how.granularity.rows == 1 and how.granularity.cols is not None:
         return kernel.quantize_transposed(x.contiguous(), how)
     return kernel.quantize(x.t().contiguous(), how, None, None)
@@ -196,7 +196,7 @@ def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) ->
     _check(x)
     if not _quantizes_scaled(x, scale, fmt, seed):
         return reference_quantize_scaled(x.contiguous(), scale, fp8_format(fmt), seed)
-    kernel = kernels_of("quantize").quantize_scaled
+    kernel = kernels_of("quantization").quantize_scaled
     return kernel(x.contiguous(), scale, fp8_format(fmt))
 
 

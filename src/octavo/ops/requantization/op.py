@@ -60,7 +60,7 @@ def recast_norm(
 
 
 def _recasts(tensors: list[Tensor], scale: Tensor, fmt: str, granularity: str) -> bool:
-    return converts(scale, fmt) and bool(kernels_of("recast").takes(parse_granularity(granularity)))
+    return converts(scale, fmt) and bool(kernels_of("requantization").takes(parse_granularity(granularity)))
 
 
 @operation("recast_transposed", _recasts)
@@ -72,7 +72,7 @@ def _recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: str, granulari
         raise ValueError(f"need the scales of {shapes} by {granularity}, got scales {list(scale.shape)}")
     if not _recasts(tensors, scale, fmt, granularity):
         return reference_transposed(tensors, scale, fp8_format(fmt), shared)
-    kernel = kernels_of("recast").recast_transposed
+    kernel = kernels_of("requantization").recast_transposed
     return kernel([x.contiguous() for x in tensors], scale.contiguous(), fp8_format(fmt), shared)
 
 
@@ -100,7 +100,7 @@ def _recast_norm(
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
     if not _recasts_norm(x, mean, rstd, weight, bias, scale, fmt):
         return reference_norm(x, mean, rstd, weight, bias, scale, fp8_format(fmt))
-    return kernels_of("recast").recast_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
+    return kernels_of("requantization").recast_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
 
 
 @_recast_norm.register_fake

@@ -42,7 +42,7 @@ def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     _check(data, shift)
     if not _runs_kernel(data, shift):
         return reference_transpose(data, shift)
-    kernel = kernels_of("transpose").transpose
+    kernel = kernels_of("transposition").transpose
     return kernel(data.contiguous(), shift)
 
 
