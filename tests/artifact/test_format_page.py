@@ -4,8 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from octavo.artifact import compressed_tensors, fp8, modelopt
 from octavo.artifact.scheme import CHANNEL, STATIC
+
+from octavo.artifact import compressed_tensors, fp8, modelopt
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
