@@ -1,0 +1,40 @@
+"""`pack` writes the same bytes from one version to the next.
+
+golden_bytes.json has, for every packing and model of `golden_models`, the digest of the folder that Octavo wrote at
+commit 9702d1e. A difference means that a model packed today is not the model packed before. If that is intended, state
+it in CHANGELOG.md and replace the digest by the one in the failure's message.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import golden_models
+import pytest
+
+from octavo.packing import pack
+
+GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_bytes.json").read_text())
+
+
+@pytest.mark.parametrize("name", golden_models.MODELS)
+def test_a_hugging_face_folder(tmp_path: Path, name: str) -> None:
+    model = golden_models.write_model(tmp_path / "model", name)
+    calibration = golden_models.write_calibration(tmp_path / "calibration", model, name)
+    digests = {}
+    for i, (case, how) in enumerate(golden_models.model_cases(name).items()):
+        report = pack(model, tmp_path / f"packed {i}", calibration=calibration, **how)
+        digests[case] = golden_models.digest_folder(report.folder)
+    assert digests.items() - {(case, GOLDEN[case][name]) for case in digests} == set()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama untied", "qwen2"])
+def test_a_run(tmp_path: Path, name: str) -> None:
+    digests = {}
+    for i, (case, how) in enumerate(golden_models.run_cases(name).items()):
+        run = golden_models.write_run(tmp_path / f"run {i}", name, how["recipe"])
+        options = {option: value for option, value in how.items() if option != "recipe"}
+        report = pack(run, tmp_path / f"packed {i}", **options)
+        digests[case] = golden_models.digest_folder(report.folder)
+    assert digests.items() - {(case, GOLDEN[case][name]) for case in digests} == set()
