@@ -48,24 +48,24 @@ test-compressor: .venv-compressor/installed  ## folders that llm-compressor itse
 	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
 
 bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_ceilings.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kernels.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_division.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_stack.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_layer.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_serve.py
-	PYTHONPATH=src:bench $(PYTHON) bench/gpu_kv_cache.py
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.ceilings
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.kernels
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.division
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.stack
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.layer
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 
 bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss gaps and what packing costs, on this CPU
-	$(BIN)/python bench/cpu_step.py
-	PYTHONPATH=examples $(BIN)/python bench/loss_gap.py
-	PYTHONPATH=examples $(BIN)/python bench/serve_quality.py
-	PYTHONPATH=examples $(BIN)/python bench/kv_cache_quality.py
-	$(BIN)/python bench/tables.py
+	$(BIN)/python -m bench.cpu.step
+	$(BIN)/python -m bench.cpu.loss_gap
+	$(BIN)/python -m bench.cpu.packing_quality
+	$(BIN)/python -m bench.cpu.kv_cache_quality
+	$(BIN)/python -m bench.report.tables
 
 docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the files in bench/results
-	$(BIN)/python bench/tables.py
-	$(BIN)/python bench/gpu_tables.py
+	$(BIN)/python -m bench.report.tables
+	$(BIN)/python -m bench.report.performance
 
 clean:
 	rm -rf .venv .venv-vllm .venv-compressor runs build

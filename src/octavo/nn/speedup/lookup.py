@@ -76,7 +76,7 @@ def find_gains(recipe: Recipe, backends: Mapping[str, Backend], device: torch.de
 
 def hides_launching(shapes: Sequence[Shape]) -> bool:
     """Whether layers of these (M, K, N), compiled, keep the GPU busy for as long as the host takes to launch them in
-    FP8: half a millisecond each, and as much for the model (bench/gpu_layer.py, on the host of an H100)."""
+    FP8: half a millisecond each, and as much for the model (bench/gpu/layer.py, on the host of an H100)."""
     return 6 * sum(m * k * n for m, k, n in shapes) >= LAUNCH_FLOPS * (len(shapes) + 1)
 
 

@@ -3,7 +3,7 @@
 Prints, for each, the choice of `octavo.ops.gemm.kernel.choose` and the best three beside cuBLASLt, in microseconds and
 as a share of a copy of the same bytes: what to change in `choose`, and what `few_rows` should say. Writes no result.
 
-    python bench/gpu_gemm_tune.py [--rows 1,16,64]
+    python -m bench.gpu.gemm_tune [--rows 1,16,64]
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from gpu_kernels import copy_ms
-from gpu_serve import BEYOND_CACHE, SHAPES
-from gpu_timing import replayed
 
+from bench.gpu.kernels import copy_ms
+from bench.gpu.serve import BEYOND_CACHE, SHAPES
+from bench.gpu.timing import replayed
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm

@@ -9,7 +9,7 @@ import operator
 import statistics
 from typing import Any, NamedTuple
 
-from tables import grid
+from bench.report.tables import grid
 
 Result = dict[str, Any]
 

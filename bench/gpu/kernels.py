@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import record
 import torch
-from gpu_timing import replayed
 from torch import Tensor
 
+from bench import record
+from bench.gpu.timing import replayed
 from octavo import ops
 from octavo.numerics import Cast
 from octavo.numerics.granularity import TENSOR

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import record
 import torch
 import torch.nn.functional as F
-from gpu_aims import STEP_BF16, STEP_FP8
-from gpu_kernels import copy_ms
-from gpu_timing import Captured, interleaved, replayed, sqnr, summary
 from torch import Tensor
 
+from bench import record
+from bench.gpu.kernels import copy_ms
+from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
+from bench.report.aims import STEP_BF16, STEP_FP8
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.numerics import QTensor

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import record
 import torch
 import torch.nn.functional as F
-from gpu_timing import interleaved, sqnr, summary
 
+from bench import record
+from bench.gpu.timing import interleaved, sqnr, summary
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
 

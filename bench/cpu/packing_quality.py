@@ -14,12 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import demo
-import record
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench import record
+from examples import demo
 from octavo.artifact.files import read_json
 from octavo.artifact.packed.description import copy_description
 from octavo.artifact.safetensors_files import Spec, write_shards
@@ -54,7 +54,7 @@ def main() -> None:
         "schemes": {scheme: row(report) for scheme, report in reports.items()},
         "int8": None if first.int8 is None else first.int8.to_dict(),
     }
-    print(record.write("serve_quality", result))
+    print(record.write("packing_quality", result))
 
 
 def prepare(folder: Path) -> Calibration:

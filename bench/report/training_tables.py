@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from gpu_aims import ONLY_IF_FASTER, Result, gains, paired, ratio
-from tables import details, grid, machine, number
+from bench.report.aims import ONLY_IF_FASTER, Result, gains, paired, ratio
+from bench.report.tables import details, grid, machine, number
 
 # --- One layer -------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def gap_rows(gaps: dict[str, Any]) -> Iterable[list[str]]:
 
 def step_times(result: Result | None) -> list[str]:
     if result is None:
-        return ["The step times have not been measured: `bench/gpt_parity.py --time-steps`."]
+        return ["The step times have not been measured: `bench/gpu/gpt_parity.py --time-steps`."]
     base = next(row["milliseconds"] for row in result["steps"] if row["mode"] == result["base"])
     batch = result["settings"]["batch"] * result["settings"]["context"]
     rows = [

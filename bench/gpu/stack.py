@@ -15,16 +15,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import record
 import torch
 import torch.nn.functional as F
-from gpu_ceilings import F_, KV, LAYERS, K, T
-from gpu_timing import Captured, interleaved, own_code, sqnr, summary
-from gpu_transformer_engine import RECIPES, transformer_engine
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import octavo
+from bench import record
+from bench.gpu.ceilings import F_, KV, LAYERS, K, T
+from bench.gpu.timing import Captured, interleaved, own_code, sqnr, summary
+from bench.gpu.transformer_engine import RECIPES, transformer_engine
 from octavo.models.cache import causal_attention
 from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
 

@@ -4,7 +4,7 @@ Text files of the standard library and of all installed packages; files with the
 in the order of a hash of their content, which is as good as a shuffle and the same on every machine (as in
 `octavo.train.data`); the last of them are held out for validation, and the tokenizer learns from the first.
 
-    python bench/gpt_corpus.py --cache FOLDER       builds it, or tells what the folder holds already
+    python -m bench.gpu.gpt_corpus --cache FOLDER       builds it, or tells what the folder holds already
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gpu_aims import BASE, DECODES, SERVE_CACHE, Result
-from tables import details, grid, number
+from bench.report.aims import BASE, DECODES, SERVE_CACHE, Result
+from bench.report.tables import details, grid, number
 
 
 def serve(result: Result) -> list[str]:

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gpu_aims
-import gpu_plots
-from gpu_aims import BASE, COPY_SHARE, HEAD, Result
-from gpu_kv_cache_tables import kv_cache
-from gpu_serve_tables import serve
-from gpu_training_tables import layer, parity
-from tables import ROOT, details, grid, machine, number
+from bench.report import aims, plots
+from bench.report.aims import BASE, COPY_SHARE, HEAD, Result
+from bench.report.kv_cache_tables import kv_cache
+from bench.report.serve_tables import serve
+from bench.report.tables import ROOT, details, grid, machine, number
+from bench.report.training_tables import layer, parity
 
 TARGET = ROOT.parent / "docs" / "performance.md"
 BENCHMARKS = (  # and their results' names
@@ -30,7 +29,7 @@ BENCHMARKS = (  # and their results' names
 def main() -> None:
     found = load(ROOT / "results")
     TARGET.write_text(document(found))
-    for path in (TARGET, *gpu_plots.draw(found, TARGET.parent / TARGET.stem)):
+    for path in (TARGET, *plots.draw(found, TARGET.parent / TARGET.stem)):
         print(path)
 
 
@@ -43,9 +42,9 @@ def load(folder: Path) -> dict[str, Result]:
 def document(found: dict[str, Result]) -> str:
     """The text of docs/performance.md: a section for each result that was found."""
     parts = ["# Speed and memory on a GPU", INTRODUCTION]
-    if absent := [f"`bench/{name}.py`" for name in BENCHMARKS if name not in found]:
+    if absent := [f"`{name}`" for name in BENCHMARKS if name not in found]:
         parts.append(f"Not run yet, so without a section here: {', '.join(absent)}.")
-    parts += ["## Aims", gpu_aims.table(found)]
+    parts += ["## Aims", aims.table(found)]
     sections = {
         "gpu_stack": stack,
         "gpu_kernels": kernels,
@@ -61,10 +60,10 @@ def document(found: dict[str, Result]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-INTRODUCTION = """Written by `bench/gpu_tables.py` from `bench/results/`. To measure again: `make bench` on a GPU
-machine (`PYTHON=` names the python that has a CUDA build of torch; the tests marked gpu come first), then
-`.venv/bin/python bench/gpu_tables.py`. The runs of the GPT are apart: `bench/gpt_parity.py` says how.
-Where Transformer Engine is installed, the stack is timed with it too (`bench/gpu_transformer_engine.py`), and
+INTRODUCTION = """Written by `bench/report/performance.py` from `bench/results/`. To measure again: `make bench` on
+a GPU machine (`PYTHON=` names the python that has a CUDA build of torch; the tests marked gpu come first), then
+`make docs`. The runs of the GPT are apart: `bench/gpu/gpt_parity.py` says how.
+Where Transformer Engine is installed, the stack is timed with it too (`bench/gpu/transformer_engine.py`), and
 `examples/direct_gemm.py` compares one GEMM through octavo.ops, torch and nvmath-python: no result of either is here.
 
 Times are medians of steps that take turns in one process; a speed of 1.20x is 1.20 times as fast. A gigabyte is 10^9
@@ -104,8 +103,8 @@ def stack(result: Result) -> list[str]:
 
 
 def mode_rows(result: Result) -> Iterable[list[str]]:
-    ms, peaks = gpu_aims.medians(result), gpu_aims.peak_memory(result)
-    torchao, floor = gpu_aims.best_torchao(ms), result["floors"]["cast"]["total"]
+    ms, peaks = aims.medians(result), aims.peak_memory(result)
+    torchao, floor = aims.best_torchao(ms), result["floors"]["cast"]["total"]
     for row in result["modes"]:
         mode = row["mode"]
         yield [
@@ -113,9 +112,9 @@ def mode_rows(result: Result) -> Iterable[list[str]]:
             f"{row['median']:.2f}",
             f"{row['low']:.2f} to {row['high']:.2f}",
             f"{row['ratio']:.3f}x",
-            number(gpu_aims.ratio(torchao, ms[mode]), "{:.3f}x"),
+            number(aims.ratio(torchao, ms[mode]), "{:.3f}x"),
             number(peaks.get(mode), "{:.2f}"),
-            number(gpu_aims.ratio(peaks.get(mode), peaks.get(BASE)), "{:.3f}"),
+            number(aims.ratio(peaks.get(mode), peaks.get(BASE)), "{:.3f}"),
             f"{row['median'] / floor:.3f}",
             ", ".join(f"{db:.1f}" for db in result["sqnr"].get(mode, [])) or "–",
         ]

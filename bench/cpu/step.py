@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import record
 import torch
 from rich.console import Console
 
+from bench import record
 from octavo import ops
 from octavo.recipe import PRESETS, rowwise
 from octavo.train.config import Config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_aims import STEP_BF16, Result
-from tables import grid
+from bench.report.aims import STEP_BF16, Result
+from bench.report.tables import grid
 
 
 def kv_cache(result: Result) -> list[str]:

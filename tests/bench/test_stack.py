@@ -1,11 +1,10 @@
-"""The modes of bench/gpu_stack.py that no machine of ours has: Transformer Engine's, with a stand-in in its place."""
+"""The modes of bench/stack.py that no machine of ours has: Transformer Engine's, with a stand-in in its place."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-import gpu_stack
-from gpu_plots import OWNERS, owner
-from gpu_transformer_engine import RECIPES, transformer_engine
-
+from bench.gpu import stack
+from bench.gpu.transformer_engine import RECIPES, transformer_engine
+from bench.report.plots import OWNERS, owner
 from octavo.models.llama import LlamaConfig, rope_tables
 
 WIDTH, KV, MLP, TOKENS = 256, 128, 384, 16
@@ -80,30 +76,30 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
     for name, size in (("K", WIDTH), ("KV", KV), ("F_", MLP)):
-        monkeypatch.setattr(gpu_stack, name, size)
+        monkeypatch.setattr(stack, name, size)
     return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_of_transformer_engine_compute_what_the_plain_ones_do(entered: list[object], recipe: str) -> None:
     torch.manual_seed(0)
-    model = gpu_stack.Engine()
+    model = stack.Engine()
     for p in model.parameters():
         nn.init.normal_(p, std=0.1, mean=float(p.ndim == 1))
     config = LlamaConfig(
         vocabulary=8, layers=1, width=WIDTH, heads=2, kv_heads=1, mlp_width=MLP, context=TOKENS, rope_theta=1e4
     )
     x, tables = torch.randn(1, TOKENS, WIDTH), rope_tables(config, 0, TOKENS, torch.device("cpu"))
-    required = gpu_stack.Plain.forward(model, x, *tables)
+    required = stack.Plain.forward(model, x, *tables)
     transformer_engine(model, recipe)
     found = model(x, *tables)
     torch.testing.assert_close(found, required)
     assert [type(how).__name__ for how in entered] == [RECIPES[recipe]]
-    assert not any(isinstance(block, gpu_stack.PlainBlock) for block in model.layers)
+    assert not any(isinstance(block, stack.PlainBlock) for block in model.layers)
 
 
 def test_every_mode_has_a_colour() -> None:
-    assert {owner(mode) for mode in gpu_stack.MODES} == set(OWNERS)
+    assert {owner(mode) for mode in stack.MODES} == set(OWNERS)
 
 
 def test_modes_need_what_they_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +109,10 @@ def test_modes_need_what_they_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(names)
         raise InterruptedError
 
-    monkeypatch.setattr(gpu_stack, "build", build)
+    monkeypatch.setattr(stack, "build", build)
     for there in ((), ("torchao",), ("torchao", "transformer-engine")):
-        monkeypatch.setattr(gpu_stack.record, "installed", lambda name, there=there: "1.0" if name in there else "")
+        monkeypatch.setattr(stack.record, "installed", lambda name, there=there: "1.0" if name in there else "")
         with pytest.raises(InterruptedError):
-            gpu_stack.main()
+            stack.main()
     counts = [len(names) for names in asked]
-    assert counts == [len(gpu_stack.MODES) - 6, len(gpu_stack.MODES) - 3, len(gpu_stack.MODES)]
+    assert counts == [len(stack.MODES) - 6, len(stack.MODES) - 3, len(stack.MODES)]

@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import demo
-import record
 import torch
-from serve_quality import prepare
 from torch import Tensor
 
 import octavo
+from bench import record
+from bench.cpu.packing_quality import prepare
+from examples import demo
 from octavo.calibration import Calibration
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import open_tokenizer, read_prompts

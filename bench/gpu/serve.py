@@ -5,7 +5,7 @@ Then the bytes of the weights, prefill of 8,192 tokens to the logits of the last
 1,024 for 1 and for 64 texts, its keys and values in BF16 and, of ours, in FP8 too, all variants taking turns in one
 process, layers compiled; and the GEMM of few rows alone. What is known is printed and written as it comes.
 
-    python bench/gpu_serve.py [--layers 32]
+    python -m bench.gpu.serve [--layers 32]
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import record
 import torch
-from gpu_aims import BASE, SERVE_CACHE, SERVE_GRAPH, SERVE_OURS, SERVE_TORCHAO
-from gpu_kernels import copy_ms
-from gpu_serve_models import (
+from torch import Tensor
+
+from bench import record
+from bench.gpu.kernels import copy_ms
+from bench.gpu.serve_models import (
     build_bf16,
     build_fp8,
     build_torchao,
@@ -30,9 +31,8 @@ from gpu_serve_models import (
     held,
     quantized_caches,
 )
-from gpu_timing import Captured, interleaved, replayed, sqnr, summary
-from torch import Tensor
-
+from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
+from bench.report.aims import BASE, SERVE_CACHE, SERVE_GRAPH, SERVE_OURS, SERVE_TORCHAO
 from octavo.numerics import ROW, Cast
 from octavo.ops import find_backend, quantize
 from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_kv_cache import filled
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.gpu.kv_cache import filled
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.transformers_cache import QuantizedKVCache, QuantizedKVCacheLayer
 from octavo.ops import quantize

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import record
 import torch
-from gpu_aims import paired
-from gpu_timing import interleaved, own_code
 from torch import Tensor, nn
 
 import octavo
+from bench import record
+from bench.gpu.timing import interleaved, own_code
+from bench.report.aims import paired
 from octavo.nn import NormLinear
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -4,9 +4,9 @@ For each seed every mode starts from the same weights and sees the same batches,
 less 1, is paired; its 95 % interval over n seeds is mean ± t(n - 1) * s / sqrt(n). Beside it stands the spread between
 the BF16 seeds. Every evaluation runs in the mode that is trained. A run is a file; --merge makes the result of all.
 
-    gpt_parity.py --time-steps bf16,rowwise,torchao --out FOLDER                      interleaved step times
-    gpt_parity.py --runs bf16:0,rowwise:0 --cache CORPUS --out FOLDER --deadline 560  training runs, MODE:SEED
-    gpt_parity.py --merge FOLDER                                                      bench/results/gpt_parity.json
+    gpt_parity --time-steps bf16,rowwise,torchao --out FOLDER                      interleaved step times
+    gpt_parity --runs bf16:0,rowwise:0 --cache CORPUS --out FOLDER --deadline 560  training runs, MODE:SEED
+    gpt_parity --merge FOLDER                                                      bench/results/gpt_parity.json
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gpt_corpus
-import record
 import torch
-from gpt_student import CONFIG, MODES, RANDOM_BATCHES, Student, check, random_batches, synchronize
 from torch import Tensor
 
+from bench import record
+from bench.gpu import gpt_corpus
+from bench.gpu.gpt_student import CONFIG, MODES, RANDOM_BATCHES, Student, check, random_batches, synchronize
 from octavo.train.config import Config
 
 SETTINGS = (  # those of a Config that are read here

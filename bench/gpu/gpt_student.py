@@ -8,13 +8,13 @@ import math
 import time
 from typing import Any
 
-import gpt_corpus
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
+from bench.gpu import gpt_corpus
 from octavo.models import GPT2Config, build
 from octavo.train.config import Config
 from octavo.train.optimizer import make_optimizer

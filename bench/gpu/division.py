@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import record
 import torch
 import triton
 import triton.language as tl
-from gpu_kernels import copy_ms
-from gpu_timing import replayed
 from torch import Tensor
 
+from bench import record
+from bench.gpu.kernels import copy_ms
+from bench.gpu.timing import replayed
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import ROW
 from octavo.numerics.scaling import scale_from_amax

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]  # of the benchmarks
 TARGET = ROOT.parent / "docs" / "accuracy.md"
 
 
@@ -18,15 +18,15 @@ def main() -> None:
 def document() -> str:
     """The text of docs/accuracy.md."""
     loss, step = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("loss_gap", "cpu_step"))
-    quality = ROOT / "results" / "serve_quality.json"
+    quality = ROOT / "results" / "packing_quality.json"
     packed = packings(json.loads(quality.read_text())) if quality.exists() else []
     caches = ROOT / "results" / "kv_cache_quality.json"
     packed += caching(json.loads(caches.read_text())) if caches.exists() else []
     return "\n\n".join(["# Accuracy and cost on a CPU", INTRODUCTION, *losses(loss), *packed, *steps(step)]) + "\n"
 
 
-INTRODUCTION = """Written by `bench/tables.py` from `bench/results/`; measure again with `make bench-cpu`. The model is
-the demo's: a Llama of 3 million parameters on the text of Python's standard library, byte by byte."""
+INTRODUCTION = """Written by `bench/report/tables.py` from `bench/results/`; measure again with `make bench-cpu`.
+The model is the demo's: a Llama of 3 million parameters on the text of Python's standard library, byte by byte."""
 
 
 def losses(result: dict[str, Any]) -> list[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gpu_aims
 import matplotlib
-from gpu_aims import BASE, Result, paired
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+
+from bench.report import aims
+from bench.report.aims import BASE, Result, paired
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
 OWNERS = {"ours": BLUE, "torchao": ORANGE, "Transformer Engine": PINK, "bf16": GREY}
@@ -65,7 +66,7 @@ def stack(result: Result) -> Any:
         axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
     marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items() if name in owners]
     for label, ms, line in (
-        (BASE, gpu_aims.medians(result).get(BASE), "-"),
+        (BASE, aims.medians(result).get(BASE), "-"),
         ("floor", result["floors"]["cast"]["total"], "--"),
     ):
         if ms is not None:

@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import record
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from bench import record
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
@@ -35,7 +35,7 @@ from octavo.numerics.formats import E4M3
 from octavo.train.config import Config
 from octavo.train.start import start
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CALIBRATION, EVALUATION = [str(ROOT / "src")], [str(ROOT / "tests")]
 SIZES: dict[str, Any] = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "mlp_width": 384, "context": 256}
 STEPS = 600

@@ -3,22 +3,17 @@
 import copy
 import itertools
 import re
-import sys
 from pathlib import Path
 
 import matplotlib
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
+from bench.gpu import stack
+from bench.report import aims, performance, plots, tables
 
-import gpu_aims  # noqa: E402
-import gpu_plots  # noqa: E402
-import gpu_stack  # noqa: E402
-import gpu_tables  # noqa: E402
-import tables  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
-FOUND = gpu_tables.load(ROOT / "bench" / "results")
+FOUND = performance.load(ROOT / "bench" / "results")
 MACHINE = {"measured": "2030-01-02", "commit": "abc1234", "torch": "2.11.0", "python": "3.12.3", "gpu": "NVIDIA H100"}
 SECTIONS = {
     "gpu_stack": "## The layer stack",
@@ -129,18 +124,18 @@ SYNTHETIC = {
 
 
 def test_decoding_with_a_quantized_cache():
-    text = gpu_tables.document({"gpu_kv_cache": kv_cache_result()})
+    text = performance.document({"gpu_kv_cache": kv_cache_result()})
     assert "| way | batch 8, 2,048 tokens | batch 8, 32,768 tokens |" in text
     assert "| ours, fp8 | 2560.0 us, 0.80 | 40960.0 us, 0.80 |" in text
     assert "The caches: bf16 34.4 GB, fp8 17.2 GB." in text
     assert "| fp8 cache, ours | 10.00 | 10.00 to 10.00 | 800 | 1.600x | 33.3 |" in text
     assert "cache in FP8: speed of one in BF16 | ≥ 1.40x | 1.300x | **missed** |" in text
     without = {key: value for key, value in kv_cache_result().items() if key != "decode"}
-    assert "Whole steps" not in gpu_tables.document({"gpu_kv_cache": without})
+    assert "Whole steps" not in performance.document({"gpu_kv_cache": without})
 
 
 def verdicts(found: dict) -> dict[str, bool | None]:
-    return {aim.claim: aim.met for aim in gpu_aims.aims(found)}
+    return {aim.claim: aim.met for aim in aims.aims(found)}
 
 
 def words(plot: Path) -> list[str]:
@@ -153,23 +148,23 @@ def words(plot: Path) -> list[str]:
 
 def test_the_document_in_the_repository_is_what_the_results_give():
     text = (ROOT / "docs" / "performance.md").read_text()
-    assert text == gpu_tables.document(FOUND), "run .venv/bin/python bench/gpu_tables.py"
+    assert text == performance.document(FOUND), "run make docs"
 
 
 def test_the_plots_in_the_repository_are_what_the_results_give(tmp_path):
-    drawn = gpu_plots.draw(FOUND, tmp_path)
-    linked = re.findall(r"\]\(performance/(\w+\.svg)\)", gpu_tables.document(FOUND))
+    drawn = plots.draw(FOUND, tmp_path)
+    linked = re.findall(r"\]\(performance/(\w+\.svg)\)", performance.document(FOUND))
     assert [path.name for path in drawn] == linked
     for path in drawn:  # by their words: another version of matplotlib draws other bytes
         assert words(path) == words(ROOT / "docs" / "performance" / path.name)
 
 
 def test_the_cpu_document_in_the_repository_is_what_the_results_give():
-    assert (ROOT / "docs" / "accuracy.md").read_text() == tables.document(), "run .venv/bin/python bench/tables.py"
+    assert (ROOT / "docs" / "accuracy.md").read_text() == tables.document(), "run make docs"
 
 
 def test_every_mode_of_the_results_is_named_and_every_number_is_one():
-    text = gpu_tables.document(FOUND)
+    text = performance.document(FOUND)
     names = [row["mode"] for row in FOUND["gpu_stack"]["modes"]] + [
         row["kernel"] for row in FOUND["gpu_kernels"]["kernels"]
     ]
@@ -179,9 +174,9 @@ def test_every_mode_of_the_results_is_named_and_every_number_is_one():
 
 
 def test_the_modes_that_the_aims_name_are_the_benchmarks():
-    assert gpu_aims.BASE == gpu_stack.BASE
-    assert gpu_aims.HEAD == gpu_stack.HEAD
-    assert {gpu_aims.EAGER, gpu_aims.PLAIN} <= gpu_stack.MODES.keys()
+    assert aims.BASE == stack.BASE
+    assert aims.HEAD == stack.HEAD
+    assert {aims.EAGER, aims.PLAIN} <= stack.MODES.keys()
 
 
 # --- What is missing -------------------------------------------------------------------------------------------
@@ -189,22 +184,22 @@ def test_the_modes_that_the_aims_name_are_the_benchmarks():
 
 @pytest.mark.parametrize("absent", SECTIONS)
 def test_a_missing_result_is_named_and_has_no_section(absent):
-    text = gpu_tables.document({name: result for name, result in SYNTHETIC.items() if name != absent})
-    assert f"Not run yet, so without a section here: `bench/{absent}.py`." in text
+    text = performance.document({name: result for name, result in SYNTHETIC.items() if name != absent})
+    assert f"Not run yet, so without a section here: `{absent}`." in text
     assert [name for name, title in SECTIONS.items() if title not in text] == [absent]
 
 
 def test_without_results_nothing_is_measured(tmp_path):
-    assert gpu_tables.load(tmp_path) == {}
-    text = gpu_tables.document({})
-    assert all(f"`bench/{name}.py`" in text for name in SECTIONS)
+    assert performance.load(tmp_path) == {}
+    text = performance.document({})
+    assert all(f"`{name}`" in text for name in SECTIONS)
     assert set(verdicts({}).values()) == {None}
     assert "| met |" not in text
-    assert gpu_plots.draw({}, tmp_path) == []
+    assert plots.draw({}, tmp_path) == []
 
 
 def test_all_results_leave_nothing_missing_and_come_in_order():
-    text = gpu_tables.document(SYNTHETIC)
+    text = performance.document(SYNTHETIC)
     assert "Not run yet" not in text
     assert "not measured" not in text
     places = [text.index(title) for title in ("## Aims", *SECTIONS.values())]
@@ -215,7 +210,7 @@ def test_all_results_leave_nothing_missing_and_come_in_order():
 
 
 def test_the_layers_cells_are_counted():
-    text = gpu_tables.document(SYNTHETIC)
+    text = performance.document(SYNTHETIC)
     assert "37 of 216 cells measured. Ours is slower than torchao in 1 of 37;" in text
     assert "only if faster is below 0.98x BF16 in 1 of 37." in text
     assert "| ours | 0.500x | 1.500x | 1.500x |" in text
@@ -224,28 +219,28 @@ def test_the_layers_cells_are_counted():
 
 def test_modes_are_compared_within_a_round():
     cell = {"rounds": {"bf16": [1.0, 2.0, 3.0], "ours": [2.0, 4.0, 1.0]}}
-    assert gpu_aims.paired(cell, "ours", "bf16") == 0.5  # of the medians: 1
+    assert aims.paired(cell, "ours", "bf16") == 0.5  # of the medians: 1
 
 
 def test_the_parity_of_the_runs_is_told():
-    text = gpu_tables.document(SYNTHETIC)
+    text = performance.document(SYNTHETIC)
     assert "| 0 | 4.0000 | 4.0040 (+0.10%) | 3.9800 (-0.50%) |" in text
     assert "| 1 | 4.0200 | 4.0240 (+0.10%) | – |" in text
     assert "| rowwise | 2 | +0.100% | +0.090% to +0.110% |" in text
     assert "| torchao | 1 | -0.500% | – (one seed) |" in text
     assert "| rowwise | 48 | 160.0 | 159.0 to 161.0 | 1.250x | 0.090 |" in text
     untimed = {**parity_result(), "step_times": None}
-    assert "The step times have not been measured" in gpu_tables.document({"gpt_parity": untimed})
+    assert "The step times have not been measured" in performance.document({"gpt_parity": untimed})
 
 
 def stack_with(head: float, *, rest: float, peak: float) -> dict:
     """A stack whose BF16 takes 150 ms and 10 GB, whose torchao takes 125 ms and 8 GB; the floor is at 100 ms."""
     result = copy.deepcopy(FOUND["gpu_stack"])
-    figures = {gpu_aims.BASE: (150.0, 10.0), gpu_aims.HEAD: (head, peak)}
+    figures = {aims.BASE: (150.0, 10.0), aims.HEAD: (head, peak)}
     for row in result["modes"]:
         row["median"], row["peak_gb"] = figures.get(row["mode"], (125.0, 8.0))
     result["floors"]["cast"]["total"] = 100.0
-    result["profiles"][gpu_aims.HEAD]["rest"] = rest
+    result["profiles"][aims.HEAD]["rest"] = rest
     return result
 
 
@@ -257,15 +252,15 @@ def test_an_aim_is_met_at_its_bound_and_missed_beyond():
 
 
 def test_memory_must_be_below_the_leanest_torchao():
-    aims = {aim.claim: aim for aim in gpu_aims.aims({"gpu_stack": stack_with(100.0, rest=8.0, peak=8.0)})}
-    claim = next(name for name in aims if "leanest torchao" in name)
-    assert (aims[claim].measured, aims[claim].met) == ("1.000x", False)
+    by_claim = {aim.claim: aim for aim in aims.aims({"gpu_stack": stack_with(100.0, rest=8.0, peak=8.0)})}
+    claim = next(name for name in by_claim if "leanest torchao" in name)
+    assert (by_claim[claim].measured, by_claim[claim].met) == ("1.000x", False)
 
 
 @pytest.mark.parametrize(("mean", "spread", "met"), [(0.0025, 0.0, True), (0.004, 0.005, True), (-0.004, 0.003, False)])
 def test_parity_is_within_the_allowance_or_the_spread(mean, spread, met):
     result = {"gaps": {"rowwise": {"mean": mean}, "torchao": {"mean": 1.0}}, "bf16_spread": spread}
-    assert [aim.met for aim in gpu_aims.parity_aims(result)] == [met, None]
+    assert [aim.met for aim in aims.parity_aims(result)] == [met, None]
 
 
 def test_the_guarded_gpt_must_not_be_slower():
@@ -273,11 +268,11 @@ def test_the_guarded_gpt_must_not_be_slower():
     times = {row["mode"]: row for row in result["step_times"]["steps"]}
     for ratio, met in ((1.0, True), (1.001, False)):
         times["rowwise_if_faster"]["ratio"] = ratio
-        assert gpu_aims.parity_aims(result)[-1].met is met
+        assert aims.parity_aims(result)[-1].met is met
 
 
 def test_serving_is_judged_by_its_aims():
-    text = gpu_tables.document({"gpu_serve": serve_result()})
+    text = performance.document({"gpu_serve": serve_result()})
     assert "| serving, prefill: speed of BF16, compile | ≥ 1.60x | 1.667x | met |" in text
     assert "| serving, prefill: speed of torchao's row-wise FP8 | ≥ 1.10x | 1.167x | met |" in text
     assert "| serving, decode of 1: speed of BF16, compile | ≥ 1.75x | 1.500x | **missed** |" in text
@@ -291,11 +286,11 @@ def test_serving_is_judged_by_its_aims():
 
 def test_decoding_with_an_fp8_cache_has_rows_where_it_was_measured():
     result = serve_result()
-    assert "FP8 KV cache" not in gpu_tables.document({"gpu_serve": result})
+    assert "FP8 KV cache" not in performance.document({"gpu_serve": result})
     found = result["decode 1"]
     found["ms"] = {**found["ms"], "ours, FP8 KV cache": {"median": 3.0, "low": 2.9, "high": 3.1}}
     found["sqnr"] = {**found["sqnr"], "ours, FP8 KV cache": 14.2}
-    text = gpu_tables.document({"gpu_serve": result})
+    text = performance.document({"gpu_serve": result})
     assert "| serving, decode of 1: speed of BF16, compile | ≥ 1.75x | 1.500x | **missed** |" in text
     assert "| serving, decode of 1, FP8 KV cache: speed of BF16, compile | ≥ 1.75x | 2.000x | met |" in text
     assert "| ours, FP8 KV cache | 3.00 | 2.90 to 3.10 | 2.000x | 14.2 |" in text
@@ -304,7 +299,7 @@ def test_decoding_with_an_fp8_cache_has_rows_where_it_was_measured():
 
 def test_a_serving_benchmark_that_was_cut_short_has_the_parts_it_reached():
     whole = serve_result()
-    text = gpu_tables.document({"gpu_serve": {key: whole[key] for key in ("machine", "layers", "check", "memory")}})
+    text = performance.document({"gpu_serve": {key: whole[key] for key in ("machine", "layers", "check", "memory")}})
     assert "| serving, prefill: speed of BF16, compile | ≥ 1.60x | – | not measured |" in text
     assert "Decode of" not in text
     assert "| ≤ 0.52 | 0.502 | met |" in text
@@ -312,26 +307,26 @@ def test_a_serving_benchmark_that_was_cut_short_has_the_parts_it_reached():
 
 def test_kernels_on_little_data_do_not_count():
     rows = [{"share": 0.9, "shape": [8192, 4096]}, {"share": 0.1, "shape": [1024, 4096]}]
-    assert gpu_aims.kernel_aim(rows).met
-    assert not gpu_aims.kernel_aim([*rows, {"share": 0.84, "shape": [8192, 8192]}]).met
+    assert aims.kernel_aim(rows).met
+    assert not aims.kernel_aim([*rows, {"share": 0.84, "shape": [8192, 8192]}]).met
 
 
 def test_a_part_below_its_floor_is_told():
     result = copy.deepcopy(FOUND["gpu_stack"])
-    result["profiles"][gpu_aims.HEAD].update(gemm=10.0, attention=20.0, rest=30.0)
+    result["profiles"][aims.HEAD].update(gemm=10.0, attention=20.0, rest=30.0)
     result["floors"]["cast"].update(gemm=11.0, attention=19.0, rest=29.0)
-    assert "Below its floor in ours fused: rowwise, compile: gemm (10.00 ms, floor 11.00)." in gpu_tables.document(
+    assert "Below its floor in ours fused: rowwise, compile: gemm (10.00 ms, floor 11.00)." in performance.document(
         {"gpu_stack": result}
     )
     result["floors"]["cast"]["gemm"] = 9.0
-    assert "Below its floor" not in gpu_tables.document({"gpu_stack": result})
+    assert "Below its floor" not in performance.document({"gpu_stack": result})
 
 
 # --- Plots -----------------------------------------------------------------------------------------------------
 
 
 def test_plots_are_the_same_bytes_twice_and_small(tmp_path):
-    first, second = gpu_plots.draw(SYNTHETIC, tmp_path / "a"), gpu_plots.draw(SYNTHETIC, tmp_path / "b")
+    first, second = plots.draw(SYNTHETIC, tmp_path / "a"), plots.draw(SYNTHETIC, tmp_path / "b")
     assert [path.name for path in first] == ["stack.svg", "layer.svg", "parity.svg"]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -341,18 +336,18 @@ def test_plots_are_the_same_bytes_twice_and_small(tmp_path):
 
 
 def test_the_heatmap_has_a_number_a_measured_cell(tmp_path):
-    (path,) = gpu_plots.draw({"gpu_layer": layer_result()}, tmp_path)
+    (path,) = plots.draw({"gpu_layer": layer_result()}, tmp_path)
     assert sum(bool(re.fullmatch(r"\d\.\d\d", word)) for word in words(path)) == 37
 
 
 def test_curves_are_decimated_evenly():
-    assert gpu_plots.decimate(list(range(80))) == list(range(80))
-    assert gpu_plots.decimate(list(range(401))) == list(range(0, 401, 3))
+    assert plots.decimate(list(range(80))) == list(range(80))
+    assert plots.decimate(list(range(401))) == list(range(0, 401, 3))
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     before = dict(matplotlib.rcParams)
-    gpu_plots.draw(FOUND, tmp_path)
+    plots.draw(FOUND, tmp_path)
     assert dict(matplotlib.rcParams) == before
 
 

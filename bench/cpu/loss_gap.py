@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import demo
-import record
 import torch
 from rich.console import Console
 
+from bench import record
+from examples import demo
 from octavo.artifact.run import RunFolder
 from octavo.packing import pack
 from octavo.runtime import load_packed

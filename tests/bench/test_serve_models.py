@@ -1,15 +1,10 @@
 """The models that bench/gpu_serve.py measures are what it says: small, on the CPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-from gpu_serve_models import (
+from bench.gpu.serve_models import (
     build_bf16,
     build_fp8,
     caches,
@@ -19,8 +14,7 @@ from gpu_serve_models import (
     held,
     quantized_caches,
 )
-from gpu_timing import sqnr
-
+from bench.gpu.timing import sqnr
 from octavo.runtime.fused import fuse
 
 SMALL = {
