@@ -33,7 +33,7 @@ from octavo.folding import fold
 from octavo.numerics.codec import cast
 from octavo.numerics.formats import E4M3
 from octavo.train.config import Config
-from octavo.train.start import start
+from octavo.train.start import start_run
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION, EVALUATION = [str(ROOT / "src")], [str(ROOT / "tests")]
@@ -62,7 +62,7 @@ def main() -> None:
 def train(out: Path) -> Path:
     """A Hugging Face folder in BF16."""
     config = Config(recipe="bf16", steps=STEPS, device="cpu", out=str(out) + " run", **SIZES)
-    start(config, Console(quiet=True)).run()
+    start_run(config, Console(quiet=True)).run()
     shutil.copytree(f"{config.out}/model", out)
     [newest] = sorted(Path(config.out).glob("step-*"))[-1:]
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(newest / "model.safetensors").items()}

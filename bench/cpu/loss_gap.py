@@ -25,7 +25,7 @@ from octavo.train.evaluation import mean_loss
 from octavo.train.finished import held_out
 from octavo.train.records import read_run
 from octavo.train.run_settings import read_settings
-from octavo.train.start import start
+from octavo.train.start import start_run
 
 SEEDS = (0, 1, 2)
 RECIPES = ("bf16", "rowwise")
@@ -55,7 +55,7 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """One run of the demo: its evaluation losses by step."""
     out = name(folder, recipe, seed)
     overrides = [*demo.SETTINGS, "--recipe", recipe, "--seed", str(seed), "--out", str(out), "--device", "cpu"]
-    if signal := start(Config.load(None, overrides), Console(quiet=True)).run().interrupted:
+    if signal := start_run(Config.load(None, overrides), Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
     losses = read_run(out).evaluations
     return {"recipe": recipe, "seed": seed, "evaluations": losses, "final": list(losses.values())[-1]}

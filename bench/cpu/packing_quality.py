@@ -30,7 +30,7 @@ from octavo.packing import pack
 from octavo.text import read_text
 from octavo.train.config import Config
 from octavo.train.data import build_corpus
-from octavo.train.start import start
+from octavo.train.start import start_run
 from octavo.verification.pipeline import verify
 from octavo.verification.result import Report
 from octavo.verification.streamed_model import Against
@@ -71,7 +71,7 @@ def train(out: Path) -> Config:
     config = Config.load(
         None, [*demo.SETTINGS, "--mlp-width", "768", "--recipe", "bf16", "--out", str(out), "--device", "cpu"]
     )
-    if signal := start(config, Console()).run().interrupted:
+    if signal := start_run(config, Console()).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
     return config
 

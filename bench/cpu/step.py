@@ -19,7 +19,7 @@ from octavo import ops
 from octavo.recipe import PRESETS, rowwise
 from octavo.train.config import Config
 from octavo.train.loop import Trainer
-from octavo.train.start import start
+from octavo.train.start import start_run
 
 ROUNDS = 15
 MODES = [("bf16", "bf16"), ("bf16", "fp32"), *((name, "bf16") for name in PRESETS if name != "bf16")]
@@ -56,7 +56,7 @@ def check() -> None:
 def make_trainer(recipe: str, precision: str, folder: Path) -> Trainer:
     """A run of the demo's model and batch."""
     config = Config(recipe=recipe, precision=precision, device="cpu", out=str(folder / f"{recipe}-{precision}"))
-    return start(config, Console(quiet=True))
+    return start_run(config, Console(quiet=True))
 
 
 def measure(trainers: dict[tuple[str, str], Trainer]) -> dict[tuple[str, str], list[float]]:

@@ -1,4 +1,4 @@
-"""The device that a command or a function was asked to run on."""
+"""Choosing the device of a command or a function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device that `device` names, after a check that it is there.
+    """The device that `device` names. The function checks that PyTorch can use it.
 
     Args:
         device: "auto" (the GPU where there is one, else the CPU), "cpu", "cuda", "cuda:N", any other name that PyTorch

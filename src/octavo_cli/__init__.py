@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. An error of the user's is one message and exit code 1; Ctrl-C is exit code 130."""
+    """Run the command line. An error that the user can mend is one message and exit code 1; Ctrl-C is exit code 130."""
     try:
         from octavo_cli.app import run  # here, so that Ctrl-C during this import is handled too
 

@@ -1,4 +1,4 @@
-"""The commands together, and what becomes of their errors."""
+"""The application: all commands, and the messages and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def octavo(
 def run() -> None:
     """Run the command line, and end the program with its exit code.
 
-    An error of the user's is one message and exit code 1, not a traceback. A warning is one line. A reader of
-    standard output that went away, such as `head`, ends the program quietly with the exit code of other Unix tools.
+    An error that the user can mend is one message and exit code 1, not a traceback. A warning is one line. If the
+    reader of standard output ends first, as `head` does, the program ends quietly with the exit code of other Unix
+    tools.
     """
     code: int | str | None = 1
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"

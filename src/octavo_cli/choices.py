@@ -1,4 +1,4 @@
-"""Names that help texts list. They are written out here, since the library that defines them imports PyTorch.
+"""The names that help texts list. They are repeated here because the library that defines them imports PyTorch.
 
 `tests/octavo_cli/test_choices.py` compares them with the library's.
 """

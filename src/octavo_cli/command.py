@@ -19,9 +19,8 @@ from octavo_cli.other_names import OTHER_NAMES
 
 
 class Command(TyperCommand):
-    """A command whose help names types by words, and which suggests an option for an unknown one.
-
-    An option that does not take several values is given once.
+    """A command with plain-text help. It suggests an option for an unknown one, and refuses an option given twice
+    unless the option takes several values.
     """
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
@@ -40,7 +39,7 @@ class Command(TyperCommand):
         return pieces
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments and the options, with their help, each where its kind begins."""
+        """List the arguments and then the options, with their help."""
         params: list[Any] = self.get_params(ctx)
         arguments = [(_shown(p), p.help or "") for p in params if p.param_type_name == "argument"]
         options = [p.get_help_record(ctx) for p in params if p.param_type_name != "argument"]
@@ -88,7 +87,7 @@ class Command(TyperCommand):
 
 
 class NumberCommand(Command):
-    """A command with a number as its argument. A negative number looks like an option, and is not taken for one."""
+    """A command with a number as its argument. A negative number is read as the argument and not as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move negative numbers behind `--`, the end of the options."""
@@ -101,7 +100,7 @@ class NumberCommand(Command):
 
 
 class SettingsCommand(Command):
-    """The command that takes settings of training beside its options."""
+    """A command that takes settings of training in addition to its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse a word that is neither an option nor a setting, before PyTorch is imported."""

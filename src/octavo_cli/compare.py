@@ -21,7 +21,8 @@ def compare_command(
 ) -> None:
     """Compare runs: losses by step, gaps, speed and memory.
 
-    A gap is how far the evaluation loss of a run is from that of the first run. The runs may still be going on.
+    A gap is the relative difference between the evaluation losses of a run and of the first run. The runs may still be
+    in progress.
 
     Example:
 

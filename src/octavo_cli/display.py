@@ -1,7 +1,7 @@
-"""The printing of all commands: lines, tables and a progress bar.
+"""Printing for all commands: lines, tables and a progress bar.
 
-In a pipe or a file a line is as long as its text, and nothing is cut, so that `grep` finds every name. On a terminal
-a column of prose is wrapped between words; names are whole there too, if need be on lines longer than the terminal.
+In a pipe or a file a line is as long as its text, so that `grep` finds every name. On a terminal a column of prose is
+wrapped between words, and names stay whole, if necessary on lines longer than the terminal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Advance(Protocol):
 
 
 class _Screen(Console):
-    """A console which ends the program quietly when the reader of its output is gone."""
+    """A console that ends the program quietly when its output can no longer be written."""
 
     def on_broken_pipe(self) -> None:
         discard_output()
@@ -38,7 +38,7 @@ class _Screen(Console):
 
 
 def discard_output() -> None:
-    """Send to nowhere what standard output still holds, so that Python does not fail at writing it when it ends."""
+    """Discard the text that standard output still buffers, so that Python does not fail to write it at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""octavo doctor: what this machine is, and which GEMM each recipe would run on it."""
+"""octavo doctor: this machine, and the GEMM that each recipe would run on it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def measure_gains(device: torch.device) -> Path:
-    """Time the linear layers of the grid for every recipe that runs on the GPU `device`; the file that holds them."""
+    """Time the linear layers of the grid for every recipe that runs on the GPU `device`; returns the file of the
+    times."""
     import torch
 
     from octavo.nn.backends import gemm_backends

@@ -1,4 +1,4 @@
-"""octavo formats: the number formats, and how a number looks in them."""
+"""octavo formats: the number formats, and a number stored in each of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def formats_command(
 
 
 def _json(value: Any) -> Any:
-    """`value`, but None for inf and NaN, which JSON lacks."""
+    """`value`, or None for inf and NaN, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -78,7 +78,7 @@ def facts(f: Format) -> dict[str, Any]:
 
 
 def look(number: float, f: Format) -> dict[str, Any]:
-    """How `number` is stored in `f`: code, bits (sign exponent mantissa), the value, its neighbours, the error."""
+    """`number` as `f` stores it: code, bits (sign exponent mantissa), value, neighbours and error."""
     import torch
 
     from octavo.numerics.codec import decode, encode

@@ -1,4 +1,4 @@
-"""octavo inspect: what is in a packed folder."""
+"""octavo inspect: the tensors of a packed folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a command that runs one: a run of octavo train, a packed folder, or a Hugging Face folder."""
+"""Opening the model of a command: a run of octavo train, a packed folder, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE_HELP = f"A {_SOURCES}."
 
 
 class Opened(NamedTuple):
-    """A language model in evaluation mode, and what running it takes.
+    """A language model in evaluation mode, with its tokenizer, context, device and precision.
 
     `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
     """
@@ -34,7 +34,7 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     """Open a model. A run's model computes in the recipe and the precision that it was trained in.
 
     Raises:
-        FileNotFoundError, ArtifactError: the folder is none of these, or not whole.
+        FileNotFoundError, ArtifactError: the folder is none of these, or is incomplete.
         ValueError: a step of a folder that is no run, or a device that is not there.
     """
     from octavo.artifact.run import RunFolder

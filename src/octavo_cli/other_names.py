@@ -1,7 +1,7 @@
 """The names that nanoGPT, Hugging Face's Trainer and other tools have for settings of Octavo.
 
-A suggestion is made from this table when an option is unknown and the command has the option that is meant here. Where
-no option means the same, the entry is a sentence.
+An error about an unknown option suggests the option in this table if the command has it. If Octavo has no such option,
+the entry is a sentence.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Find out before the work begins whether a file can be written at `path`. None means that no file is asked for.
+    """Check before the work begins that a file can be written at `path`. None stands for no file.
 
     Raises:
         ValueError: it cannot; the message names `option`.

@@ -28,13 +28,13 @@ def train_command(
 
     The model is a small Llama or GPT-2 of Octavo, or a Hugging Face model from a local folder.
 
-    Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them.
-    What is not given follows from what is given: the warmup from the steps, the last learning rate from the first.
-    The first ones to know: --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N,
-    --layers N, --device auto|cpu|cuda, --out FOLDER.
+    Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them. A
+    setting that is not given may follow from others, as the warmup from the number of steps. The most used settings:
+    --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N, --layers N, --device
+    auto|cpu|cuda, --out FOLDER.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit; --resume
-    FOLDER goes on bit for bit. A closed output pipe does not end a run.
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume
+    FOLDER continues bit for bit. A closed output pipe does not end a run.
 
     Examples:
 
@@ -46,7 +46,7 @@ def train_command(
     """
     from octavo.train.config import Config, ConfigError, describe
     from octavo.train.log import print_line, training_console
-    from octavo.train.start import resume, start
+    from octavo.train.start import resume_run, start_run
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
@@ -58,7 +58,11 @@ def train_command(
         overrides, config = [str(config), *overrides], None
     if resume_from and config:
         raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} out")
-    trainer = resume(resume_from, overrides, console) if resume_from else start(Config.load(config, overrides), console)
+    trainer = (
+        resume_run(resume_from, overrides, console)
+        if resume_from
+        else start_run(Config.load(config, overrides), console)
+    )
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:

@@ -17,7 +17,7 @@ from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack
 from octavo.train.config import Config
 from octavo.train.log import training_console
-from octavo.train.start import start
+from octavo.train.start import start_run
 
 TINY = {
     "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
     torch.manual_seed(0)
     for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
         settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
-        start(Config(**settings), training_console()).run()
+        start_run(Config(**settings), training_console()).run()
     pack(root / "fp8", root / "packed")
     return root
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from octavo.train.config import Config
-from octavo.train.start import resume, start
+from octavo.train.start import resume_run, start_run
 
 WORDS = [
     "a",
@@ -84,13 +84,13 @@ def settings(tmp_path, text):
 @pytest.fixture
 def begin(settings):
     """begin(**overrides): the `Trainer` of a new tiny run."""
-    return lambda **overrides: start(settings(**overrides), Console(quiet=True))
+    return lambda **overrides: start_run(settings(**overrides), Console(quiet=True))
 
 
 @pytest.fixture
 def go_on():
     """go_on(folder, *overrides): the `Trainer` of a run taken up again."""
-    return lambda folder, *overrides: resume(folder, overrides, Console(quiet=True))
+    return lambda folder, *overrides: resume_run(folder, overrides, Console(quiet=True))
 
 
 @pytest.fixture

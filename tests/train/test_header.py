@@ -8,14 +8,14 @@ from rich.console import Console
 
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import check_memory
-from octavo.train.start import start
+from octavo.train.start import start_run
 
 
 def test_the_header_says_what_is_trained_on_what(settings, text):
     out = io.StringIO()
-    start(settings(steps=1, warmup=0, min_learning_rate=None), Console(file=out, width=30))
+    start_run(settings(steps=1, warmup=0, min_learning_rate=None), Console(file=out, width=30))
     lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line}
-    assert "llama, 0.03M parameters, trained from random weights" in lines["model"]
+    assert "llama, 26,784 parameters, trained from random weights" in lines["model"]
     assert str(text) in lines["data"]
     assert "held out" in lines["data"]
     assert "1 step of 64 tokens" in lines["steps"]

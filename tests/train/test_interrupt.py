@@ -9,7 +9,7 @@ import torch
 
 from octavo.artifact.run import RunFolder
 from octavo.train import loop
-from octavo.train.interrupt import interrupt
+from octavo.train.interrupt import delay_interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -17,7 +17,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_within_the_block_only(number):
     before = [signal.getsignal(each) for each in SIGNALS]
-    with interrupt() as state:
+    with delay_interrupts() as state:
         assert state.received is None
         os.kill(os.getpid(), number)
         assert state.received == number.name
@@ -28,7 +28,7 @@ def test_a_second_signal_acts_at_once():
     before = [signal.getsignal(each) for each in SIGNALS]
 
     def twice():
-        with interrupt():
+        with delay_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
             pytest.fail("the second signal was noted too")
@@ -40,7 +40,7 @@ def test_a_second_signal_acts_at_once():
 
 def test_handlers_come_back_after_an_error():
     before = [signal.getsignal(each) for each in SIGNALS]
-    with pytest.raises(RuntimeError, match="broken"), interrupt():
+    with pytest.raises(RuntimeError, match="broken"), delay_interrupts():
         raise RuntimeError("broken")
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
@@ -49,7 +49,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """`nohup octavo train` goes on when its terminal closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupt() as state:
+        with delay_interrupts() as state:
             os.kill(os.getpid(), signal.SIGHUP)
             assert state.received is None
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -11,7 +11,7 @@ from rich.console import Console
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config
 from octavo.train.data import Batches, RandomBatches
-from octavo.train.start import resume, start
+from octavo.train.start import resume_run, start_run
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def logged(settings):
 
     def make(**overrides):
         out = io.StringIO()
-        trainer = start(settings(**overrides), Console(file=out))
+        trainer = start_run(settings(**overrides), Console(file=out))
         return trainer, out.getvalue().splitlines()
 
     return make
@@ -67,28 +67,28 @@ def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypa
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(text.read_text())
     monkeypatch.chdir(tmp_path)
-    trainer = start(settings(data=("texts", "texts/*.txt"), out="run", steps=4), Console(quiet=True))
+    trainer = start_run(settings(data=("texts", "texts/*.txt"), out="run", steps=4), Console(quiet=True))
     trainer.run()
     data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
     monkeypatch.chdir("/")
-    again = resume(tmp_path / "run", ["--steps", "6"], Console(quiet=True))
+    again = resume_run(tmp_path / "run", ["--steps", "6"], Console(quiet=True))
     assert again.state.step == 4
     again.run()
     monkeypatch.chdir(tmp_path)
-    resume(tmp_path / "run", ["--data", "texts"], Console(quiet=True))
+    resume_run(tmp_path / "run", ["--data", "texts"], Console(quiet=True))
     assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
 
 
 def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_path, text):
     (tmp_path / "data.txt").write_text(text.read_text().replace("a", "ä"), encoding="utf-8")
     setup = {"data": (str(tmp_path / "data.txt"),), "tokenizer": "characters", "sampling": "random", "recipe": "bf16"}
-    first = start(settings(**setup, steps=3), Console(quiet=True))
+    first = start_run(settings(**setup, steps=3), Console(quiet=True))
     assert first.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
     assert type(first.training) is RandomBatches
     assert type(first.validation) is Batches
     first.run()
-    resumed = resume(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
+    resumed = resume_run(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
     assert resumed.tokenizer.characters == first.tokenizer.characters
     assert all(torch.equal(a, b) for a, b in zip(resumed.training.at(9), first.training.at(9), strict=True))
     assert resumed.run().step == 4

@@ -1,4 +1,4 @@
-"""From a Hugging Face data set, on the Hub or in a folder, to documents (extra `hf`)."""
+"""Reading a Hugging Face data set, on the Hub or in a folder, as documents (extra `hf`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a file to documents: which files are text, and how a file of rows is parsed."""
+"""Reading a file as documents: which files are text, and how a file of rows is parsed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = 1 << 16  # bytes that show whether a file is binary, so that no file of 
 
 
 def read_file(path: Path, named: bool, chat: Chat | None, tally: Tally) -> list[Document]:
-    """The documents of one file; `tally` counts what holds no text.
+    """The documents of one file. `tally` counts the files and rows that hold no text.
 
     Args:
         named: a source names the file itself. Such a file must be text; a file that a folder or a glob leads to is

@@ -1,4 +1,4 @@
-"""Read every document of some sources."""
+"""Reading text from sources: files, folders, globs and data sets."""
 
 from __future__ import annotations
 

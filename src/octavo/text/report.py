@@ -1,4 +1,4 @@
-"""The report of a reading: a line for people, and a dictionary for JSON."""
+"""The report of reading sources: lines to print, and a dictionary for JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SUBSTANTIAL = 0.1  # share of the bytes that must not be skipped without a warn
 
 @dataclass
 class Skipped:
-    """The files or rows skipped for one reason: their number, their bytes, and the names of the first of them."""
+    """The files or rows that were skipped for one reason: their number, their bytes, and the first names."""
 
     count: int = 0
     size: int = 0
     examples: list[str] = field(default_factory=list)
 
     def names(self) -> str:
-        """The examples, and ... if there are more."""
+        """The example names, followed by ... if there are more."""
         return ", ".join([*self.examples, *["..."] * (self.count > len(self.examples))])
 
 
@@ -35,7 +35,7 @@ class ReadReport:
         datasets: the number of Hugging Face data sets.
         documents: the number of texts, rows and conversations.
         size: bytes that were read, in UTF-8.
-        skipped: what gave no text, by reason.
+        skipped: the files and rows without text, by reason.
         fields: the fields of rows that were not read, sorted.
     """
 
@@ -93,7 +93,7 @@ class ReadReport:
 
 
 class Tally:
-    """Counts what a reader meets, for its report."""
+    """Counts files and rows while they are read, for the report."""
 
     def __init__(self) -> None:
         self.files: list[Path] = []
@@ -118,7 +118,7 @@ class Tally:
 
 
 def show_size(size: int) -> str:
-    """Bytes in the unit that suits them: 512 bytes, 3.4 kB, 3.4 MB, 3.4 GB."""
+    """A number of bytes with its unit: 512 bytes, 3.4 kB, 3.4 MB, 3.4 GB."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if size >= 10**power:
             return f"{size / 10**power:.1f} {unit}"

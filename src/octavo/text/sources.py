@@ -1,4 +1,4 @@
-"""From the name of a source to files: Python's standard library, a file, a folder or a glob."""
+"""Finding the files of a source: Python's standard library, a file, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT_OUT_FOLDERS = ("__pycache__", "site-packages")
 
 
 def absolute_source(source: str) -> str:
-    """`source` such that it names the same data from every working directory.
+    """`source` in a form that names the same data from every working directory.
 
     `stdlib` and the name of a data set on the Hugging Face Hub stay as they are.
     """
@@ -43,9 +43,9 @@ def _is_glob(path: str) -> bool:
 
 
 def find_files(source: str, tally: Tally) -> tuple[list[Path], bool]:
-    """The files of a source that is no data set, and whether the source names the file itself.
+    """The files of a source other than a data set, and whether the source names the file itself.
 
-    `tally` counts what a folder holds besides files that can be opened, such as links to folders.
+    `tally` counts the entries of a folder that are not readable files, such as links to folders.
 
     Raises:
         DataError: the source does not exist, or leads to no file.
@@ -73,7 +73,7 @@ def find_files(source: str, tally: Tally) -> tuple[list[Path], bool]:
 
 
 def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
-    """Every file below `folder` but hidden files, and those in folders that are hidden or in LEFT_OUT_FOLDERS."""
+    """Every file below `folder`, except hidden files and files in folders that are hidden or in LEFT_OUT_FOLDERS."""
 
     def unreadable(error: OSError) -> None:
         tally.skip(str(error.filename), "unreadable", 0)

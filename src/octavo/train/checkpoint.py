@@ -1,6 +1,7 @@
-"""Checkpoints: all that a run needs to go on bit for bit, in safetensors and JSON, whole or not at all.
+"""Checkpoints: the state from which a run continues bit for bit, as safetensors and JSON files.
 
-The data needs no state of its own: batch i depends on i and the seed alone (`octavo.train.data`).
+A checkpoint folder is written completely or not at all. The data needs no state: batch i depends only on i and the
+seed (`octavo.train.data`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from octavo.train.optimizer import load_optimizer_state, optimizer_state, requir
 
 @dataclass
 class TrainState:
-    """What changes while a run trains, and is saved: `step` counts the optimizer steps done."""
+    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -39,7 +40,7 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     """Write the checkpoint of `state.step`, then remove all but the newest `keep`.
 
     Raises:
-        WriteError: the disk refused; the older checkpoints are all still there.
+        WriteError: the files could not be written; all older checkpoints are still there.
     """
     for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
         shutil.rmtree(leftover)
@@ -64,7 +65,7 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
     """Restore `state` from a checkpoint. Everything is read and checked before anything is changed.
 
     Raises:
-        ArtifactError: a file is truncated, half written or of another model, or the data is not what it was.
+        ArtifactError: a file is truncated or of another model, or the data differs from the data of the checkpoint.
     """
     try:
         described = _read_description(folder)
@@ -120,7 +121,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _saved_random(saved: Mapping[str, Tensor], device: torch.device, path: Path) -> dict[str, Tensor]:
-    """The random states that `device` takes; a GPU's is not there if the run comes from a CPU, which is allowed."""
+    """The random states for `device`. A run that was trained on a CPU has none for a GPU; it may continue there."""
     required = _random_state(device)
     if "random.cuda" not in saved:
         required.pop("random.cuda", None)

@@ -3,8 +3,8 @@
 There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
 the command line. All share one namespace (no tables, no nesting), so a key reads the same in the file
 (`kv_heads = 2`), on the command line (`--kv-heads 2`) and in code (`config.kv_heads`). A setting's default, help and
-valid values stand on its line; what concerns several settings at once (heads dividing the width, say) is checked after
-them. Whoever holds a `Config` holds a valid one: every way of making one goes through `__post_init__`.
+valid values stand on its line. Conditions on several settings (such as heads dividing the width) are checked after
+them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
 
 A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its derived value and the
 names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
@@ -188,7 +188,10 @@ class Config:
 
 
 def describe() -> list[tuple[str, str, object, str]]:
-    """(name, type, default, help) of every setting, in the order of declaration; a derived default is in words."""
+    """(name, type, default, help) of every setting, in the order of declaration.
+
+    A derived default is described in words.
+    """
     kinds = _kinds()
     rows = []
     for each in fields(Config):

@@ -1,11 +1,11 @@
-"""Text to batches of token ids, such that position in the data is one integer.
+"""Text to batches of token ids, where one integer is the position in the data.
 
-Documents are put in the order of a hash of their content: as good as a shuffle, the same on every machine, whatever
-the files are called. They are tokenized and laid end to end; the last share is held out for validation. A
-sequence is `context` consecutive tokens, and its targets are those one further on; an epoch visits each sequence once,
-in a permutation drawn from a counter-based generator keyed by (seed, epoch) (Philox: Salmon et al., SC 2011,
-"Parallel random numbers: as easy as 1, 2, 3"). Hence batch `i` depends on nothing but `i`: a resumed run, or one with
-other ranks, needs no saved state.
+Documents are sorted by a hash of their content. That order is as good as a shuffle, and it is the same on every
+machine, whatever the files are called. The documents are tokenized and laid end to end, and the last share is held out
+for validation. A sequence is `context` consecutive tokens, and its targets are those one further on; an epoch visits
+each sequence once, in a permutation drawn from a counter-based generator keyed by (seed, epoch) (Philox: Salmon et al.,
+SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). So batch `i` depends only on `i` and the seed, and a resumed
+run needs no saved state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Corpus:
     """Tokenized text in two parts.
 
     `train` and `validation` are one-dimensional arrays of token ids: uint16 up to 65,536 tokens of vocabulary, uint32
-    above. `fingerprint` is the SHA-256, in hexadecimal, of the ids and of where they are split.
+    above. `fingerprint` is the SHA-256, in hexadecimal, of the ids and of the position of the split.
     """
 
     train: Tokens
@@ -71,8 +71,8 @@ class Corpus:
 def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, validation_fraction: float) -> Corpus:
     """Order, tokenize and split `texts`; each part gets at least one sequence, `context` + 1 tokens.
 
-    The split is at the end of the document nearest to the fraction of tokens asked for; where no end of a document
-    leaves both parts a sequence (one document, say), it is at the very token.
+    The split is at the end of the document that is nearest to the requested fraction of tokens. If no end of a document
+    leaves a sequence to both parts (there may be one document only), the split is at the requested token itself.
 
     Raises:
         DataError: a part is shorter than one sequence.
@@ -118,9 +118,9 @@ def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: flo
 
 
 class Batches:
-    """Micro-batches of `tokens`, by index: stateless, so that resuming needs the index alone.
+    """Micro-batches of `tokens`, by index. They have no state: resuming needs the index only.
 
-    Of the tokens, `sequences` = (len(tokens) - 1) // context sequences are made, without overlap. With a `seed`, each
+    The tokens are cut into `sequences` = (len(tokens) - 1) // context sequences without overlap. With a `seed`, each
     epoch is a fresh permutation of them; with None, they come in order (validation). After the last sequence of an
     epoch comes the first of the next, inside a batch too.
     """
@@ -150,7 +150,7 @@ class Batches:
         return pair[:, :-1].contiguous(), pair[:, 1:].contiguous()
 
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:
-        """Where the sequences begin that stand at `positions` of the endless row of sequences."""
+        """The offsets of the sequences at `positions` of the endless row of sequences."""
         rows = [self._order(position // self.sequences)[position % self.sequences] for position in positions]
         return np.array(rows, dtype=np.int64) * self.context
 

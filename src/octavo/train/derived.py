@@ -1,4 +1,4 @@
-"""The settings that follow from others where they are not given.
+"""Settings whose default value follows from other settings.
 
 | setting           | follows from                               | value                                               |
 |-------------------|--------------------------------------------|-----------------------------------------------------|
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
 
 
 def outdated(derived: Collection[str], changed: Collection[str]) -> set[str]:
-    """Which of the `derived` settings follow, directly or not, from settings that are `changed`."""
+    """The `derived` settings that follow, directly or not, from settings that are `changed`."""
     stale: set[str] = set()
     for name, rule in RULES.items():
         if name in derived and name not in changed and ({*changed} | stale) & {*rule.sources}:

@@ -20,14 +20,17 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The block in which a model computes in `precision`: bf16, fp16, or fp32, which leaves every dtype as it is."""
+    """A context in which a model computes in `precision`: bf16 or fp16 by autocast, or fp32 without it."""
     dtype = AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def own_random(device: torch.device) -> Iterator[None]:
-    """Random numbers from a fixed seed within the block (recipes may round stochastically), the run's own after."""
+    """Draw random numbers from a fixed seed within the block, and restore the run's random state after it.
+
+    A recipe that rounds stochastically draws them in evaluation too.
+    """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""A run of `octavo train` opened to be used: its model with the weights of a checkpoint, and the text held out."""
+"""Opening a run of `octavo train`: its model with the weights of a checkpoint, and its validation text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     Args:
         path: the folder of the run.
         step: the step of the checkpoint; None takes the newest.
-        device: where the model shall be.
+        device: the device of the model, as `octavo.device.choose_device` takes it.
 
     Raises:
         ArtifactError: no run, no such checkpoint, or one that is not whole.
@@ -65,7 +65,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
 
 
 def held_out(path: Path, tokenizer: Tokenizer | None = None) -> tuple[Batches, ReadReport]:
-    """The batches that the run in the folder `path` evaluates on, and what was read to make them.
+    """The validation batches of the run in the folder `path`, and the report of reading its text.
 
     Args:
         path: the folder of the run.
@@ -73,7 +73,7 @@ def held_out(path: Path, tokenizer: Tokenizer | None = None) -> tuple[Batches, R
 
     Raises:
         ArtifactError: no run.
-        DataError: its data cannot be read any more.
+        DataError: its data can no longer be read.
     """
     run = RunFolder(path)
     run.check()

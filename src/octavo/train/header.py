@@ -12,7 +12,7 @@ from octavo.train.data import Corpus
 from octavo.words import plural
 
 
-def header(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
+def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
     """The text to print: one line for each of model, data, steps, rate, device and folder, then the conversion."""
     size = sum(p.numel() for p in model.parameters())
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
@@ -20,9 +20,8 @@ def header(config: Config, model: nn.Module, device: torch.device, corpus: Corpu
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
     lines = {
-        "model": f"{config.model}, {size / 1e6:.2f}M parameters, {kind}",
-        "data": f"{_sources(config)}: {len(corpus.train) / 1e6:.2f}M tokens to train on, "
-        f"{len(corpus.validation) / 1e6:.2f}M held out",
+        "model": f"{config.model}, {size:,} parameters, {kind}",
+        "data": f"{_sources(config)}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out",
         "steps": f"{plural(config.steps, 'step')} of {plural(each, 'token')}, {epochs:.2g} of the training tokens",
         "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
         f"{plural(config.warmup, 'step')} of warmup",

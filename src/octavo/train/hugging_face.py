@@ -23,8 +23,8 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
 
     Args:
         config: its `model` is a folder with a config.json and safetensors files.
-        saved: the description that a resumed run keeps. Where it exists, the model has its architecture and random
-            weights: the checkpoint has the weights.
+        saved: the folder of a resumed run that describes its model. If it exists, the model has that architecture and
+            random weights, because the checkpoint holds the weights.
 
     Raises:
         ConfigError: no such folder, a folder that lacks weights, a model whose attention sees later tokens, or a
@@ -51,9 +51,9 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
 
 
 def positions_of(folder: Path) -> int:
-    """The tokens that the model described by `folder`/config.json can see; without limit where it states none."""
+    """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
     path = folder / "config.json"
-    described = read_json(path) if path.is_file() else {}  # what is wrong with the folder is said when it is opened
+    described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
     found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
 

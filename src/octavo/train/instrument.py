@@ -1,4 +1,4 @@
-"""What can be seen of a mixed-precision run: what each layer computes in, every dtype, and the range of the weights."""
+"""Measurements of a mixed-precision run: the precision of each layer, all dtypes, and the range of the weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """The precision that the parameters of `model` are computed in, read from its modules, as JSON values.
 
     Returns:
-        `recipes`: for each recipe the `layers` that run it, and what their GEMMs `y`, `dx` and `dw` run on ("bf16":
-        unquantized, in the autocast dtype). `fp8_share`: the part of the parameters, 0 to 1, that FP8 GEMMs read.
-        `high_precision`: the parts of the others, by parameter (repeated layers are one entry, their index written *),
-        and of `embeddings` and `other` (norms, biases and other vectors).
+        `recipes`: for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16":
+        unquantized, in the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read.
+        `high_precision`: the shares of the other parameters by name (repeated layers are one entry, their index
+        written *), of `embeddings`, and of `other` (norms, biases and other vectors).
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
     recipes: dict[str, dict[str, Any]] = {}
@@ -48,7 +48,7 @@ def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
     """The dtype of every leaf module's output during `forward()`, and of its loss.
 
-    Layers of a stack are one entry, their index written *; where they differ the entry names each dtype.
+    Repeated layers are one entry, their index written *. If they differ, the entry names each dtype.
     """
     seen: dict[str, set[str]] = {}
 
@@ -91,7 +91,10 @@ def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
-    """The scale of every history of `delayed` that has one, by its name such as LAYER.histories.x; in one transfer."""
+    """The scale of every history of the recipe `delayed` that has one, by name, such as LAYER.histories.x.
+
+    All scales are read from the device in one transfer.
+    """
     known = {name: history.scale for name, history in histories(model) if history.ready}
     values = torch.cat([scale.view(1) for scale in known.values()]).tolist() if known else []
     return dict(zip(known, values, strict=True))

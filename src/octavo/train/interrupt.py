@@ -23,7 +23,7 @@ class Interrupt:
 
 
 @contextmanager
-def interrupt() -> Iterator[Interrupt]:
+def delay_interrupts() -> Iterator[Interrupt]:
     """Note the signals within the block instead of acting on them; give their handlers back after it."""
     state = Interrupt()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

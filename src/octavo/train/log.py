@@ -1,4 +1,4 @@
-"""The console of a training run, whose output may go away while the run goes on."""
+"""The console of a training run. The run continues when its output can no longer be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 def training_console() -> Console:
-    """A console on standard output. Where that can no longer be written, it says so once and prints nothing more.
+    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
 
     Standard output may be a pipe whose reader ended (`octavo train | head`), a terminal that was closed, or a file on
     a full disk. None of these ends a run: its numbers are in metrics.jsonl.
@@ -56,7 +56,7 @@ class LastingStream:
 
 
 def _discard(stream: IO[str]) -> None:
-    """Send what `stream` still holds to nowhere: Python flushes it once more when the program ends."""
+    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

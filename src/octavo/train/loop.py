@@ -5,15 +5,18 @@ One step, with `accumulate` micro-batches:
     for each:   loss = cross_entropy(logits(inputs), targets) / accumulate;  backward        gradients add up in FP32
     clip the gradient's norm;  AdamW on the FP32 master weights;  close the step of delayed scaling
 
-Forward runs under autocast to BF16 (or FP16, with its loss scaled: Micikevicius et al., arXiv:1710.03740), converted
-linear layers in FP8, their weights cast once a step. Every step depends on (weights, optimizer, scale histories, random
-state, step) alone, all of which a checkpoint holds: a run that is killed and resumed repeats its losses bit for bit.
+The forward pass runs under autocast to BF16, or to FP16 with a scaled loss (Micikevicius et al., arXiv:1710.03740).
+Converted linear layers run in FP8, and their weights are cast once a step. A step depends only on the weights, the
+optimizer, the scale histories, the random state and its number. A checkpoint holds all of these, so a run that is
+killed and resumed repeats its losses bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +35,7 @@ from octavo.train.config import Config
 from octavo.train.data import Batches
 from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
-from octavo.train.interrupt import interrupt
+from octavo.train.interrupt import delay_interrupts
 from octavo.train.log import print_line
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
@@ -41,12 +44,12 @@ from octavo.train.schedule import learning_rate
 
 
 class TrainingError(RuntimeError):
-    """The run broke: its loss or gradient is no longer a number."""
+    """The loss or the gradient of the run is no longer finite."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a call of `Trainer.run` ended."""
+    """The end of a call of `Trainer.run`: the step, the last evaluation loss, and the signal that stopped it."""
 
     step: int
     evaluation_loss: float | None
@@ -81,7 +84,7 @@ class Trainer:
         clock = _Clock(state.step)
         with (
             self.lock,
-            interrupt() as stop,
+            delay_interrupts() as stop,
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
             cast_once(self.model),
         ):
@@ -130,7 +133,7 @@ class Trainer:
         return total / config.accumulate, norm
 
     def evaluate(self) -> float:
-        """The mean loss over the first `evaluate_batches` batches held out, at most all of them once."""
+        """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         config, device = self.config, self.state.device
         return mean_loss(
@@ -138,7 +141,7 @@ class Trainer:
         )[0]
 
     def sample(self, count: int) -> str:
-        """`count` tokens from a newline on, always with the same seed, leaving the run's random state as it was."""
+        """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
         with own_random(self.state.device), autocast(self.config.precision, self.state.device):
             return "".join(stream(self.model, self.tokenizer, self.config.context, "\n", count=count, seed=0))
@@ -173,7 +176,7 @@ class Trainer:
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
-        """The dtypes met on one sequence, in evaluation mode so that scale histories take no notice."""
+        """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
         with own_random(self.state.device):
@@ -190,7 +193,8 @@ class Trainer:
         return loss
 
     def _check_finite(self, loss: Tensor, norm: Tensor) -> None:
-        """An FP16 run may meet an infinite gradient: its step is skipped. An infinite loss is the end of any run."""
+        """Raise a TrainingError at a loss that is not finite, and at such a gradient unless FP16's scaler skips its
+        step."""
         if loss.isfinite() and (norm.isfinite() or self.config.precision == "fp16"):
             return
         saved = self.run_folder.checkpoints()
@@ -202,7 +206,7 @@ class Trainer:
 
 
 class _Clock:
-    """Seconds of training, without what is not training (logging, evaluation, saving)."""
+    """Measures the seconds of training steps, without those of evaluation and saving."""
 
     def __init__(self, step: int) -> None:
         self._step, self._start = step, time.perf_counter()
@@ -214,21 +218,11 @@ class _Clock:
         self._step, self._start = step, now
         return steps, seconds
 
-    def paused(self) -> _Pause:
-        """A block that does not count."""
-        return _Pause(self)
-
-    def shift(self, seconds: float) -> None:
-        """Forget `seconds`."""
-        self._start += seconds
-
-
-class _Pause:
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.shift(time.perf_counter() - self._began)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._start += time.perf_counter() - began

@@ -10,7 +10,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes so far: of tensors on a GPU, or of the whole process on a CPU."""
+    """The peak in bytes so far: of tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,10 +1,9 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard where asked for, and one line a log step on the terminal.
+"""The records of a run: metrics.jsonl, TensorBoard on request, and one line per logged step on the terminal.
 
 A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
 
-    at the start and each resume   data: what was read and skipped (`octavo.text.ReadReport.to_dict`), precision
-                                   (`octavo.train.instrument.precision_of`), and what the tensors' dtypes are: dtypes
-                                   (`observed_dtypes`)
+    at the start and each resume   data: the text read and skipped (`octavo.text.ReadReport.to_dict`), precision
+                                   (`octavo.train.instrument.precision_of`), and dtypes (`observed_dtypes`)
     every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
                                    since the log record before), tokens_per_second, peak_memory (bytes),
                                    largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps
@@ -29,7 +28,7 @@ from octavo.extras import import_extra
 
 
 class Metrics:
-    """Writes records, each with its step. A resumed run drops those of later steps, so that no step stands twice."""
+    """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice."""
 
     def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int) -> None:
         purge_step = resumed_at + 1 if resumed_at else None
@@ -49,7 +48,7 @@ class Metrics:
         self.draw(step, record)
 
     def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Give the numbers among the values to TensorBoard, where it was asked for."""
+        """Write the numbers among the values to TensorBoard, if the run uses it."""
         if self._board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float):

@@ -39,7 +39,7 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
 
 
 def convert_model(model: nn.Module, config: Config) -> Conversion:
-    """Give the linear layers of `model`, which is on its device, the recipe of `config`; returns what was converted."""
+    """Convert the linear layers of `model`, which is on its device, to the recipe of `config`; returns the report."""
     return convert(
         model,
         config.recipe,
@@ -51,7 +51,8 @@ def convert_model(model: nn.Module, config: Config) -> Conversion:
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device) -> None:
-    """Raise a ConfigError if what AdamW keeps for a built-in model is more than all the memory of `device`."""
+    """Raise a ConfigError if weights, gradients and AdamW's moments of a built-in model exceed the memory of
+    `device`."""
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
@@ -103,7 +104,7 @@ def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, fol
 
 
 def logits(model: Forward, tokens: Tensor) -> Tensor:
-    """[B, T, V] from int64 tokens [B, T], whichever family the model is of."""
+    """The logits [B, T, V] of int64 tokens [B, T], for a model of Octavo or of transformers."""
     return logits_of(model(tokens))
 
 

@@ -1,4 +1,4 @@
-"""What the metrics.jsonl of a run says of it, for comparing runs (`octavo.train.metrics` writes that file)."""
+"""Reading the metrics.jsonl of runs in order to compare them (`octavo.train.metrics` writes that file)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.artifact.run import RunFolder
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its files tell it.
+    """The settings and the measurements of a run, read from its files.
 
     Attributes:
         path: its folder.

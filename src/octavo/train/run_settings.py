@@ -21,7 +21,7 @@ def read_settings(run: RunFolder) -> Config:
 
 
 def write_settings(config: Config, run: RunFolder) -> None:
-    """Write the settings beside the old ones, then replace these: a full disk must not cost the run its settings."""
+    """Write the settings to a new file, then replace the old one: a full disk must not destroy the settings."""
     partial = run.path / ".config.json.partial"
     try:
         partial.write_text(json.dumps(config.to_dict(), indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Where the values of settings come from: words of a command line, a TOML file, or the config.json of a run.
+"""Reading the values of settings from a command line, a TOML file, or the config.json of a run.
 
-Everything here takes `kinds`, the type of each setting by its name, and raises a ConfigError that names the setting and
-where it was given.
+The functions take `kinds`, the type of each setting by its name, and raise a ConfigError that names the setting and
+its source.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _parse_words(key: str, words: list[str], kinds: Kinds) -> Any:
 
 
 def _parse_word(required: Any, word: str) -> object:
-    """The value that `word` spells; `word` itself where it spells none, which `typed` then refuses."""
+    """The value that `word` spells, or `word` itself, which `typed` then refuses."""
     if required is bool:
         return {"true": True, "false": False}.get(word, word)
     if required is int and re.fullmatch(r"[+-]?[0-9]+", word):

@@ -1,4 +1,4 @@
-"""Start a run, or take one up again: everything between the settings and the first step."""
+"""Starting and resuming a run: all work between the settings and the first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.text import absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, RandomBatches, build_corpus, open_data
-from octavo.train.header import header
+from octavo.train.header import header_text
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
@@ -29,14 +29,14 @@ from octavo.train.optimizer import make_optimizer
 from octavo.train.run_settings import read_settings, write_settings
 
 
-def start(config: Config, console: Console) -> Trainer:
+def start_run(config: Config, console: Console) -> Trainer:
     """A new run in `config.out`, at step 0. The run's folder is locked until `Trainer.run` ends.
 
     Raises:
-        ConfigError, DataError: settings or data that cannot be trained on; nothing was written then.
+        ConfigError, DataError: settings or data that cannot be trained on; nothing has been written.
         FileExistsError: `config.out` holds a run already.
         LockedError: another program trains there.
-        WriteError: the disk refused.
+        WriteError: the folder could not be written.
     """
     run = RunFolder(Path(config.out))
     lock = locked_folder(run.path)
@@ -53,7 +53,7 @@ def start(config: Config, console: Console) -> Trainer:
     return trainer
 
 
-def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
+def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
 
     The run's folder is locked until `Trainer.run` ends.
@@ -61,7 +61,7 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     Raises:
         ArtifactError: no run, no checkpoint, or one that is not whole or does not fit.
         LockedError: another program trains there.
-        WriteError: the disk refused.
+        WriteError: the folder could not be written.
     """
     run = RunFolder(path)
     run.check()
@@ -82,7 +82,7 @@ def resume(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
 
 
 def _fit_to_folder(config: Config) -> Config:
-    """The settings with the whole path of the model's folder, since the run may be resumed from another place.
+    """The settings with the absolute path of the model's folder: a run may be resumed from another directory.
 
     A context that was not given becomes at most the model's positions.
     """
@@ -108,7 +108,7 @@ def _check_empty(run: RunFolder) -> None:
 
 
 def _describe(trainer: Trainer) -> None:
-    """Write what a new run's folder says of the run and of its model."""
+    """Write the settings of a new run and the description of its model to the run's folder."""
     run = trainer.run_folder
     try:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
     report = convert_model(model, config)
-    print_line(console, header(config, model, device, corpus, report))
+    print_line(console, header_text(config, model, device, corpus, report))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
     return Trainer(config, state, training, validation, tokenizer, reading.report, run, lock, console)
