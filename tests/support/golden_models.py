@@ -51,14 +51,16 @@ RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "block
 
 def model_cases(name: str) -> dict[str, dict[str, Any]]:
     """The packings of one of MODELS: name -> options of `pack`."""
-    found = [{"layout": layout, "scheme": scheme} for layout, schemes in LAYOUTS.items() for scheme in schemes]
+    packings = [(layout, scheme) for layout, schemes in LAYOUTS.items() for scheme in schemes]
+    found: list[dict[str, Any]] = [{"layout": layout, "scheme": scheme} for layout, scheme in packings]
     for layout, schemes in LAYOUTS.items():
         cache = {} if layout == "fp8" or name == "bert" else {"kv_cache": "fp8"}
         found.append({"layout": layout, "scheme": schemes[0], "skip": ("*.1.*",), **cache})
     found.append({"scheme": "tensor", "share": False})
     found.append({"scheme": "mx", "layers": {"*.0.*": "tensor"}, "shard_bytes": 100_000})
     if name == "llama":  # the choice of scales knows no architecture
-        found += [{**how, "kv_cache": "fp8"} for how in found[:14] if how["layout"] in ("modelopt", "autofp8")]
+        cached = [(layout, scheme) for layout, scheme in packings if layout in ("modelopt", "autofp8")]
+        found += [{"layout": layout, "scheme": scheme, "kv_cache": "fp8"} for layout, scheme in cached]
         found += [{"scheme": scheme, "pow2": True} for scheme in SCHEMES]
         found += [{"scheme": scheme, "weights": "mse", "pow2": pow2} for scheme in SCHEMES for pow2 in (False, True)]
         found += [{"scheme": scheme, "weights": "mse", "share": False} for scheme in ("tensor", "static")]
@@ -70,7 +72,7 @@ def run_cases(name: str) -> dict[str, dict[str, Any]]:
     """The packings of runs that trained one of MODELS: name -> the recipe, and options of `pack`."""
     if name == "qwen2":  # fine-tuned
         return named([{"recipe": "rowwise"}])
-    found = [{"recipe": recipe} for recipe in RECIPES]
+    found: list[dict[str, Any]] = [{"recipe": recipe} for recipe in RECIPES]
     found += [{"recipe": recipe, "share": True} for recipe in ("tensorwise", "delayed")]
     found += [{"recipe": "delayed", "layout": layout} for layout in ("modelopt", "autofp8")]
     return named(found)
