@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -66,3 +67,23 @@ def copy_of(packed: dict[str, Example], tmp_path: Path) -> Callable[[str], Path]
 @pytest.fixture(params=["llama", "llama untied", "gpt2", "qwen2"])
 def example(request: pytest.FixtureRequest, packed: dict[str, Example]) -> Example:
     return packed[request.param]
+
+
+@pytest.fixture
+def octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """octavo(*words): (exit code, standard output, standard error) of that command, run in this process."""
+    from octavo_cli import main
+
+    def call(*words: object) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["octavo", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "1000")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # products of a few thousand elements wait for a second one longer than they take
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            torch.set_num_threads(threads)
+        return (ended.value.code, *capsys.readouterr())
+
+    return call

@@ -1,0 +1,86 @@
+"""Every code block of README, CONTRIBUTING and docs runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from code_blocks import PAGES, ROOT, Block, missing_lines, read_blocks
+
+from octavo.train.config import Config
+from octavo_cli.app import app
+
+# The blocks marked `no-test`, by their first line, and why they cannot run here. Their commands are still parsed.
+UNTESTED = {
+    "README.md": {
+        'pip install ".[hf]"': "installs from the network",
+        "make demo": "takes minutes",
+        "vllm serve packed/first": "vLLM has an environment of its own: make test-vllm",
+    },
+}
+
+Octavo = Callable[..., tuple[int, str, str]]
+
+
+def test_the_blocks_that_do_not_run_are_listed() -> None:
+    found: dict[str, set[str]] = {}
+    for block in (block for page in PAGES for block in read_blocks(page) if not block.tested):
+        found.setdefault(block.page, set()).add(block.text.splitlines()[0].partition("  ")[0])
+    assert found == {page: set(reasons) for page, reasons in UNTESTED.items()}
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.usefixtures("workspace")
+def test_the_blocks_of_a_page_run(page: str, octavo: Octavo) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in read_blocks(page):
+        match block.language:
+            case "python":
+                run_python(block, names)
+            case "bash" | "console":
+                run_commands(block, octavo)
+            case "toml":
+                write_settings(block)
+            case "json":
+                json.loads(block.text)
+            case "text":
+                pass
+            case other:
+                pytest.fail(f"{block}: a block is python, bash, console, toml, json or text; got {other}")
+
+
+def run_python(block: Block, names: dict[str, Any]) -> None:
+    code = compile("\n" * block.line + block.text, block.page, "exec")
+    if block.tested:
+        exec(code, names)
+
+
+def run_commands(block: Block, octavo: Octavo) -> None:
+    for words, shown in block.commands():
+        if not block.tested:
+            parse(words)
+            continue
+        assert words[0] == "octavo", f"{block}: {words[0]} does not run here; mark the block no-test, and list it"
+        code, printed, errors = octavo(*words[1:])
+        assert code == 0, f"{block}: {' '.join(words)}\n{printed}\n{errors}"
+        assert missing_lines(shown, printed) == [], f"{block}: {' '.join(words)} printed\n{printed}"
+
+
+def parse(words: list[str]) -> None:
+    """Read a command without running it: octavo's by its command line; the target of make must exist."""
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    if words[0] == "octavo":
+        typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])  # type: ignore[attr-defined]
+
+
+def write_settings(block: Block) -> None:
+    """Check a file of settings, and write it under the name in its first line: `# small.toml`."""
+    Config.from_dict(tomllib.loads(block.text))
+    Path(block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)

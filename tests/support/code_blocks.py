@@ -1,0 +1,90 @@
+"""The fenced code blocks of a page in Markdown: ```LANGUAGE [no-test]."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+NO_TEST = "no-test"
+_NUMBER = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Args:
+        page: the path of its page from the root of the repository.
+        line: of its opening fence, from 1.
+        language: the first word of the info string.
+        tested: False if `no-test` follows the language.
+        text: what stands between the fences.
+    """
+
+    page: str
+    line: int
+    language: str
+    tested: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def commands(self) -> Iterator[tuple[list[str], list[str]]]:
+        """Each command of a `bash` or `console` block: its words, and the lines that the page shows below it."""
+        words: list[str] = []
+        shown: list[str] = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            command = line.removeprefix("$ ")
+            if self.language == "console" and command == line:
+                shown.append(line)
+            elif split := shlex.split(command, comments=True):
+                if words:
+                    yield words, shown
+                words, shown = split, []
+        if words:
+            yield words, shown
+
+
+def read_blocks(page: str) -> list[Block]:
+    """The code blocks of a page, in order.
+
+    Raises:
+        ValueError: a fence without a language, or a command in an indented block, which no test would run.
+    """
+    blocks, opened, lines = [], None, []
+    for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1):
+        if opened is None and line.startswith("```"):
+            language, *options = line[3:].split() or [""]
+            if not language or options not in ([], [NO_TEST]):
+                raise ValueError(f"{page}:{number}: a code block begins with ```LANGUAGE or ```LANGUAGE {NO_TEST}")
+            opened, lines = (number, language, not options), []
+        elif opened is not None and line == "```":
+            blocks.append(Block(page, *opened, "\n".join(lines) + "\n"))
+            opened = None
+        elif opened is not None:
+            lines.append(line)
+        elif re.match(r"    (\$|octavo|make|import|pip) ?", line):
+            raise ValueError(f"{page}:{number}: a command must stand in a fenced block, where it is run")
+    return blocks
+
+
+def missing_lines(shown: list[str], printed: str) -> list[str]:
+    """The shown lines that a command did not print in their order; numbers count as equal, `...` stands for anything."""
+    lines = iter([_plain(line) for line in printed.splitlines()])
+    return [line for line in shown if line.strip() != "..." and not any(_matches(line, other) for other in lines)]
+
+
+def _matches(shown: str, printed: str) -> bool:
+    pattern = ".*".join(re.escape(part) for part in _plain(shown).split("..."))
+    return re.fullmatch(pattern, printed) is not None
+
+
+def _plain(line: str) -> str:
+    """The line with `#` for each number and one blank for several."""
+    return " ".join(_NUMBER.sub("#", line).split())
