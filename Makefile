@@ -63,9 +63,10 @@ bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss
 	$(BIN)/python -m bench.cpu.kv_cache_quality
 	$(BIN)/python -m bench.report.tables
 
-docs: .venv/installed  ## docs/accuracy.md and docs/performance.md from the files in bench/results
+docs: .venv/installed  ## README's table, docs/accuracy.md and docs/performance.md from the files in bench/results
 	$(BIN)/python -m bench.report.tables
 	$(BIN)/python -m bench.report.performance
+	$(BIN)/python -m bench.report.front_page
 
 clean:
 	rm -rf .venv .venv-vllm .venv-compressor runs build

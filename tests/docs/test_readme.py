@@ -1,0 +1,69 @@
+"""README: its order, its table, its links, and the way it leads a stranger."""
+
+import re
+
+import pytest
+from code_blocks import PAGES, ROOT, read_blocks
+
+from bench.report import front_page
+
+README = (ROOT / "README.md").read_text()
+HEADINGS = [
+    "# Octavo", "## Install", "## What it does", "### Train", "### Fine-tune", "### Pack and serve", "### Verify",
+    "### Understand", "## How it compares", "## Where to read on",
+]  # fmt: skip
+
+
+def test_the_sections_stand_in_the_order_that_a_stranger_needs() -> None:
+    assert re.findall(r"^#+ .*", re.sub(r"```.*?```", "", README, flags=re.DOTALL), re.MULTILINE) == HEADINGS
+    assert len(README.splitlines()) <= 150
+
+
+def test_its_table_is_that_of_the_results() -> None:
+    assert front_page.section() in README, "run make docs"
+    assert front_page.PICTURE.is_file()
+
+
+def test_it_leads_from_a_text_to_a_packed_model_that_transformers_opens() -> None:
+    """The blocks themselves are run in test_code_blocks."""
+    blocks = [block for block in read_blocks("README.md") if block.tested]
+    commands = [words for block in blocks if block.language == "console" for words, _ in block.commands()]
+    for step in (
+        ["octavo", "train", "small.toml", "--data", "book.txt", "--out", "runs/fp8"],
+        ["octavo", "pack", "runs/fp8", "packed/first"],
+        ["octavo", "verify", "packed/first", "--against", "runs/fp8"],
+    ):
+        assert any(words[: len(step)] == step for words in commands), step
+    opened = 'AutoModelForCausalLM.from_pretrained("packed/first")'
+    assert any(opened in block.text for block in blocks if block.language == "python")
+
+
+def test_every_page_is_linked() -> None:
+    for page in PAGES[1:]:
+        assert f"]({page})" in README, page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        path, _, heading = target.partition("#")
+        if "://" in target:
+            continue
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        assert linked.exists(), target
+        if heading:
+            slugs = [slug(line) for line in linked.read_text().splitlines() if line.startswith("#")]
+            assert heading in slugs, target
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+def test_pre_commit_has_the_ruff_of_the_environment() -> None:
+    pinned = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    used = re.search(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert pinned
+    assert used
+    assert pinned[1] == used[1]
