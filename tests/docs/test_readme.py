@@ -16,7 +16,7 @@ HEADINGS = [
 
 def test_the_sections_stand_in_the_order_that_a_stranger_needs() -> None:
     assert re.findall(r"^#+ .*", re.sub(r"```.*?```", "", README, flags=re.DOTALL), re.MULTILINE) == HEADINGS
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 160
 
 
 def test_its_table_is_that_of_the_results() -> None:

@@ -75,7 +75,7 @@ def read_blocks(page: str) -> list[Block]:
 
 
 def missing_lines(shown: list[str], printed: str) -> list[str]:
-    """The shown lines that a command did not print in their order; numbers count as equal, `...` stands for anything."""
+    """The shown lines that were not printed, in this order. All numbers are equal, and `...` stands for anything."""
     lines = iter([_plain(line) for line in printed.splitlines()])
     return [line for line in shown if line.strip() != "..." and not any(_matches(line, other) for other in lines)]
 
