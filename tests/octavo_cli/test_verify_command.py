@@ -70,9 +70,8 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     code, out, err = octavo(*words(folders, *files, "--budget-kl", 1, "--budget-ppl", "5%"))
     assert (code, err) == (0, "")
     assert "the bytes are right; transformers, octavo agree with them" in out
-    for title in ("Readers", "Quality", "Layers", "Size", "Speed of the packed layers, times BF16: a forecast"):
+    for title in ("Readers", "Quality", "Layers", "Size"):
         assert title in out
-    assert "A forecast, not a measurement." in out
     assert "8 prompts, 384 tokens" in out
     assert "of 14 layers the 12 that lose most are shown" in out
     written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
@@ -85,15 +84,12 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     page = (tmp_path / "r.html").read_text()
     assert all(escape(text) in page for text in (written["date"], written["command"], transformers.__version__))
     assert "INT8 is a yardstick and not in the folder" in out
-    assert "0.39x (slower)" in out
-    assert "  1 token  " in out
     assert written["data"]["files"] == 1
     assert out.startswith("read 1 file (")
     assert len(written["layers"]) == 14
     assert written["consumers"][0]["outcome"] == "agrees"
     assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]
     assert written["int8"]["tokens"] == 384
-    assert written["forecast"]["shapes"][0]["gains"]["1"] > 1.5
     check_page(tmp_path / "r.html", layers=14)
 
 

@@ -6,7 +6,7 @@ In this order, and nothing runs on bytes that are wrong:
 2. its weights against those of the model that it was packed from;
 3. every program installed here that opens it, against a reference that is built from the bytes (`verify_consumers`);
 4. on prompts: each layer's error, and the model's (`quality`), beside INT8's;
-5. its size, and a forecast of its speed (`verify_forecast`).
+5. its size (`octavo.verification.sizes`).
 
 The BF16 model is MODEL with its weights rounded to BF16; all that is compared in quality runs in float32, so that only
 what packing rounds differs.
@@ -31,13 +31,13 @@ from octavo.hf.outputs import is_language_model
 from octavo.text import ReadReport
 from octavo.verification.checks import check_folder, check_weights
 from octavo.verification.files import Bytes, Finding, read_bytes
-from octavo.verification.forecast import forecast, measure_sizes
 from octavo.verification.kv_cache import cache_scales, rounded_cache
 from octavo.verification.layer_spec import Words
 from octavo.verification.numbers import leave_input, round_input
 from octavo.verification.readers import Consumer, make_probe, try_consumers
 from octavo.verification.reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
 from octavo.verification.result import Budget, LayerReport, Report, over_budget
+from octavo.verification.sizes import measure_sizes
 from octavo.verification.streamed_model import Against, Linear, StreamedModel, required_by
 
 Progress = Callable[[str, int, int], None]
@@ -109,7 +109,7 @@ def verify(
     if prompts:
         work.quality()
         report.findings += over_budget(report.quality, budget)
-    report.sizes, report.forecast = measure_sizes(read, layers), forecast(read, layers)
+    report.sizes = measure_sizes(read, layers)
     return report
 
 

@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality
-from octavo.verification.forecast import DECODE, PREFILL, REMARK, weighted_gain
 from octavo.verification.result import Report
 from octavo.version import __version__
 
@@ -67,7 +66,6 @@ def to_dict(report: Report, run: Run) -> dict[str, Any]:
         "int8": None if report.int8 is None else report.int8.to_dict(),
         "layers": [asdict(layer) for layer in report.layers],
         "bytes": None if report.sizes is None else asdict(report.sizes),
-        "forecast": {"remark": REMARK, "shapes": [asdict(row) for row in report.forecast]},
     }
     finite: dict[str, Any] = _finite(fields)
     return finite
@@ -88,8 +86,6 @@ def sections(report: Report) -> Iterator[Section]:
     for section in (_consumers(report), _quality(report), _layers(report), _sizes(report)):
         if section.rows:
             yield without_blanks(section)
-    if report.forecast:
-        yield _forecast(report)
 
 
 def without_blanks(section: Section) -> Section:
@@ -186,22 +182,6 @@ def _sizes(report: Report) -> Section:
         if before
     ]
     return Section("Size", ("", "MB", "in BF16", "ratio"), rows)
-
-
-def _forecast(report: Report) -> Section:
-    tokens = (*DECODE, *PREFILL)
-    columns = ("shape", "packed by", "layers", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
-    rows: list[tuple[str, ...]] = [
-        (" x ".join(map(str, row.shape)), row.words, str(row.count), *(_times(row.gains[count]) for count in tokens))
-        for row in report.forecast
-    ]
-    if len(rows) > 1:
-        rows.append(("all", "", "", *(_times(weighted_gain(report.forecast, count)) for count in tokens)))
-    return Section("Speed of the packed layers, times BF16: a forecast", columns, rows, REMARK)
-
-
-def _times(gain: float | None) -> str:
-    return "unknown" if gain is None else f"{gain:.2f}x" + (" (slower)" if gain < 1 else "")
 
 
 def _percent(value: float | None) -> str:

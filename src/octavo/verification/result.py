@@ -9,8 +9,8 @@ from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality, Quality
 from octavo.text import ReadReport
 from octavo.verification.checks import Shape
 from octavo.verification.files import Finding
-from octavo.verification.forecast import Forecast, Sizes
 from octavo.verification.readers import Consumer
+from octavo.verification.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Report:
     quality: Quality | None = None
     int8: Quality | None = None
     sizes: Sizes | None = None
-    forecast: list[Forecast] = field(default_factory=list)
     not_run: str = ""
     remarks: list[str] = field(default_factory=list)
 

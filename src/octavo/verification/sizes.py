@@ -1,0 +1,35 @@
+"""How many bytes a packed folder takes, beside the same model in BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.verification.files import Bytes
+from octavo.verification.layer_spec import Words
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes in bytes.
+
+    Attributes:
+        packed, packed_bf16: of the packed layers, scales included, and of the same layers in BF16.
+        whole, whole_bf16: of all tensors, and of all tensors with the packed layers in BF16.
+    """
+
+    packed: int
+    packed_bf16: int
+    whole: int
+    whole_bf16: int
+
+
+def measure_sizes(read: Bytes, layers: Mapping[str, Words]) -> Sizes:
+    """Add up the sizes of a folder's tensors, of which `layers` are packed."""
+    scales = [f"{name}.{words.scale}" for name, words in layers.items()]
+    scales += [f"{name}.{words.input_scale}" for name, words in layers.items() if words.inputs == "static"]
+    weights = [f"{name}.weight" for name in layers]
+    packed = sum(read.nbytes(name) for name in (*weights, *scales))
+    packed_bf16 = 2 * sum(read.nbytes(name) for name in weights)  # a packed weight has one byte an element
+    whole = sum(read.nbytes(name) for name in read.shapes)
+    return Sizes(packed, packed_bf16, whole, whole - packed + packed_bf16)
