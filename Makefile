@@ -61,12 +61,10 @@ bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.packing_quality
 	$(BIN)/python -m bench.cpu.kv_cache_quality
-	$(BIN)/python -m bench.report.tables
+	$(BIN)/python -m bench.report.pages
 
-docs: .venv/installed  ## README's table, docs/accuracy.md and docs/performance.md from the files in bench/results
-	$(BIN)/python -m bench.report.tables
-	$(BIN)/python -m bench.report.performance
-	$(BIN)/python -m bench.report.front_page
+docs: .venv/installed  ## docs/performance.md, docs/accuracy.md and README's table from the files in bench/results
+	$(BIN)/python -m bench.report.pages
 
 clean:
 	rm -rf .venv .venv-vllm .venv-compressor runs build

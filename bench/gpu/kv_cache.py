@@ -22,8 +22,8 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu.kernels import copy_ms
+from bench.gpu.modes import CACHE_BF16, CACHE_FP8, CACHE_TORCH
 from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
-from bench.report.aims import STEP_BF16, STEP_FP8
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.numerics import QTensor
@@ -193,9 +193,9 @@ def torchs(cache: LayerKVCache, q: Tensor) -> Tensor:
 
 
 MODES: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "bf16 cache, torch's attention": ("bf16", torchs),
-    STEP_BF16: ("bf16", ours),
-    STEP_FP8: ("fp8", ours),
+    CACHE_TORCH: ("bf16", torchs),
+    CACHE_BF16: ("bf16", ours),
+    CACHE_FP8: ("fp8", ours),
 }
 
 
@@ -205,7 +205,7 @@ def decode() -> dict[str, Any]:
     model = Model()
     token = torch.randint(VOCABULARY, (BATCH,), device="cuda")
     logits = {name: model.step(token, caches[kind], attend).clone() for name, (kind, attend) in MODES.items()}
-    exact = logits[STEP_BF16]
+    exact = logits[CACHE_BF16]
     found = {name: sqnr(exact, y) for name, y in logits.items() if y is not exact}
     print("dB against a BF16 cache, ours:", found, flush=True)
     assert all(db > 10 for db in found.values()), found  # NaN is not
@@ -213,7 +213,7 @@ def decode() -> dict[str, Any]:
     times = interleaved(graphs, rounds=8, repeat=4, warmup=2)
     assert all(int(kept[0].length) <= CONTEXT + STEPS for kept in caches.values()), "the caches overflowed"
     modes = []
-    base = summary(times[STEP_BF16])["median"]
+    base = summary(times[CACHE_BF16])["median"]
     for name, each in times.items():
         s = summary(each)
         modes.append({"mode": name, **s, "tokens_per_second": 1e3 * BATCH / s["median"], "ratio": base / s["median"]})

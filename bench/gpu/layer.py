@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
+from bench.gpu.modes import speedup
 from bench.gpu.timing import interleaved, own_code
-from bench.report.aims import paired
 from octavo.nn import NormLinear
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -45,7 +45,7 @@ def main() -> None:
             break
         rounds = cell(m, k, n)
         rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
-        print(m, k, n, {mode: round(paired(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
+        print(m, k, n, {mode: round(speedup(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
     print(record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu.kernels import copy_ms
+from bench.gpu.modes import BASE, SERVE, SERVE_FP8_CACHE, SERVE_GRAPH, SERVE_TORCHAO
 from bench.gpu.serve_models import (
     build_bf16,
     build_fp8,
@@ -32,7 +33,6 @@ from bench.gpu.serve_models import (
     quantized_caches,
 )
 from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
-from bench.report.aims import BASE, SERVE_CACHE, SERVE_GRAPH, SERVE_OURS, SERVE_TORCHAO
 from octavo.numerics import ROW, Cast
 from octavo.ops import find_backend, quantize
 from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
@@ -97,7 +97,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     """A forward pass over `TOKENS` tokens."""
     ids = torch.randint(0, wide.config.vocab_size, (1, TOKENS), device="cuda")
     torch._dynamo.reset()
-    models = {BASE: wide, SERVE_OURS: packed}
+    models = {BASE: wide, SERVE: packed}
     if record.installed("torchao"):
         models[SERVE_TORCHAO] = build_torchao(wide, "cuda")
     for model in models.values():
@@ -106,7 +106,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     exact = steps[BASE]()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not
-    steps[SERVE_GRAPH] = Captured(steps[SERVE_OURS])
+    steps[SERVE_GRAPH] = Captured(steps[SERVE])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
     return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
 
@@ -117,11 +117,11 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     kept = caches(wide, batch, CONTEXT, "cuda")
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
-    for name, model in ((BASE, wide), (SERVE_OURS, packed)):
+    for name, model in ((BASE, wide), (SERVE, packed)):
         compile_layers(model)
         steps[name] = Captured(partial(forward, model, ids, CONTEXT - 1, kept))
     attention = packed.config._attn_implementation
-    steps[SERVE_CACHE] = Captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
+    steps[SERVE_FP8_CACHE] = Captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
     packed.set_attn_implementation(attention)  # as what is measured next has it
     exact = steps[BASE]().clone()
     quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import octavo
 from bench import record
 from bench.gpu.ceilings import F_, KV, LAYERS, K, T
+from bench.gpu.modes import BASE, FUSED, FUSED_GRAPH, PLAIN
 from bench.gpu.timing import Captured, interleaved, own_code, sqnr, summary
 from bench.gpu.transformer_engine import RECIPES, transformer_engine
 from octavo.models.cache import causal_attention
@@ -116,8 +117,7 @@ MODES: dict[str, Mode] = {
     **{f"Transformer Engine: {how}, compile": (Engine, transformer_engine, how, True) for how in RECIPES},
 }
 NEEDS = {"torchao": "torchao", "Transformer Engine": "transformer-engine"}  # packages of the modes that begin so
-BASE, HEAD = "bf16, compile", "ours fused: rowwise, compile"
-PROFILED = (BASE, HEAD, "ours plain: rowwise, compile")
+PROFILED = (BASE, FUSED, PLAIN)
 
 
 class Runner:
@@ -225,7 +225,7 @@ def main() -> None:
     runners, peaks = build(modes)
     checks = check(runners)
     steps: dict[str, Callable[[], None]] = {name: runner.step for name, runner in runners.items()}
-    steps["ours fused: rowwise, CUDA graph"] = Captured(runners[HEAD].step)
+    steps[FUSED_GRAPH] = Captured(runners[FUSED].step)
     times = interleaved(steps, rounds=3 if quick else 6, repeat=4, warmup=1)
     kept = keep(runners)
     base = summary(times[BASE])["median"]
@@ -263,10 +263,10 @@ def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
 
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
     """BF16 and ours with weights that are cast already, as in the later micro-batches of an accumulation."""
-    with octavo.cast_once(runners[HEAD].model):
-        times = interleaved({BASE: runners[BASE].step, HEAD: runners[HEAD].step}, rounds=5, repeat=4)
+    with octavo.cast_once(runners[FUSED].model):
+        times = interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
     medians = {name: summary(t)["median"] for name, t in times.items()}
-    return {"ms": medians, "ratio": medians[BASE] / medians[HEAD]}
+    return {"ms": medians, "ratio": medians[BASE] / medians[FUSED]}
 
 
 if __name__ == "__main__":

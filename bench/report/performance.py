@@ -1,211 +1,234 @@
-"""Writes docs/performance.md and its plots from the result files of the GPU benchmarks: no number there is typed."""
+"""The tables of docs/performance.md: rows from the results of the GPU benchmarks."""
 
 from __future__ import annotations
 
-import json
+import statistics
 from collections.abc import Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from bench.report import aims, plots
-from bench.report.aims import BASE, COPY_SHARE, HEAD, Result
-from bench.report.kv_cache_tables import kv_cache
-from bench.report.serve_tables import serve
-from bench.report.tables import ROOT, details, grid, machine, number
-from bench.report.training_tables import layer, parity
+from bench.gpu.modes import BASE, CACHE_BF16, FUSED, speedup
+from bench.report.tables import Result, Row, details, markdown, number, pivot, ratio, times, timing
 
-TARGET = ROOT.parent / "docs" / "performance.md"
-BENCHMARKS = (  # and their results' names
-    "gpu_stack",
-    "gpu_kernels",
-    "gpu_ceilings",
-    "gpu_layer",
-    "gpt_parity",
-    "gpu_serve",
-    "gpu_kv_cache",
-)
+COPY_SHARE = 0.85  # of a copy's bandwidth: what a kernel aims at
+ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted only if FP8 is faster
 
-
-def main() -> None:
-    found = load(ROOT / "results")
-    TARGET.write_text(document(found))
-    for path in (TARGET, *plots.draw(found, TARGET.parent / TARGET.stem)):
-        print(path)
-
-
-def load(folder: Path) -> dict[str, Result]:
-    """The results that are there, by the benchmark's name."""
-    paths = {name: folder / f"{name}.json" for name in BENCHMARKS}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-
-
-def document(found: dict[str, Result]) -> str:
-    """The text of docs/performance.md: a section for each result that was found."""
-    parts = ["# Speed and memory on a GPU", INTRODUCTION]
-    if absent := [f"`{name}`" for name in BENCHMARKS if name not in found]:
-        parts.append(f"Not run yet, so without a section here: {', '.join(absent)}.")
-    parts += ["## Aims", aims.table(found)]
-    sections = {
-        "gpu_stack": stack,
-        "gpu_kernels": kernels,
-        "gpu_ceilings": ceilings,
-        "gpu_layer": layer,
-        "gpt_parity": parity,
-        "gpu_serve": serve,
-        "gpu_kv_cache": kv_cache,
-    }
-    for name, section in sections.items():
-        if name in found:
-            parts += [*section(found[name]), machine(found[name])]
-    return "\n\n".join(parts) + "\n"
-
-
-INTRODUCTION = """Written by `bench/report/performance.py` from `bench/results/`. To measure again: `make bench` on
-a GPU machine (`PYTHON=` names the python that has a CUDA build of torch; the tests marked gpu come first), then
-`make docs`. The runs of the GPT are apart: `bench/gpu/gpt_parity.py` says how.
-Where Transformer Engine is installed, the stack is timed with it too (`bench/gpu/transformer_engine.py`), and
-`examples/direct_gemm.py` compares one GEMM through octavo.ops, torch and nvmath-python: no result of either is here.
-
-Times are medians of steps that take turns in one process; a speed of 1.20x is 1.20 times as fast. A gigabyte is 10^9
-bytes."""
+Rows = Iterable[Row]
 
 
 # --- The layer stack -------------------------------------------------------------------------------------------
 
 
-def stack(result: Result) -> list[str]:
-    head = (
-        "| mode | ms | quartiles | of BF16 | of the best torchao | peak GB | of BF16's | to the floor "
-        "| dB of output, input's gradient |"
-    )
-    kept, floors = result["kept"], result["floors"]
-    words = (
-        f"With weights that are cast already, as in later micro-batches: {kept['ms'][HEAD]:.2f} ms where BF16 takes "
-        f"{kept['ms'][BASE]:.2f}, {kept['ratio']:.3f}x, and {kept['ms'][HEAD] / floors['kept']['total']:.3f} times its "
-        f"floor. The floors are {floors['cast']['total']:.2f} ms with the cast of the weights and "
-        f"{floors['kept']['total']:.2f} without: the GEMMs and the attention at the rates of `gpu_ceilings`, and the "
-        "bytes of all else, which is "
-        f"{floors['cast']['gigabytes_a_layer']:.2f} and {floors['kept']['gigabytes_a_layer']:.2f} GB a layer, "
-        "at the speed of a copy."
-    )
-    return [
-        "## The layer stack",
-        "Four layers of Llama-3-8B's shape, 8192 tokens, forward and backward. *Fused* is our model's blocks, *plain* "
-        "the same in plain modules; both by `octavo.convert`. Decibels are against BF16, compile.",
-        grid(head, mode_rows(result)),
-        "![Milliseconds of a step by mode](performance/stack.svg)",
-        words,
-        "Where the time goes, in milliseconds a step of the device, under the profiler:",
-        grid("| | GEMM | attention | rest | sum |", split_rows(result)),
-        *below_floor(result),
-        *(longest(name, profile["kernels"]) for name, profile in result["profiles"].items()),
-    ]
-
-
-def mode_rows(result: Result) -> Iterable[list[str]]:
-    ms, peaks = aims.medians(result), aims.peak_memory(result)
-    torchao, floor = aims.best_torchao(ms), result["floors"]["cast"]["total"]
-    for row in result["modes"]:
+def stack_modes(results: dict[str, Result]) -> Rows:
+    stack = results["gpu_stack"]
+    ms, peaks = by_mode(stack["modes"], "median"), by_mode(stack["modes"], "peak_gb")
+    for row in stack["modes"]:
         mode = row["mode"]
-        yield [
-            mode,
-            f"{row['median']:.2f}",
-            f"{row['low']:.2f} to {row['high']:.2f}",
-            f"{row['ratio']:.3f}x",
-            number(aims.ratio(torchao, ms[mode]), "{:.3f}x"),
-            number(peaks.get(mode), "{:.2f}"),
-            number(aims.ratio(peaks.get(mode), peaks.get(BASE)), "{:.3f}"),
-            f"{row['median'] / floor:.3f}",
-            ", ".join(f"{db:.1f}" for db in result["sqnr"].get(mode, [])) or "–",
-        ]
+        yield {
+            "mode": mode,
+            **timing(row),
+            "vs BF16": f"{row['ratio']:.3f}x",
+            "vs best torchao": times(best_torchao(ms), ms[mode]),
+            "peak GB": number(peaks.get(mode), "{:.2f}"),
+            "peak vs BF16": number(ratio(peaks.get(mode), peaks.get(BASE)), "{:.3f}"),
+            "x floor": f"{row['median'] / stack['floors']['cast']['total']:.3f}",
+            "SQNR of output, input's gradient": ", ".join(f"{db:.1f} dB" for db in stack["sqnr"].get(mode, [])) or "–",
+        }
 
 
-def split_rows(result: Result) -> Iterable[list[str]]:
-    """GEMM, attention and the rest of the profiled modes, and of the floors."""
-    floors = {"floor, weights cast": result["floors"]["cast"], "floor, weights kept": result["floors"]["kept"]}
-    for name, parts in {**result["profiles"], **floors}.items():
-        values = [parts[part] for part in ("gemm", "attention", "rest")]
-        yield [name, *(f"{value:.2f}" for value in (*values, sum(values)))]
+def by_mode(rows: list[Result], key: str) -> dict[str, float]:
+    """One figure of each mode that has it."""
+    return {row["mode"]: row[key] for row in rows if row[key] is not None}
 
 
-def below_floor(result: Result) -> list[str]:
-    """A word of warning where the floor is none: the fused mode spends less on a part than the ceilings allow."""
-    floor, profile = result["floors"]["cast"], result["profiles"][HEAD]
+def best_torchao(by_mode: dict[str, float]) -> float | None:
+    """The least figure of torchao's modes."""
+    return min((value for mode, value in by_mode.items() if mode.startswith("torchao")), default=None)
+
+
+def stack_split(results: dict[str, Result]) -> Rows:
+    """GEMM, attention and the rest, of the profiled modes and of the floors."""
+    stack = results["gpu_stack"]
+    floors = {"floor, weights cast": stack["floors"]["cast"], "floor, weights cached": stack["floors"]["kept"]}
+    for name, parts in {**stack["profiles"], **floors}.items():
+        ms = {"GEMM": parts["gemm"], "attention": parts["attention"], "rest": parts["rest"]}
+        yield {"": name, **{part: f"{value:.2f}" for part, value in ms.items()}, "sum": f"{sum(ms.values()):.2f}"}
+
+
+def stack_warning(results: dict[str, Result]) -> str:
+    """A warning where a part of the fused mode is faster than its floor; else nothing."""
+    floor, profile = results["gpu_stack"]["floors"]["cast"], results["gpu_stack"]["profiles"][FUSED]
     parts = [
         f"{part} ({profile[part]:.2f} ms, floor {floor[part]:.2f})"
         for part in ("gemm", "attention", "rest")
         if profile[part] < floor[part]
     ]
-    if not parts:
-        return []
-    return [
-        f"Below its floor in {HEAD}: {', '.join(parts)}. That ceiling was measured too low, and the true floor of the "
-        "step lies lower."
-    ]
+    words = "The ceiling was measured too low there, and the true floor of the step lies lower."
+    return f"Faster than its floor in {FUSED}: {', '.join(parts)}. {words}" if parts else ""
 
 
-def longest(mode: str, found: list[Any], count: int = 10, width: int = 90) -> str:
-    """The kernels of a mode that take the most time."""
-    rows = [[f"`{name[:width]}`".replace("|", r"\|"), str(calls), f"{ms:.3f}"] for name, calls, ms in found[:count]]
-    return details(f"The {len(rows)} longest kernels: {mode}", grid("| kernel | calls a step | ms a step |", rows))
+def stack_kernels(results: dict[str, Result], count: int = 10, width: int = 90) -> str:
+    """The longest kernels of each profiled mode."""
+
+    def rows(kernels: list[Any]) -> Rows:
+        for name, calls, ms in kernels[:count]:
+            kernel = f"`{name[:width]}`".replace("|", r"\|")
+            yield {"kernel": kernel, "calls a step": str(calls), "ms a step": f"{ms:.3f}"}
+
+    profiles = results["gpu_stack"]["profiles"].items()
+    return "\n\n".join(
+        details(f"The {count} longest kernels: {mode}", markdown(rows(parts["kernels"]))) for mode, parts in profiles
+    )
 
 
-# --- Kernels and ceilings --------------------------------------------------------------------------------------
+# --- Kernels, ceilings, one layer ------------------------------------------------------------------------------
 
 
-def kernels(result: Result) -> list[str]:
-    rows = result["kernels"]
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
-    found = {(row["kernel"], tuple(row["shape"])): row for row in rows}
-    head = "| kernel | " + " | ".join(f"{' x '.join(map(str, shape))}" for shape in shapes) + " |"
-    table = [
-        [name, *(kernel_cell(found.get((name, shape))) for shape in shapes)]
-        for name in dict.fromkeys(row["kernel"] for row in rows)
-    ]
+def kernels(results: dict[str, Result]) -> Rows:
+    return pivot("kernel", (kernel_cell(row) for row in results["gpu_kernels"]["kernels"]))
+
+
+def kernel_cell(row: Result) -> tuple[str, str, str]:
+    return row["kernel"], shape(row), f"{row['us']:.1f} us, {row['share']:.2f}, {row['bytes'] / 1e6:.0f} MB"
+
+
+def shape(row: Result) -> str:
+    return " x ".join(map(str, row["shape"]))
+
+
+def kernels_below(results: dict[str, Result]) -> str:
+    rows = results["gpu_kernels"]["kernels"]
     slow = [row for row in rows if row["share"] < COPY_SHARE]
-    names = (f"{row['kernel']} at {' x '.join(map(str, row['shape']))} ({row['share']:.2f})" for row in slow)
-    verdict = f"{len(rows) - len(slow)} of {len(rows)} are at or above {COPY_SHARE} of a copy."
-    return [
-        "## Kernels against a copy",
-        "Microseconds, and the share of the bandwidth of a copy that moves as many bytes as the kernel must, in the "
-        "same run. What the cache holds is read again for nothing, so that a share may pass 1.",
-        grid(head, table),
-        f"{verdict} Below it: {', '.join(names)}." if slow else verdict,
-    ]
+    names = ", ".join(f"{row['kernel']} at {shape(row)} ({row['share']:.2f})" for row in slow)
+    return f"{len(rows) - len(slow)} of {len(rows)} reach {COPY_SHARE} of a copy. Below it: {names or 'none'}."
 
 
-def kernel_cell(row: Result | None) -> str:
-    if row is None:
-        return ""
-    moved = f", {row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""
-    return f"{row['us']:.1f} us, {row['share']:.2f}{moved}"
+def gemm_rates(results: dict[str, Result]) -> Rows:
+    for row in results["gpu_ceilings"]["gemm"]:
+        rates = {way: f"{rate:.0f}" for way, rate in row["tflops"].items()}
+        yield {"GEMM": f"{row['layer']}, {row['gemm']}", "m x n x k": shape(row), **rates}
 
 
-def ceilings(result: Result) -> list[str]:
-    kinds = list(dict.fromkeys(kind for row in result["gemm"] for kind in row["tflops"]))
-    rows = [
-        [f"{row['layer']}, {row['gemm']}", " x ".join(map(str, row["shape"]))]
-        + [number(row["tflops"].get(kind), "{:.0f}") for kind in kinds]
-        for row in result["gemm"]
-    ]
-    errors = [
-        [row["data"], str(row["k"])]
-        + [f"{row[way][of]:.1f}" for of in ("gemm", "whole") for way in ("fast", "promoted")]
-        for row in result["accumulation"]
-    ]
-    head = "| data | k | GEMM, fast | GEMM, promoted | whole, fast | whole, promoted |"
-    return [
-        "## GEMM ceilings",
-        "TFLOP/s of the stack's GEMMs, [m, k] by [n, k]; *fast* is the tensor core's fast accumulation. A copy reads "
-        f"and writes {result['copy']:.2f} TB/s; causal attention, forward and backward, 32 query and 8 key heads of "
-        f"128, 8192 tokens, takes {result['attention_ms']:.2f} ms.",
-        grid("| GEMM | m x n x k | " + " | ".join(kinds) + " |", rows),
-        details(
-            "What the way to accumulate costs: dB against float64, of the GEMM on the same operands and of the whole",
-            grid(head, errors),
-        ),
-    ]
+def accumulation(results: dict[str, Result]) -> Rows:
+    columns = [(of, way) for of in ("gemm", "whole") for way in ("fast", "promoted")]
+    names = {"gemm": "GEMM", "whole": "with quantization"}
+    for row in results["gpu_ceilings"]["accumulation"]:
+        errors = {f"{names[of]}, {way}": f"{row[way][of]:.1f}" for of, way in columns}
+        yield {"data": row["data"], "k": str(row["k"]), **errors}
 
 
-if __name__ == "__main__":
-    main()
+def layer_ranges(results: dict[str, Result]) -> Rows:
+    cells = results["gpu_layer"]["cells"]
+    for mode in dict.fromkeys(mode for cell in cells for mode in cell["rounds"] if mode != "bf16"):
+        found = layer_speedups(cells, mode, "bf16")
+        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
+        yield {"vs BF16": mode, **{name: f"{value:.3f}x" for name, value in figures.items()}}
+
+
+def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
+    """How many times as fast `mode` is as `other`, in each cell that has both."""
+    return [speedup(cell, mode, other) for cell in cells if {mode, other} <= cell["rounds"].keys()]
+
+
+def layer_counts(results: dict[str, Result]) -> str:
+    cells = results["gpu_layer"]["cells"]
+    torchao, guarded = layer_speedups(cells, "ours", "torchao"), layer_speedups(cells, "ours, only if faster", "bf16")
+    return (
+        f"{len(cells)} of {results['gpu_layer']['of']} cells are measured. Ours is slower than torchao in "
+        f"{sum(gain < 1 for gain in torchao)} of {len(torchao)}; only if faster is below {ONLY_IF_FASTER}x BF16 in "
+        f"{sum(gain < ONLY_IF_FASTER for gain in guarded)} of {len(guarded)}."
+    )
+
+
+def layer_cells(results: dict[str, Result]) -> Rows:
+    for cell in sorted(results["gpu_layer"]["cells"], key=lambda cell: (cell["m"], cell["k"], cell["n"])):
+        sizes = {name: str(cell[name.lower()]) for name in "MKN"}
+        rounds = cell["rounds"]
+        speeds = {mode: f"{speedup(cell, mode, 'bf16'):.3f}x" for mode in rounds if mode != "bf16"}
+        yield {**sizes, "BF16 ms": f"{statistics.median(rounds['bf16']):.3f}", **speeds}
+
+
+# --- A GPT on text ---------------------------------------------------------------------------------------------
+
+
+def parity_losses(results: dict[str, Result]) -> Rows:
+    """The final loss of each run, with its gap to BF16's of the same seed."""
+    final = {(run["mode"], run["seed"]): run["final"] for run in results["gpt_parity"]["runs"]}
+
+    def cell(mode: str, seed: int) -> str:
+        gap = ratio(final[mode, seed], final.get(("bf16", seed)))
+        return f"{final[mode, seed]:.4f}" + ("" if gap is None or mode == "bf16" else f" ({gap - 1:+.2%})")
+
+    return pivot("seed", ((str(seed), mode, cell(mode, seed)) for mode, seed in final))
+
+
+def parity_gaps(results: dict[str, Result]) -> Rows:
+    for mode, gap in results["gpt_parity"]["gaps"].items():
+        interval = " to ".join(f"{end:+.3%}" for end in gap["interval"] or ())
+        yield {
+            "mode": mode,
+            "seeds": str(len(gap["seeds"])),
+            "mean gap": f"{gap['mean']:+.3%}",
+            "95 % interval": interval or "– (one seed)",
+        }
+
+
+def parity_steps(results: dict[str, Result]) -> Rows:
+    for row in (results["gpt_parity"]["step_times"] or {"steps": []})["steps"]:
+        yield {
+            "mode": row["mode"],
+            "layers in FP8": str(row["converted"]),
+            "ms a step": f"{row['milliseconds']:.1f}",
+            "quartiles": " to ".join(f"{ms:.1f}" for ms in row["quartiles"]),
+            "vs BF16": f"{1 / row['ratio']:.3f}x",
+            "gradient error": number(row["gradient_error"], "{:.3f}"),
+        }
+
+
+# --- Serving ---------------------------------------------------------------------------------------------------
+
+
+def serve(part: str, results: dict[str, Result]) -> Rows:
+    """The table of "prefill", "decode 1" or "decode 64"."""
+    found = results["gpu_serve"][part]
+    for mode, ms in found["ms"].items():
+        yield {
+            part.split()[0]: mode,
+            **timing(ms),
+            "vs BF16": times(found["ms"][BASE]["median"], ms["median"]),
+            "SQNR of the logits, dB": number(found["sqnr"].get(mode), "{:.1f}"),
+        }
+
+
+serve_prefill, serve_decode_1, serve_decode_64 = (partial(serve, part) for part in ("prefill", "decode 1", "decode 64"))
+
+
+def serve_kernels(results: dict[str, Result]) -> Rows:
+    for row in results["gpu_serve"]["kernels"]:
+        yield {
+            "rows": str(row["m"]),
+            "n x k": f"{row['n']} x {row['k']}",
+            "ours": f"{row['us']:.1f}",
+            "share of a copy": f"{row['share']:.2f}",
+            "cuBLASLt": f"{row['cublaslt_us']:.1f}",
+            "BF16": f"{row['bf16_us']:.1f}",
+            "chosen kernel": row["runs"],
+        }
+
+
+def cache_attention(results: dict[str, Result]) -> Rows:
+    rows = results["gpu_kv_cache"]["attention"]
+    cells = ((f"batch {row['batch']}, {row['context']:,} tokens", row) for row in rows)
+    return pivot("attention", ((row["way"], place, f"{row['us']:.1f} us, {row['share']:.2f}") for place, row in cells))
+
+
+def cache_steps(results: dict[str, Result]) -> Rows:
+    decode = results["gpu_kv_cache"]["decode"]
+    for row in decode["modes"]:
+        yield {
+            "mode": row["mode"],
+            **timing(row),
+            "tokens a second": f"{row['tokens_per_second']:.0f}",
+            f"vs {CACHE_BF16}": f"{row['ratio']:.3f}x",
+            "SQNR of the logits, dB": number(decode["sqnr"].get(row["mode"]), "{:.1f}"),
+        }

@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, drawn from the result files: the same files give the same bytes.
+"""The plots of docs/performance.md. The same results give the same bytes.
 
 Text stays text, there is no date, and the colours (Okabe and Ito's) differ for the colour-blind too.
 """
@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.report import aims
-from bench.report.aims import BASE, Result, paired
+from bench.gpu.modes import BASE, speedup
+from bench.report.front_page import gains
+from bench.report.performance import by_mode
+from bench.report.tables import Result
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
 OWNERS = {"ours": BLUE, "torchao": ORANGE, "Transformer Engine": PINK, "bf16": GREY}
@@ -31,30 +33,39 @@ POINTS = 200  # of a curve, at most
 SPAN = 2.0  # the heatmap's colours run from half of BF16's speed to twice
 
 
-def draw(found: dict[str, Result], folder: Path) -> list[Path]:
-    """Write the plot of each result that is there; the paths."""
+def draw(results: dict[str, Result], folder: Path) -> None:
+    """Write gains.svg, stack.svg, layer.svg and parity.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, (plot, file) in {
-        "gpu_stack": (stack, "stack"),
-        "gpu_layer": (layer, "layer"),
-        "gpt_parity": (parity, "parity"),
-    }.items():
-        if name in found:
-            with matplotlib.rc_context(STYLE):
-                paths.append(save(plot(found[name]), folder / f"{file}.svg"))
-    return paths
+    for plot in (speed_gains, stack, layer, parity):
+        with matplotlib.rc_context(STYLE):
+            path = folder / f"{plot.__name__.removeprefix('speed_')}.svg"
+            plot(results).savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
+        lines = path.read_text().splitlines()  # matplotlib leaves spaces at their ends
+        path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
-def save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
-    lines = path.read_text().splitlines()  # its spaces at the ends of lines are of no use
-    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
-    return path
+def speed_gains(results: dict[str, Result]) -> Any:
+    """Speeds over compiled BF16: Octavo's, and torchao's where it was measured."""
+    rows = gains(results)[::-1]  # the first on top
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        bars = [(0.2, row.to_bf16, BLUE, "white", "Octavo")]
+        if row.to_torchao:
+            bars.append((-0.2, row.to_bf16 / row.to_torchao, ORANGE, "black", "torchao"))
+        for shift, speed, color, ink, label in bars:
+            axes.barh(place + shift, speed, height=0.36, color=color, label=label if row is rows[-1] else None)
+            axes.text(speed, place + shift, f"{speed:.2f} ", va="center", ha="right", color=ink)
+    axes.axvline(1, color="black", linewidth=1, label="compiled BF16")
+    axes.set_yticks(range(len(rows)), [row.what.partition(", ")[0] for row in rows])
+    axes.set_xlabel("speed over compiled BF16")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
 
 
-def stack(result: Result) -> Any:
+def stack(results: dict[str, Result]) -> Any:
     """Milliseconds of a step, a bar a mode; BF16 and the floor as lines."""
+    result = results["gpu_stack"]
     rows = result["modes"][::-1]  # the first on top
     figure = Figure(figsize=(8, 0.3 * len(rows) + 1.1), layout="constrained")
     axes = figure.subplots()
@@ -66,7 +77,7 @@ def stack(result: Result) -> Any:
         axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
     marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items() if name in owners]
     for label, ms, line in (
-        (BASE, aims.medians(result).get(BASE), "-"),
+        (BASE, by_mode(rows, "median").get(BASE), "-"),
         ("floor", result["floors"]["cast"]["total"], "--"),
     ):
         if ms is not None:
@@ -82,9 +93,10 @@ def owner(mode: str) -> str:
     return next(name for name in OWNERS if mode.startswith(name))
 
 
-def layer(result: Result) -> Any:
+def layer(results: dict[str, Result]) -> Any:
     """The gain of ours over BF16 by inputs K and outputs N, a panel for each number of tokens M."""
-    cells = {(c["m"], c["k"], c["n"]): paired(c, "ours", "bf16") for c in result["cells"]}
+    result = results["gpu_layer"]
+    cells = {(c["m"], c["k"], c["n"]): speedup(c, "ours", "bf16") for c in result["cells"]}
     sizes = sorted({size for cell in cells for size in cell})
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     panels = figure.subplots(2, -(-len(sizes) // 2), sharex=True, sharey=True, squeeze=False)
@@ -116,8 +128,9 @@ def annotate(axes: Any, grid: list[list[float]]) -> None:
                 axes.text(column + 0.5, row + 0.5, f"{gain:.2f}", **place)
 
 
-def parity(result: Result) -> Any:
+def parity(results: dict[str, Result]) -> Any:
     """The training loss of every run, and the gap of each to the BF16 run of its seed."""
+    result = results["gpt_parity"]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
     curves = {(run["mode"], run["seed"]): run["curve"] for run in result["runs"]}

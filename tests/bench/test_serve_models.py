@@ -1,4 +1,4 @@
-"""The models that bench/gpu_serve.py measures are what it says: small, on the CPU."""
+"""The models of bench/gpu/serve_models.py, small and on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The modes of bench/stack.py that no machine of ours has: Transformer Engine's, with a stand-in in its place."""
+"""The modes of bench/gpu/stack.py that need Transformer Engine, with a stand-in in its place."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from code_blocks import PAGES, ROOT, read_blocks
 
-from bench.report import front_page
+from bench.report import pages, tables
 
 README = (ROOT / "README.md").read_text()
 HEADINGS = [
@@ -20,8 +20,8 @@ def test_the_sections_stand_in_the_order_that_a_stranger_needs() -> None:
 
 
 def test_its_table_is_that_of_the_results() -> None:
-    assert front_page.section() in README, "run make docs"
-    assert front_page.PICTURE.is_file()
+    assert pages.with_gains(README, tables.load()) == README, "run make docs"
+    assert "](docs/performance/gains.svg)" in README
 
 
 def test_it_leads_from_a_text_to_a_packed_model_that_transformers_opens() -> None:

@@ -1,0 +1,22 @@
+"""The names of the modes that the GPU benchmarks measure and that the pages compare."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+BASE = "bf16, compile"
+# of the layer stack
+FUSED, FUSED_EAGER, FUSED_GRAPH = (f"ours fused: rowwise, {how}" for how in ("compile", "eager", "CUDA graph"))
+PLAIN = "ours plain: rowwise, compile"
+# of serving
+SERVE, SERVE_GRAPH, SERVE_TORCHAO = "ours, compile", "ours, compile, CUDA graph", "torchao, compile"
+SERVE_FP8_CACHE = "ours, FP8 KV cache"
+# of whole decoding steps by cache
+CACHE_TORCH, CACHE_BF16, CACHE_FP8 = "bf16 cache, torch's attention", "bf16 cache, ours", "fp8 cache, ours"
+
+
+def speedup(cell: dict[str, Any], mode: str, other: str) -> float:
+    """How many times as fast `mode` is as `other`: the median over the rounds, in which the modes took turns."""
+    rounds: dict[str, list[float]] = cell["rounds"]
+    return statistics.median(b / a for a, b in zip(rounds[mode], rounds[other], strict=True))

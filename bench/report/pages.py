@@ -1,0 +1,67 @@
+"""Write docs/performance.md, docs/accuracy.md, the plots and README's table from bench/results: `make docs`.
+
+The words of a page are in its template beside this file. `{name}` in a template is the table that the function `name`
+of the page's module makes; `{gpu_stack[floors][cast][total]:.2f}` is one number of bench/results/gpu_stack.json; and
+`{machine[gpu_stack]}` is the line that says where, with what and when that file was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bench.report import accuracy, performance, plots
+from bench.report.aims import aims
+from bench.report.front_page import gains
+from bench.report.tables import Result, load, machine, markdown
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGES = {"performance": performance, "accuracy": accuracy}
+MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
+
+
+def main() -> None:
+    results = load()
+    for name in PAGES:
+        (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
+    plots.draw(results, ROOT / "docs" / "performance")
+    readme = ROOT / "README.md"
+    readme.write_text(with_gains(readme.read_text(), results))
+
+
+def page(name: str, results: dict[str, Result]) -> str:
+    """The text of a page of PAGES."""
+    template = (HERE / f"{name}.template.md").read_text()
+    text = template.format_map(Values(PAGES[name], results))
+    return re.sub(r"\n{3,}", "\n\n", text)  # a warning that has nothing to say leaves an empty paragraph
+
+
+def with_gains(readme: str, results: dict[str, Result]) -> str:
+    """`readme` with the picture and the table of gains between its markers."""
+    before, begin, rest = readme.partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    picture = "![Speed over compiled BF16](docs/performance/gains.svg)"
+    table = markdown(gain.row() for gain in gains(results))
+    return f"{before}{begin}\n{picture}\n\n{table}\n{end}{after}"
+
+
+class Values(dict[str, Any]):
+    """What a template may name."""
+
+    def __init__(self, module: ModuleType, results: dict[str, Result]) -> None:
+        super().__init__(results)
+        self["machine"] = {name: machine(result) for name, result in results.items()}
+        self["aims"] = markdown(aim.row() for aim in aims(results))
+        self["gains"] = markdown({**gain.row(), "measured": f"[how](#{gain.link})"} for gain in gains(results))
+        self._module, self._results = module, results
+
+    def __missing__(self, name: str) -> str:
+        found = getattr(self._module, name)(self._results)
+        return found if isinstance(found, str) else markdown(found)
+
+
+if __name__ == "__main__":
+    main()
