@@ -141,3 +141,12 @@ def test_units_of_fully_shard_are_converted_before(mesh) -> None:
         octavo.convert(model, "tensorwise")
     with pytest.raises(ValueError, match="restore works on a model before fully_shard"):
         octavo.restore(model)
+
+
+@each
+def test_compiled_code_does_not_read_the_names_of_layers(make):
+    """torch.compile would guard on them and compile each block of a model anew; past its limit a block runs eagerly."""
+    model = make()
+    for module in model.modules():
+        vars(module).pop("name", None)  # a read of it fails
+    torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 16))

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from octavo.ops.checks import FLOATS
-from octavo.recipe import Recipe
 
 
 def unsupported(what: str) -> NotImplementedError:
@@ -25,12 +24,12 @@ def unsupported(what: str) -> NotImplementedError:
     )
 
 
-def check_call(name: str, recipe: Recipe, x: Tensor, *weights: Tensor) -> None:
+def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     """Refuse a forward pass that cannot run.
 
     Args:
-        name: of the layer in its model, for the message.
-        recipe: of the layer; one that quantizes nothing takes every dtype.
+        layer: has a `recipe` (one that quantizes nothing takes every dtype) and a `name`. Compiled code must not read
+            the name: torch.compile would guard on it, and compile every block of a model anew.
         x, weights: the input, and the weights that meet it.
 
     Raises:
@@ -50,11 +49,11 @@ def check_call(name: str, recipe: Recipe, x: Tensor, *weights: Tensor) -> None:
         if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
         if hasattr(t, "device_mesh"):
-            raise unsupported(f"tensor parallelism yet: in {name!r}, {what} is a DTensor")
-        if recipe.quantized and t.dtype not in FLOATS:
+            raise unsupported(f"tensor parallelism yet: in {layer.name!r}, {what} is a DTensor")
+        if layer.recipe.quantized and t.dtype not in FLOATS:
             raise TypeError(
-                f"the layer {name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: convert "
-                "it to one of these, or leave the layer out of octavo.convert by skip="
+                f"the layer {layer.name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
+                "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
 
 

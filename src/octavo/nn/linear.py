@@ -44,7 +44,7 @@ class RecipeLayer(nn.Module):
 
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, kept: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `kept` holds the bytes of w, if there are some."""
-        check_call(self.name, self.recipe, x, w)
+        check_call(self, x, w)
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))

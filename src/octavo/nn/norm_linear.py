@@ -114,7 +114,7 @@ def watched(module: nn.Module) -> bool:
 
 def plan_of(linears: Sequence[Linear], x: Tensor) -> Plan:
     """How layers that run as one compute, for an input like `x`; an error where they cannot."""
-    check_call(linears[0].name, linears[0].recipe, x, *(linear.weight for linear in linears))
+    check_call(linears[0], x, *(linear.weight for linear in linears))
     return Plan(linears[0].recipe, compute_dtype(x), linears[0].emulate)
 
 
