@@ -78,7 +78,7 @@ def build_fp8(wide: Any, device: str) -> Any:
     """The same model, its linear layers packed by channel, what is not packed shared with `wide`; not fused."""
     model = _empty(wide.config)
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != HEAD]
-    swap_linears(model, dict.fromkeys(linears, (CHANNEL, 1)))
+    swap_linears(model, dict.fromkeys(linears, CHANNEL))
     state = dict(wide.named_parameters())
     for name in linears:
         q = quantize(state.pop(f"{name}.weight").detach(), CHANNEL.weight)

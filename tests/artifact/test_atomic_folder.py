@@ -128,6 +128,8 @@ def test_a_mismatch_names_the_tensor() -> None:
     ):
         with pytest.raises(ArtifactError, match=message):
             check_match(found, required, "w")
+    with pytest.raises(ArtifactError, match="former names of octavo's GPT-2: train it again"):
+        check_match({"transformer.h.0.attn.c_attn.weight": required["a"]}, {"model.decoder.w": required["a"]}, "w")
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:

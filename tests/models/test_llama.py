@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from octavo.models import Llama, LlamaConfig, build, from_hf_config, hf_mapping
+from octavo.models import Llama, LlamaConfig, build, from_hf_config
 
 GQA = LlamaConfig(vocabulary=97, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=24, rope_theta=500.0)
 MHA = LlamaConfig(
@@ -194,11 +194,3 @@ def test_autocast_keeps_the_residual_stream_in_float32() -> None:
     assert logits.dtype == torch.bfloat16
     assert model.to(torch.bfloat16)(tokens()).dtype == torch.bfloat16
     assert seen == {"stream": torch.bfloat16, "linear": torch.bfloat16}
-
-
-def test_names_on_disk_are_our_own() -> None:
-    split, merge = hf_mapping(GQA)
-    state = lively(GQA).state_dict()
-    disk = {key: value for name, tensor in state.items() for key, value in split(name, tensor).items()}
-    assert disk.keys() == state.keys()
-    assert all(merge(disk)[name] is disk[name] for name in state)

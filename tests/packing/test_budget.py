@@ -179,15 +179,14 @@ def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
     assert change == pytest.approx(kept.quality.perplexity_ratio.value, abs=0.01)  # BF16, summed in another order
 
 
-def test_a_run_of_gpt2_whose_qkv_is_one_layer(tmp_path: Path, data: list[str]) -> None:
-    """Three tensors on disk, and one layer here."""
+def test_a_run_of_gpt2_within_a_budget(tmp_path: Path, data: list[str]) -> None:
     gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
     assert isinstance(gpt2, GPT2)
     run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")
     _, loose = pack_within(run, tmp_path / "all", Budget("kl", 99), data, context=40, samples=10)
     limit = loose.all_packed.kl.value / 2
     report, kept = pack_within(run, tmp_path / "out", Budget("kl", limit), data, context=40, samples=10)
-    assert 0 < kept.kept < 8
+    assert 0 < kept.kept < 8  # groups: q, k and v are one
     assert set(report.packed) & set(kept.skip) == set()
     kl, change = measure(gpt2.bfloat16(), tmp_path / "out", prompts(run / "model", data, 10))
     assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)

@@ -20,7 +20,6 @@ from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
-from octavo.nn.delayed import scale_state
 from octavo.packing import pack
 from octavo.runtime import load_packed
 from octavo.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
@@ -221,9 +220,3 @@ def test_the_command_says_what_is_not_shared(runs: dict[tuple[str, str], Path], 
     done = CliRunner().invoke(app, ["pack", run, str(tmp_path / "shared"), "--share-scales"], env={"COLUMNS": "300"})
     assert done.exit_code == 0, done.output
     assert "casts again" not in done.output
-
-
-def test_the_state_is_named_as_training_names_it() -> None:
-    model = build("gpt2")
-    convert(model, "delayed")
-    assert "transformer.h.0.attn.c_attn.histories.x.scale" in scale_state(model)

@@ -49,7 +49,7 @@ def test_the_layer_is_the_forward_of_training(
             parameter.copy_(parameter.bfloat16())  # the bias is stored so
     model = nn.Sequential(nn.Linear(128, 256, bias=bias))
     scheme = SCHEMES[SCHEME_OF[recipe]]
-    swap_linears(model, {"0": (scheme, 1)})
+    swap_linears(model, {"0": scheme})
     q = quantize(trained[0].weight.detach(), scheme.weight)
     stored = {"0.weight": q.data, "0.weight_scale": scheme.stored_scale(q)}
     model.load_state_dict(stored | ({"0.bias": trained[0].bias.bfloat16()} if bias else {}))
@@ -114,13 +114,6 @@ def test_wrong_tensors(
         load_packed(folder)
 
 
-def test_a_missing_part_of_a_fused_weight_is_named_as_on_disk(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("gpt2")
-    rewrite(folder, lambda t: t.pop("model.decoder.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(ArtifactError, match=r"model.decoder.layers.1.self_attn.k_proj.weight is missing"):
-        load_packed(folder)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_missing_files(copy_of: Callable[[str], Path], name: str) -> None:
     folder = copy_of("llama")
@@ -145,19 +138,12 @@ def test_a_truncated_file(copy_of: Callable[[str], Path]) -> None:
         load_packed(path.parent)
 
 
-@pytest.mark.parametrize(
-    ("name", "ignore", "message"),
-    [
-        ("llama", ["lm_head", NAME], f"{NAME}.weight_scale has no place"),
-        ("gpt2", ["lm_head", "model.decoder.layers.0.self_attn.q_proj"], "are one layer here"),
-    ],
-)
-def test_wrong_ignore(copy_of: Callable[[str], Path], name: str, ignore: list[str], message: str) -> None:
-    path = copy_of(name) / "config.json"
+def test_wrong_ignore(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama") / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["ignore"] = ignore
+    config["quantization_config"]["ignore"] = ["lm_head", NAME]
     path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(ArtifactError, match=f"{NAME}.weight_scale has no place"):
         load_packed(path.parent)
 
 

@@ -15,13 +15,11 @@ import pytest
 import torch
 from other_writers import CACHES, INPUT, WRITERS, Weights, make_source
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from typer.testing import CliRunner
 
 import octavo
-from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
-from octavo.artifact.packed.scheme import STATIC
 from octavo.packing import convert_layout, unpack
 from octavo.runtime.packed_linear import PackedLinear
 from octavo.verification import verify
@@ -119,16 +117,6 @@ def test_scales_that_are_not_used_are_named(made: Made, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "28 scales and zero points that no layer reads" in done.output
     assert len(unpack(folder, tmp_path / "plain").unused) == 28
-
-
-def test_parts_of_one_layer_with_inputs_scaled_apart_are_refused() -> None:
-    layer = PackedLinear(nn.Linear(32, 48), STATIC, 3)
-    layer.weight_scale.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    layer.input_scale = torch.ones(3)
-    layer.merge_scales()
-    layer.input_scale = torch.tensor([1.0, 0.5, 1.0])
-    with pytest.raises(ArtifactError, match=r"they have 1, 0.5, 1: open the folder with octavo.load"):
-        layer.merge_scales()
 
 
 # ---- octavo verify

@@ -281,7 +281,7 @@ def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias() -> None:
         q = quantize(linear.weight.detach(), CHANNEL.weight)
         state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
         state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
-    swap_linears(model, dict.fromkeys(model, (CHANNEL, 1)))
+    swap_linears(model, dict.fromkeys(model, CHANNEL))
     model.load_state_dict(state, assign=True)
     x = torch.randn(9, 48)
     apart = [layer(x) for layer in model.values()]

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.artifact.files import model_tensors
-from octavo.hf.meta_model import our_meta_model
 from octavo.models import GPT2, GPT2Config
 from octavo.models.tokenizer import ByteTokenizer
 
@@ -43,7 +42,7 @@ def write_model(path: Path, name: str, *, shards: str = "1GB", **change: Any) ->
         ours = lively(GPT2(GPT2Config(256, 3, 32, 4, 40)))
         assert isinstance(ours, GPT2)
         path.mkdir(parents=True)
-        save_file(our_meta_model(ours.config).on_disk(model_tensors(ours)), path / "model.safetensors")
+        save_file(model_tensors(ours), path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(ours.config.to_hf()))
     else:
         kind, sizes = MODELS[name]

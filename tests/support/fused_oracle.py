@@ -60,12 +60,20 @@ class NormThenMLP(nn.Module):
         return (y,) if self.norm is None else (y, total)
 
 
+class OwnGELU(GELU):
+    """A `GELU` that owns its layers."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool) -> None:
+        super().__init__(self, "fc1", "fc2")
+        self.fc1, self.fc2 = nn.Linear(width, mlp_width, bias=bias), nn.Linear(mlp_width, width, bias=bias)
+
+
 Block = NormThenLinears | NormThenMLP
 
 
 def mlp_layers(mlp: SwiGLU) -> tuple[tuple[str, ...], str]:
     """The names of the layers before and after the activation."""
-    return (("c_fc",), "c_proj") if isinstance(mlp, GELU) else (("gate_proj", "up_proj"), "down_proj")
+    return (("fc1",), "fc2") if isinstance(mlp, GELU) else (("gate_proj", "up_proj"), "down_proj")
 
 
 def activation(mlp: SwiGLU, *u: Tensor) -> Tensor:
@@ -99,7 +107,7 @@ def swiglu(kind: str = "rms", k: int = 64, f: int = 96, bias: bool = False) -> N
 
 
 def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
-    return NormThenMLP(make_norm(kind, k), GELU(k, f, bias=bias))
+    return NormThenMLP(make_norm(kind, k), OwnGELU(k, f, bias))
 
 
 def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

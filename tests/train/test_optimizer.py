@@ -13,7 +13,7 @@ def test_matrices_decay_and_nothing_else_does(begin):
     names = {p: name for name, p in trainer.model.named_parameters()}
     decayed, plain = trainer.state.optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    assert {names[p] for p in plain["params"]} == {n for n in names.values() if n.endswith("bias") or ".ln_" in n}
+    assert {names[p] for p in plain["params"]} == {n for n in names.values() if n.endswith("bias") or "layer_norm" in n}
     together = [names[p] for p in decayed["params"] + plain["params"]]
     assert sorted(together) == sorted(names.values())
 

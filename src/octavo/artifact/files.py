@@ -58,7 +58,9 @@ def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], whe
     `where` opens the message: what was read, and for what.
     """
     if missing := sorted(required.keys() - found.keys()):
-        raise ArtifactError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all)")
+        former = missing[0].startswith("model.decoder.") and any("attn.c_attn" in name for name in found)
+        hint = "; these are former names of octavo's GPT-2: train it again, or use the octavo that trained it"
+        raise ArtifactError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all){hint if former else ''}")
     if extra := sorted(found.keys() - required.keys()):
         raise ArtifactError(f"{where}: tensor {extra[0]} has no place in the model ({len(extra)} in all)")
     for name, tensor in required.items():

@@ -108,15 +108,12 @@ class _Model:
         self.frequencies = _rope_factors(config, self.head_width)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[self.architecture]
         self._names = gguf.get_tensor_name_map(arch, int(self.required("num_hidden_layers")))
-        linears = {disk for disks in source.meta_model.linears().values() for disk in disks}
+        linears = set(source.meta_model.linears())
         self.specs: dict[str, Spec] = {}
         self._types: dict[str, str] = {}
         for name, spec in source.specs.items():
-            meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for disk, part in source.meta_model.on_disk({name: meta}).items():
-                ours = self.name(disk)
-                self.specs[ours] = Spec.of(part)
-                self._types[ours] = self._type(disk, Spec.of(part), linears, weights)
+            self.specs[self.name(name)] = spec
+            self._types[self.name(name)] = self._type(name, spec, linears, weights)
 
     def required(self, key: str) -> Any:
         """A setting that config.json must have."""
@@ -124,12 +121,12 @@ class _Model:
             raise ArtifactError(f"{self.source.description / 'config.json'} must state {key}: GGUF needs it")
         return self.config[key]
 
-    def name(self, disk: str) -> str:
-        """What GGUF calls a tensor."""
-        found = self._names.get_name(disk, try_suffixes=(".weight", ".bias"))
+    def name(self, tensor: str) -> str:
+        """The name that GGUF gives a tensor."""
+        found = self._names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(
-                f"{disk} has no name in the architecture {self.architecture} of GGUF: it cannot be written"
+                f"{tensor} has no name in the architecture {self.architecture} of GGUF: it cannot be written"
             )
         return str(found)
 
@@ -138,13 +135,13 @@ class _Model:
         types = list(self._types.values()) + ["f32"] * (self.frequencies is not None)
         return {kind: types.count(kind) for kind in dict.fromkeys(types)}
 
-    def _type(self, disk: str, spec: Spec, linears: set[str], weights: str) -> str:
+    def _type(self, name: str, spec: Spec, linears: set[str], weights: str) -> str:
         if len(spec.shape) == 1:
             return "f32"
-        linear = disk.removesuffix(".weight") in linears and self.name(disk) != "output.weight"
+        linear = name.removesuffix(".weight") in linears and self.name(name) != "output.weight"
         if linear and weights == "q8_0" and spec.shape[1] % _BLOCK:
             raise ValueError(
-                f"{disk}: [{spec.shape[0]}, {spec.shape[1]}] has no whole blocks of {_BLOCK} along K, which q8_0 "
+                f"{name}: [{spec.shape[0]}, {spec.shape[1]}] has no whole blocks of {_BLOCK} along K, which q8_0 "
                 "needs: --weights f16"
             )
         return weights if linear else "f16"
@@ -160,18 +157,16 @@ class _Model:
         if self.frequencies is not None:
             yield self.frequencies
         for done, name in enumerate(self.source.specs, start=1):
-            for disk, tensor in self.source.meta_model.on_disk({name: self.source.get(name)}).items():
-                largest = _LARGEST.get(self._types[self.name(disk)], math.inf)
-                if tensor.abs().max() > largest:
-                    kind = self._types[self.name(disk)]
-                    raise ArtifactError(f"{self.source.origin}: {disk} exceeds {largest:g}, the largest of {kind}")
-                yield self._ordered(disk, tensor).float()
+            tensor, kind = self.source.get(name), self._types[self.name(name)]
+            if tensor.abs().max() > (largest := _LARGEST.get(kind, math.inf)):
+                raise ArtifactError(f"{self.source.origin}: {name} exceeds {largest:g}, the largest of {kind}")
+            yield self._ordered(name, tensor).float()
             if progress is not None:
                 progress(done, len(self.source.specs))
 
-    def _ordered(self, disk: str, tensor: Tensor) -> Tensor:
+    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
         """Rows of q and k as the architecture rotates them."""
-        module = disk.rpartition(".")[0]
+        module = name.rpartition(".")[0]
         if self.architecture != "llama" or not module.endswith((".q_proj", ".k_proj")):
             return tensor
         heads = self.heads if module.endswith(".q_proj") else self.key_heads

@@ -77,7 +77,7 @@ class ExpertFiles:
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             is_stack = len(self.parts.get(name, ())) > 1
-            found |= self._revert(name, tensor) if is_stack else {self._file_name(name): tensor}
+            found |= self._revert(name, tensor) if is_stack else {self.file_name(name): tensor}
         return found
 
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,6 +86,11 @@ class ExpertFiles:
         found = {name: self.stack(name, tensors.__getitem__) for name in whole}
         used = {part for name in whole for part in self.parts[name]}
         return found | {self._model_name(name): t for name, t in tensors.items() if name not in used}
+
+    def part(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
+        """One file tensor, of the tensors of the model as `get` reads them."""
+        whole = self._stack_of.get(name) or self._model_name(name)
+        return self.split({whole: get(whole)})[name]
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, of its parts as `get` reads them."""
@@ -119,7 +124,8 @@ class ExpertFiles:
         found: dict[str, Tensor] = loading.revert_weight_conversion(self._model, {name: tensor})
         return found
 
-    def _file_name(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
+        """The name in files of a tensor of the model that is no stack, or of a scale."""
         if name in self.parts or "." not in name:
             return self.parts.get(name, [name])[0]
         module, _, leaf = name.rpartition(".")  # a scale, whose layer is known by its weight

@@ -2,10 +2,10 @@
 
     Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
 
-transformers keeps the weights of GPT-2 in `Conv1D`, the transpose of what FP8 loaders take, and q, k and v in one. OPT
-is the same function with linear layers (`octavo.models.gpt2` writes ours so too), given GPT-2's activation: c_attn is
-split into q, k and v, and the table of positions gets the two rows that OPT skips. So a folder of GPT-2 is described
-and read here as one of OPT; every other folder as what it is.
+transformers keeps the weights of GPT-2 in `Conv1D`, the transpose of what FP8 loaders take, and q, k and v in one
+layer, c_attn. OPT with GPT-2's activation computes the same function with linear layers. So a folder of GPT-2 is
+described and read here as one of OPT: c_attn is split into q, k and v, and the position table gets the two rows that
+OPT skips. Every other folder is read unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.safetensors_files import ShardReader, Spec
-from octavo.models.gpt2 import ARCHITECTURE, split_for_hf
+from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -38,7 +38,16 @@ _FIXED = {
     "layer_norm_epsilon": 1e-5,
 }
 _END_OF_TEXT = 50256
-_CONV1D = re.compile(r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+# GPT-2's modules, and OPT's in their place.
+_TRUNK = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "final_layer_norm"}
+_BLOCK = {
+    "ln_1": ["self_attn_layer_norm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.c_proj": ["self_attn.out_proj"],
+    "ln_2": ["final_layer_norm"],
+    "mlp.c_fc": ["fc1"],
+    "mlp.c_proj": ["fc2"],
+}
 _MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # older files hold the causal mask
 
 
@@ -123,10 +132,18 @@ class Conv1DReader(ShardReader):
 
 
 def _convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """OPT's tensors that hold GPT-2's tensor `name`, whose file may omit "transformer."; as it is, if GPT-2 has
-    none of this name."""
-    full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-    try:
-        return split_for_hf(full, tensor.t() if _CONV1D.fullmatch(full) else tensor)
-    except ValueError:
+    """OPT's tensors that hold GPT-2's tensor `name`, whose file may omit "transformer."; unchanged if GPT-2 has no
+    tensor of this name and rank."""
+    module, _, leaf = name.removeprefix("transformer.").rpartition(".")
+    block = re.fullmatch(r"h\.(\d+)\.(.+)", module)
+    if tensor.ndim not in (1, 2):
         return {name: tensor}
+    if module in _TRUNK:
+        if module == "wpe":
+            tensor = torch.cat((tensor.new_zeros(POSITION_OFFSET, *tensor.shape[1:]), tensor))
+        return {f"model.decoder.{_TRUNK[module]}.{leaf}": tensor}
+    if block and block[2] in _BLOCK:
+        rows = tensor.t().chunk(len(_BLOCK[block[2]]))  # a vector is its own transpose
+        layer = f"model.decoder.layers.{block[1]}"
+        return {f"{layer}.{part}.{leaf}": t for part, t in zip(_BLOCK[block[2]], rows, strict=False)}
+    return {name: tensor}

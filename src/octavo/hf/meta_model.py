@@ -18,8 +18,7 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.extras import import_extra, open_local
 from octavo.hf.experts import ExpertFiles, expert_files
 from octavo.hf.gpt2_as_opt import describe_model, is_gpt2
-from octavo.models import Config, build, from_hf_config, hf_mapping
-from octavo.models.llama import merge_from_hf, split_for_hf
+from octavo.models import Config, build, from_hf_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,24 +36,19 @@ class MetaModel:
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a file that hold `tensors`, which are named as in the model."""
-        if self.experts is not None:
-            return self.experts.split(tensors)
-        split = split_for_hf if self.config is None else hf_mapping(self.config)[0]
-        return {ours: t for name, tensor in tensors.items() for ours, t in split(name, tensor).items()}
+        return dict(tensors) if self.experts is None else self.experts.split(tensors)
 
     def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `on_disk`, for a whole file."""
-        if self.experts is not None:
-            return self.experts.merge(tensors)
-        return (merge_from_hf if self.config is None else hf_mapping(self.config)[1])(tensors)
+        return dict(tensors) if self.experts is None else self.experts.merge(tensors)
 
-    def linears(self) -> dict[str, list[str]]:
-        """Each linear layer's name in the model, with the names of the one or more that hold it on disk."""
-        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
-        return {
-            name: [disk.removesuffix(".weight") for disk in self.on_disk({f"{name}.weight": layer.weight})]
-            for name, layer in layers.items()
-        }
+    def file_name(self, layer: str) -> str:
+        """The name that a linear layer of the model has in files."""
+        return layer if self.experts is None else self.experts.file_name(f"{layer}.weight").removesuffix(".weight")
+
+    def linears(self) -> list[str]:
+        """The linear layers, by their names in files."""
+        return [self.file_name(name) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def read_skeleton(folder: Path) -> MetaModel:

@@ -1,17 +1,17 @@
 """Small readable reference models, whose checkpoints open in transformers.
 
-| here | on disk | what it is |
+| model | in transformers | its parts |
 |---|---|---|
 | `Llama` | `LlamaForCausalLM` | RMSNorm, rotary positions, grouped-query attention, SwiGLU |
-| `GPT2` | `OPTForCausalLM` | LayerNorm, learned positions, fused q/k/v, GELU, biases |
+| `GPT2` | `OPTForCausalLM` | LayerNorm, learned positions, GELU, biases |
+
+The names of their parameters are those of transformers, so a state_dict travels both ways unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
@@ -26,13 +26,10 @@ __all__ = [
     "LlamaConfig",
     "build",
     "from_hf_config",
-    "hf_mapping",
 ]
 
 Config = LlamaConfig | GPT2Config
 BUILT_IN_MODELS = ("llama", "gpt2")  # what a training run calls them
-Split = Callable[[str, Tensor], dict[str, Tensor]]
-Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def build(config: Config) -> Llama | GPT2:
@@ -51,9 +48,3 @@ def from_hf_config(hf: Mapping[str, Any]) -> tuple[type[Llama] | type[GPT2], Con
     if gpt2.ARCHITECTURE in architectures:
         return GPT2, GPT2Config.from_hf(hf)
     return None
-
-
-def hf_mapping(config: Config) -> tuple[Split, Merge]:
-    """`split_for_hf` and `merge_from_hf` of the model of this configuration."""
-    module = llama if isinstance(config, LlamaConfig) else gpt2
-    return module.split_for_hf, module.merge_from_hf

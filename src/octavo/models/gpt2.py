@@ -1,17 +1,16 @@
-"""GPT-2: pre-norm decoder with LayerNorm, learned positions, one fused q/k/v projection, a GELU MLP, biases or none.
+"""GPT-2: pre-norm decoder with LayerNorm, learned positions and a GELU MLP, biases or none.
 
-    x = wte[token] + wpe[position];  x = x + attention(ln_1(x));  x = x + c_proj(gelu(c_fc(ln_2(x))))
+    x = embed_tokens[token] + embed_positions[position]
+    x = x + attention(self_attn_layer_norm(x));  x = x + fc2(gelu(fc1(final_layer_norm(x))))
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names and the exact (erf) GELU as
-in nanoGPT, `nn.Linear` where the first release had its transpose, an MLP four times as wide as the model.
-
-On disk it is OPT (Zhang et al. 2022, arXiv:2205.01068), the same mathematics in `nn.Linear` form, which FP8 loaders
-know: separate q, k and v, and two unused rows in front of the positions, where OPT had those of padding.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; the exact (erf) GELU as in nanoGPT, and an
+MLP four times as wide as the model. Names and mathematics are those of `OPTForCausalLM` in transformers (Zhang et al.
+2022, arXiv:2205.01068), which FP8 loaders know, so a state_dict travels both ways unchanged. The first two rows of the
+position table are OPT's too, and no position reads them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +30,8 @@ POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
 class GPT2Config:
     """Sizes of a GPT-2. Raises ValueError where they do not fit together.
 
-    Without `bias` the linear layers have none, and those of the norms stay 0 and are not trained: OPT, the form on
-    disk, has no norm without one.
+    Without `bias` the linear layers have none, and those of the norms stay 0 and are not trained: OPT has no norm
+    without one.
     """
 
     vocabulary: int
@@ -119,58 +118,71 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads = config.heads
-        self.c_attn = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.c_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.q_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.k_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.v_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
-        """[B, T, width] of what `c_attn` made of the block's input, [B, T, 3 * width]."""
-        parts = qkv.view(*qkv.shape[:-1], 3, self.heads, -1)
-        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()  # [B, heads, T, head_dim] each
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """[B, T, width] from what the projections made of the block's input, [B, T, width] each."""
+        q, k, v = (x.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = causal_attention(q, k, v, dropout=self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
-        return self.dropout(self.c_proj(y))  # type: ignore[no-any-return]
+        return self.dropout(self.out_proj(y))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
-        self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.width)
-        self.mlp = GELU(config.width, config.mlp_width, bias=config.bias)
+        self.self_attn = Attention(config, layer)
+        self.self_attn_layer_norm = nn.LayerNorm(config.width)
+        self.fc1 = nn.Linear(config.width, config.mlp_width, bias=config.bias)
+        self.fc2 = nn.Linear(config.mlp_width, config.width, bias=config.bias)
+        self.final_layer_norm = nn.LayerNorm(config.width)
         self.dropout = Dropout(config.dropout)
-        self.qkv = NormLinear(self, "ln_1", "attn.c_attn")
+        self.qkv = NormLinear(self, "self_attn_layer_norm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.mlp = GELU(self, "fc1", "fc2")
 
     def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
-        (qkv,), x = self.qkv(x, delta)
-        delta, x = self.mlp(x, self.ln_2, self.attn(qkv, cache))
+        (q, k, v), x = self.qkv(x, delta)
+        if v.requires_grad:
+            v = v.contiguous()  # attention keeps v for backward: a view would keep all of q, k and v
+        delta, x = self.mlp(x, self.final_layer_norm, self.self_attn(q, k, v, cache))
         return x, self.dropout(delta)
 
 
-class Trunk(nn.Module):
-    """All but the head: the modules under `transformer.` in the parameters' names."""
+class Stack(nn.Module):
+    """All but the head: the modules under `model.decoder.` in the parameters' names."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocabulary, config.width)
-        self.wpe = nn.Embedding(config.context, config.width)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.width)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.embed_positions = nn.Embedding(POSITION_OFFSET + config.context, config.width)
+        self.final_layer_norm = nn.LayerNorm(config.width)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.dropout = Dropout(config.dropout)
+
+
+class Trunk(nn.Module):
+    """The level `model.` of the parameters' names."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.decoder = Stack(config)
 
 
 class GPT2(Decoder):
     """The language model. `forward(tokens int64 [B, T], cache=None)` returns logits [B, T, vocabulary]."""
 
-    residual_projections = ("c_proj",)
+    residual_projections = ("out_proj", "fc2")
     config: GPT2Config
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        self.transformer = Trunk(config)
+        self.model = Trunk(config)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
@@ -180,92 +192,14 @@ class GPT2(Decoder):
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.transformer.wte
+        return self.model.decoder.embed_tokens
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start)
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x, delta = self.transformer.dropout(self.transformer.wte(tokens) + self.transformer.wpe(positions)), None
-        for block in self.transformer.h:
+        decoder = self.model.decoder
+        positions = POSITION_OFFSET + torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
+        for block in decoder.layers:
             x, delta = self.run_block(block, x, delta, cache)
-        return self.lm_head(self.transformer.ln_f(x + delta))  # type: ignore[no-any-return]
-
-
-# Our module's name to OPT's; the inverse is the same table read backwards.
-_TRUNK = {
-    "transformer.wte": "model.decoder.embed_tokens",
-    "transformer.wpe": "model.decoder.embed_positions",
-    "transformer.ln_f": "model.decoder.final_layer_norm",
-    "lm_head": "lm_head",
-}
-_BLOCK = {
-    "ln_1": "self_attn_layer_norm",
-    "attn.c_proj": "self_attn.out_proj",
-    "ln_2": "final_layer_norm",
-    "mlp.c_fc": "fc1",
-    "mlp.c_proj": "fc2",
-}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_POSITIONS = "model.decoder.embed_positions.weight"
-
-
-def split_for_hf(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The OPT tensors that hold `tensor`, our parameter `name` (or a `<module>.weight_scale` [rows, 1]), any dtype.
-
-    c_attn splits into q, k and v by rows, as copies (a file format may refuse tensors that share memory), and the
-    position table gets its two unused rows. Raises ValueError for a name that is not of this model and for a c_attn
-    tensor whose rows do not divide by 3.
-    """
-    module, _, leaf = name.rpartition(".")
-    if module in _TRUNK:
-        if module == "transformer.wpe":
-            tensor = torch.cat((tensor.new_zeros(POSITION_OFFSET, tensor.shape[1]), tensor))
-        return {f"{_TRUNK[module]}.{leaf}": tensor}
-    match = re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", module)
-    if match and match[2] in _BLOCK:
-        return {f"model.decoder.layers.{match[1]}.{_BLOCK[match[2]]}.{leaf}": tensor}
-    if match and match[2] == "attn.c_attn":
-        if tensor.ndim == 0 or tensor.shape[0] % 3:
-            raise ValueError(
-                f"{name} must have rows for q, k and v in equal parts, got the shape {tuple(tensor.shape)}"
-            )
-        parts = zip(_QKV, tensor.chunk(3), strict=True)
-        return {f"model.decoder.layers.{match[1]}.{part}.{leaf}": rows.clone() for part, rows in parts}
-    raise ValueError(f"{name!r} is not the name of a GPT-2 tensor, such as transformer.h.0.mlp.c_fc.weight")
-
-
-def merge_from_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `split_for_hf`, for a whole OPT checkpoint.
-
-    Raises ValueError for a name that OPT does not have and for a q, k or v without the other two.
-    """
-    trunk = {theirs: ours for ours, theirs in _TRUNK.items()}
-    block = {theirs: ours for ours, theirs in _BLOCK.items()}
-    merged = {}
-    for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        match = re.fullmatch(r"model\.decoder\.layers\.(\d+)\.(.+)", module)
-        if module in trunk:
-            merged[f"{trunk[module]}.{leaf}"] = tensor[POSITION_OFFSET:] if name == _POSITIONS else tensor
-        elif match and match[2] in block:
-            merged[f"transformer.h.{match[1]}.{block[match[2]]}.{leaf}"] = tensor
-        elif match and match[2] in _QKV:
-            # Reached three times, with the same result: once for each of the three.
-            fused = f"transformer.h.{match[1]}.attn.c_attn.{leaf}"
-            if fused not in merged:
-                merged[fused] = _fuse(tensors, f"model.decoder.layers.{match[1]}", leaf)
-        else:
-            raise ValueError(f"{name!r} is not the name of an OPT tensor, such as model.decoder.layers.0.fc1.weight")
-    return merged
-
-
-def _fuse(tensors: Mapping[str, Tensor], layer: str, leaf: str) -> Tensor:
-    names = [f"{layer}.{part}.{leaf}" for part in _QKV]
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise ValueError(f"q, k and v must come together, {', '.join(missing)} is missing; load all files of the model")
-    parts = [tensors[name] for name in names]
-    if parts[0].element_size() == 1:  # torch.cat does not take the float8 dtypes everywhere
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-    return torch.cat(parts)
+        return self.lm_head(decoder.final_layer_norm(x + delta))  # type: ignore[no-any-return]

@@ -228,13 +228,3 @@ class Llama(Decoder):
         for block in self.model.layers:
             x, delta = self.run_block(block, x, delta, cos, sin, cache)
         return self.lm_head(self.model.norm(x + delta))  # type: ignore[no-any-return]
-
-
-def split_for_hf(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of the on-disk form that hold `tensor`: itself, for the names are transformers' own."""
-    return {name: tensor}
-
-
-def merge_from_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `split_for_hf`, for a whole checkpoint."""
-    return dict(tensors)

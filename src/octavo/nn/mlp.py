@@ -100,23 +100,33 @@ class SwiGLU(nn.Module):
 
 
 class GELU(SwiGLU):
-    """y = c_proj(gelu(c_fc(x))), the exact GELU, with the names that GPT-2 has."""
+    """y = outer(gelu(inner(x))), the exact GELU; with a norm, x is norm(x + residual).
+
+    As with `NormLinear`, another module owns the layers, so that parameters keep their names.
+
+    Args:
+        owner: the module under which the layers are found; it is not registered here.
+        inner: name of the layer before the activation.
+        outer: name of the layer after it.
+    """
 
     activation = "gelu"
+    owner: nn.Module
 
-    def __init__(self, width: int, mlp_width: int, *, bias: bool = True) -> None:
+    def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
         nn.Module.__init__(self)
-        self.c_fc = nn.Linear(width, mlp_width, bias=bias)
-        self.c_proj = nn.Linear(mlp_width, width, bias=bias)
+        object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
+        self.names = (inner, outer)
         self.weight_cache = WeightCache()
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
-        return (self.c_fc,)
+        return (getattr(self.owner, self.names[0]),)
 
     @property
     def outer(self) -> nn.Linear:
-        return self.c_proj
+        outer: nn.Linear = getattr(self.owner, self.names[1])
+        return outer
 
     def activate(self, *u: Tensor) -> Tensor:
         return F.gelu(u[0])

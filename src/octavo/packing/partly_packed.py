@@ -37,7 +37,6 @@ class SwitchedModel:
 
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
         tensors = PackedTensors(packed)
-        on_disk = source.meta_model.linears()
         packing, specs = tensors.packing, tensors.reader.specs
         in_model = source.meta_model.in_model(_tensors(tensors))
         self._model = _fill(source)
@@ -47,10 +46,11 @@ class SwitchedModel:
         self._kv_scales = tensors.kv_scales
         for name in names:
             linear: Any = self._model.get_submodule(name)
-            layer = PackedLinear(linear, packing.schemes[on_disk[name][0]], len(on_disk[name]))
+            disk = source.meta_model.file_name(name)
+            layer = PackedLinear(linear, packing.schemes[disk])
             layer.load_state_dict({leaf: in_model[f"{name}.{leaf}"] for leaf in layer.state_dict()}, assign=True)
             self._forms[name] = (linear, layer.to(device))
-            stored = [spec.nbytes for disk in on_disk[name] for key, spec in specs.items() if _is_of(key, disk)]
+            stored = [spec.nbytes for key, spec in specs.items() if _is_of(key, disk)]
             self.saved[name] = 2 * linear.weight.numel() - sum(stored)
         self._model.to(device)
         self._device = torch.device(device)

@@ -37,7 +37,6 @@ from octavo.hf.gpt2_as_opt import describe_model
 from octavo.hf.source import Source, open_source
 from octavo.nn import convert
 from octavo.nn.coverage import find_coverage
-from octavo.numerics import TENSOR, QTensor
 from octavo.packing.report import PackReport
 from octavo.packing.static_scales import StaticScales, calibrated_scales, check_cache, check_rule, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
@@ -164,8 +163,7 @@ class _Plan:
         weights: WeightScales,
     ) -> None:
         self.source, self.schemes, self.static, self.weights = source, schemes, static, weights
-        self.linears = source.meta_model.linears()
-        disks = {disk: how for name, how in schemes.items() for disk in self.linears[name]}
+        disks = {source.meta_model.file_name(name): how for name, how in schemes.items()}
         self.packing = Packing(layout, disks, static is not None and bool(static.keys_and_values))
         left = find_coverage(source.meta_model.model, schemes).left
         self.not_linear = [entry for entry in left if entry.kind != "linear layer"]
@@ -250,24 +248,17 @@ class _Plan:
         if leaf != "weight" or module not in self.schemes:
             return on_disk({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
         how = self.schemes[module]
-        return self.packing.on_disk(self._parts(name, module, self.weights.quantize(module, tensor), how))
-
-    def _parts(self, name: str, module: str, q: QTensor, how: Scheme) -> dict[str, Tensor]:
-        on_disk, scale = self.source.meta_model.on_disk, how.stored_scale(q)
-        if how.weight.granularity != TENSOR:
-            return on_disk({name: q.data, f"{module}.{SCALE_NAME}": scale})
-        scales = {SCALE_NAME: scale}
+        q = self.weights.quantize(module, tensor)
+        stored = {name: q.data, f"{module}.{SCALE_NAME}": how.stored_scale(q)}
         if self.static is not None and how.static:
-            scales[INPUT_SCALE_NAME] = self.static.inputs[module].to(scale.device)
-        parts = {f"{disk}.{leaf}": s for disk in self.linears[module] for leaf, s in scales.items()}
-        return on_disk({name: q.data}) | parts  # each part on disk has them
+            stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
+        return self.packing.on_disk(on_disk(stored))
 
     def _check_fit(self, name: str, spec: Spec) -> None:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in self.schemes:
             n, k = spec.shape
-            parts = len(self.linears[module])
-            if reason := self.schemes[module].misfit(n // parts, k):
+            if reason := self.schemes[module].misfit(n, k):
                 mates = next(group for group in groups(self.schemes) if module in group)
                 options = " ".join(f"--layer '{mate}=channel'" for mate in mates)
                 raise ValueError(f"{module}: {reason} ({options}), or leave it in BF16 (--skip)")
@@ -278,7 +269,7 @@ def _describe(plan: _Plan, target: PackedFolder) -> None:
     folder = plan.source.description
     config = describe_model(folder)
     config.pop("torch_dtype", None)  # the older name of "dtype"
-    disks = [disk for names in plan.linears.values() for disk in names]
+    disks = plan.source.meta_model.linears()
     if (experts := plan.source.meta_model.experts) is not None:
         disks += experts.unpacked(plan.packing.layout)
     config |= {

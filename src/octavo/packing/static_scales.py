@@ -107,7 +107,7 @@ def check_cache(kv_cache: str | None) -> bool:
 
 
 def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:
-    names = attentions(disk for disks in source.meta_model.linears().values() for disk in disks)
+    names = attentions(source.meta_model.linears())
     if not names:
         raise ValueError(
             f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "

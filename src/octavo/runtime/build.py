@@ -65,7 +65,7 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.
     """The model of a packed folder on `device`, its norms and MLPs fused, from its meta model; raises as `load`."""
     packed = PackedFolder(folder)
     config = packed.read_config()
-    disks = [disk for names in meta_model.linears().values() for disk in names]
+    disks = meta_model.linears()
     reader = ShardReader(packed.path)
     experts = _packed_experts(meta_model, reader)
     packing = read_packing(config, [*disks, *experts], packed.config, _plain(disks, reader))
@@ -74,7 +74,7 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.
     _widen_experts(tensors, packing, experts)
     required = meta_model.on_disk(model_tensors(meta_model.model))
     check_tensors(_rounded(tensors, required), required, packed.path)
-    model = _materialize(meta_model, tensors)
+    model: nn.Module = fill_model(meta_model, meta_model.in_model(tensors))
     _check_scales(model, packed.path)
     model.to(device)
     fuse(model)
@@ -153,29 +153,12 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
     return frozenset(() if found is None else [found] if isinstance(found, int) else found)
 
 
-def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, tuple[Scheme, int]]:
-    """The linear layers of the model that are packed, with their scheme and their parts on disk."""
-    packed = {}
-    for name, names in meta_model.linears().items():
-        schemes = {packing.schemes.get(disk) for disk in names}
-        if len(schemes) > 1:
-            raise ArtifactError(
-                f"{where}: {', '.join(names)} are one layer here, and must all be packed alike or all be ignored: "
-                "pack the model again"
-            )
-        scheme = schemes.pop()
-        if scheme is not None:
-            n, k = meta_model.model.get_parameter(f"{name}.weight").shape
-            if reason := scheme.unreadable(n // len(names), k):
-                raise ArtifactError(f"{where}: {name}.weight: {reason}")
-            packed[name] = (scheme, len(names))
+def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
+    """The linear layers of the model that are packed, with their scheme."""
+    linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
+    schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
+    packed = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    for name, scheme in packed.items():
+        if reason := scheme.unreadable(linears[name].out_features, linears[name].in_features):
+            raise ArtifactError(f"{where}: {name}.weight: {reason}")
     return packed
-
-
-def _materialize(meta_model: MetaModel, tensors: dict[str, Tensor]) -> nn.Module:
-    """The meta model with its tensors, themselves and not copies, on the CPU."""
-    model: nn.Module = fill_model(meta_model, meta_model.in_model(tensors))
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            module.merge_scales()
-    return model

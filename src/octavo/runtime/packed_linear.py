@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.nn.linear import compute_dtype
 from octavo.nn.precomputed import Branches
-from octavo.numerics import TENSOR, QTensor
+from octavo.numerics import QTensor
 from octavo.ops import scaled_mm
 
 
@@ -44,14 +43,11 @@ class PackedLinear(PackedModule):
     Args:
         linear: the layer whose place it takes, for its sizes and its device.
         scheme: how it is packed.
-        parts: the layers on disk that it holds, each with its own scale where there is one a tensor.
 
     Buffers:
         weight: e4m3 [N, K].
         weight_scale: as `scheme` says.
-        input_scale: float32 [parts], all equal, where the scheme is static; or None.
-
-    Where a scale is of a whole tensor, `merge_scales` makes one of those of all parts if they are equal.
+        input_scale: float32 [1], where the scheme is static; or None.
         bias: bfloat16 [N], or None.
     """
 
@@ -60,14 +56,14 @@ class PackedLinear(PackedModule):
     input_scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme, parts: int) -> None:
+    def __init__(self, linear: nn.Linear, scheme: Scheme) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
         n, k = linear.weight.shape
         with torch.device(linear.weight.device):
             self.register_buffer("weight", torch.empty(n, k, dtype=WEIGHT_DTYPE))
-            self.register_buffer("weight_scale", scheme.empty_scale(n, k, parts))
-            self.register_buffer("input_scale", torch.empty(parts) if scheme.static else None)
+            self.register_buffer("weight_scale", scheme.empty_scale(n, k))
+            self.register_buffer("input_scale", torch.empty(1) if scheme.static else None)
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
 
     @property
@@ -82,7 +78,7 @@ class PackedLinear(PackedModule):
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
         w_q = self.scheme.packed_weight(self.weight, self.weight_scale)
-        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale, w_q)
+        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale)
         return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
     def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
@@ -91,32 +87,15 @@ class PackedLinear(PackedModule):
             x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
         )  # [T,K] @ [N,K]^T
 
-    def merge_scales(self) -> None:
-        """Let equal scales of several parts be one, so that the GEMM is that of one layer: of a tensor's scale.
-
-        Raises:
-            ArtifactError: the scales of the input differ, which is cast once for all parts.
-        """
-        if self.input_scale is not None and bool((self.input_scale != self.input_scale[0]).any()):
-            raise ArtifactError(
-                f"{len(self.input_scale)} layers on disk are one layer here, and must have equal scales of inputs, "
-                f"they have {', '.join(f'{scale:g}' for scale in self.input_scale.tolist())}: open the folder with "
-                "octavo.load, where they stay apart"
-            )
-        scales = [scale for scale in (self.weight_scale, self.input_scale) if scale is not None]
-        if self.scheme.weight.granularity == TENSOR and all(bool((scale == scale[0]).all()) for scale in scales):
-            self.weight_scale = self.weight_scale[:1]
-            self.input_scale = None if self.input_scale is None else self.input_scale[:1]
-
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, scheme={self.scheme.name}, for inference only"
 
 
-def swap_linears(model: nn.Module, packed: Mapping[str, tuple[Scheme, int]]) -> None:
-    """Put an empty `PackedLinear`, of a scheme and so many parts, in the place of each named linear layer."""
-    for name, (scheme, parts) in packed.items():
+def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
+    """Put an empty `PackedLinear` of its scheme in the place of each named linear layer."""
+    for name, scheme in packed.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, parts))
+        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme))

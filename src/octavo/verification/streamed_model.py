@@ -17,7 +17,7 @@ from octavo.hf.experts import ExpertReader
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.hf.outputs import gives_logits, is_language_model, outputs
 from octavo.hf.source import Source, open_source
-from octavo.verification.checks import Required, Shape
+from octavo.verification.checks import Required
 
 Linear = Callable[[str, Tensor], Tensor]
 """name of the layer on disk, x [..., K] -> y [..., N] without bias, float32"""
@@ -144,19 +144,15 @@ class Against:
         self.folder = self._source.description
         self.context = self._source.meta_model.context
         self.causal = gives_logits(self._source)
-        self.shapes: dict[str, Shape] = {}
-        self._ours: dict[str, str] = {}
-        for name, spec in self._source.specs.items():
-            meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for disk, tensor in self._source.meta_model.on_disk({name: meta}).items():
-                self._ours[disk], self.shapes[disk] = name, tuple(tensor.shape)
+        metas = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._source.specs.items()}
+        self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.on_disk(metas).items()}
 
     def get(self, name: str) -> Tensor:
         """A tensor, as it is stored."""
-        ours, reader = self._ours[name], self._source.reader
+        experts, reader = self._source.meta_model.experts, self._source.reader
         if isinstance(reader, ExpertReader):
-            return reader.in_file(name)  # and not the stack of all experts
-        return self._source.meta_model.on_disk({ours: self._source.get(ours)})[name]
+            return reader.in_file(name)  # one expert, without reading the stack of all
+        return self._source.get(name) if experts is None else experts.part(name, self._source.get)
 
     def get_bf16(self, name: str) -> Tensor:
         """A tensor rounded to BF16, which is what the model is served in."""

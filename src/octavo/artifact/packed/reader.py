@@ -120,7 +120,7 @@ class PackedTensors:
         n, k = weight.shape
         if reason := scheme.unreadable(n, k):
             raise ArtifactError(f"{where}: {name}.weight: {reason}")
-        required = Spec.of(scheme.empty_scale(n, k, 1))
+        required = Spec.of(scheme.empty_scale(n, k))
         self._check_scale(name, SCALE_NAME, required)
         if scheme.static:
             self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
@@ -172,7 +172,7 @@ class PackedTensors:
         for name, scheme in packing.schemes.items():
             weight = self.reader.specs[f"{name}.weight"]
             n, k = weight.shape
-            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k, 1)}
+            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
             if scheme.static:
                 scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
             specs |= {disk: Spec.of(t) for disk, t in packing.on_disk(scales).items()} | {f"{name}.weight": weight}

@@ -80,27 +80,22 @@ class Scheme:
         return q.scale.view(torch.uint8) if self.weight.scale == "e8m0" else q.scale
 
     def packed_weight(self, data: Tensor, scale: Tensor) -> QTensor:
-        """The weight [N, K] of what lies in a file; a tensor's scale, or those of parts that were fused, by row."""
-        if self.static and len(scale) == 1:
+        """The weight [N, K] of what lies in a file; a tensor's scale by row, where the input's are by row."""
+        if self.static:
             return QTensor(data, scale.unsqueeze(1), self.weight.fmt, TENSOR)
         if self.weight.granularity == TENSOR:
-            return QTensor(data, scale.repeat_interleave(len(data) // len(scale)).unsqueeze(1), self.weight.fmt, ROW)
+            return QTensor(data, scale.repeat_interleave(len(data)).unsqueeze(1), self.weight.fmt, ROW)
         scale = scale.view(torch.float8_e8m0fnu) if self.weight.scale == "e8m0" else scale
         return QTensor(data, scale, self.weight.fmt, self.weight.granularity)
 
-    def quantized_input(self, x: Tensor, scale: Tensor | None, weight: QTensor) -> QTensor:
-        """The input x [T, K] as the layer casts it: by its own amax, or by the `scale` [parts] that is stored."""
-        if scale is None:
-            return quantize(x, self.inputs)
-        q, _ = quantize_scaled(x, scale[:1].unsqueeze(1), self.inputs)
-        if weight.layout == TENSOR:
-            return q
-        return QTensor(q.data, q.scale.expand(len(x), 1).contiguous(), q.format, ROW)
+    def quantized_input(self, x: Tensor, scale: Tensor | None) -> QTensor:
+        """The input x [T, K] as the layer casts it: by its own amax, or by the `scale` [1] that is stored."""
+        return quantize(x, self.inputs) if scale is None else quantize_scaled(x, scale.unsqueeze(1), self.inputs)[0]
 
-    def empty_scale(self, n: int, k: int, parts: int) -> Tensor:
-        """Room for the scale of a weight [N, K] that is `parts` layers on disk."""
+    def empty_scale(self, n: int, k: int) -> Tensor:
+        """Room for the scale of a weight [N, K]."""
         if self.weight.granularity == TENSOR:
-            return torch.empty(parts)
+            return torch.empty(1)
         shape = self.weight.granularity.scale_shape((n, k))
         return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
 
