@@ -18,7 +18,7 @@ import octavo
 ROOT = Path(octavo.__file__).parent
 COMMANDS = ROOT.with_name("octavo_cli")
 LAYERS = [
-    {"version", "words", "extras", "device"},
+    {"version", "words", "extras", "device", "progress"},
     {"text"},
     {"numerics"},
     {"recipe"},

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from bench import record
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
-from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
 from octavo.folding import fold
 from octavo.numerics.codec import cast
 from octavo.numerics.formats import E4M3
@@ -89,8 +89,8 @@ def plant(source: Path, out: Path) -> None:
 
 def measure(source: Path, root: Path) -> list[dict[str, Any]]:
     """Every fold by every cast."""
-    prompts = read_prompts(EVALUATION, open_tokenizer(source), samples=24, context=SIZES["context"])
-    batches = [torch.tensor(ids) for ids in prompts.batches(8)]
+    prompts = read_prompts(EVALUATION, open_tokenizer(source), PromptOptions(24, SIZES["context"]))
+    batches = prompts.batches(8)
     calibration = calibrated(source, root)
     rows = []
     for kind in FOLDS:
@@ -113,7 +113,7 @@ def measure(source: Path, root: Path) -> list[dict[str, Any]]:
 
 def calibrated(folder: Path, root: Path) -> Path:
     out = root / f"{folder.name} calibrated"
-    calibrate(folder, CALIBRATION, out, samples=64, context=SIZES["context"])
+    calibrate(folder, CALIBRATION, out, prompts=PromptOptions(64, SIZES["context"]))
     return out
 
 

@@ -21,7 +21,7 @@ from bench.cpu.packing_quality import prepare
 from examples import demo
 from octavo.calibration import Calibration
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
-from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
 from octavo.kv_cache.transformers_cache import QuantizedKVCache, calibrated_scales
 from octavo.packing import pack
 
@@ -37,7 +37,7 @@ def main() -> None:
         packed = octavo.load(folder / "packed")
         caches = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in WAYS}
         held_out = [str(folder / "heldout.txt")]
-        prompts = read_prompts(held_out, open_tokenizer(model), samples=SAMPLES, context=CONTEXT)
+        prompts = read_prompts(held_out, open_tokenizer(model), PromptOptions(SAMPLES, CONTEXT))
         whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
         batches = [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
         ways = {name: in_chunks(packed, make) for name, make in caches.items()}

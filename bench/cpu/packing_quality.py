@@ -24,6 +24,7 @@ from octavo.artifact.files import read_json
 from octavo.artifact.packed.description import copy_description
 from octavo.artifact.safetensors_files import Spec, write_shards
 from octavo.calibration import Calibration, calibrate
+from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
 from octavo.models.tokenizer import load_tokenizer
 from octavo.packing import pack
@@ -63,7 +64,7 @@ def prepare(folder: Path) -> Calibration:
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
     texts = [str(folder / "training.txt")]
-    return calibrate(model, texts, folder / "calibrated", samples=128, context=512, batch=16)
+    return calibrate(model, texts, folder / "calibrated", prompts=PromptOptions(128, 512, 16))
 
 
 def train(out: Path) -> Config:
@@ -108,7 +109,7 @@ def judge(scheme: str, folder: Path) -> Report:
     began = time.perf_counter()
     calibration = folder / "calibrated" if scheme == "static" else None
     pack(folder / "model", folder / scheme, scheme=scheme, calibration=calibration)
-    report = verify(folder / scheme, folder / "model", [str(folder / "heldout.txt")], samples=SAMPLES)
+    report = verify(folder / scheme, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
     if not report.ok:
         raise SystemExit("\n".join(map(str, report.findings)))
     print(f"{scheme}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -16,13 +16,14 @@ def print_budget(found: Kept) -> None:
     """What was measured, what stays in BF16, and the groups that are harmed most for each byte that they save."""
     from octavo.words import plural
 
-    budget, of = found.budget, found.quality
-    value, packed = budget.estimate(of), budget.estimate(found.all_packed)
-    say(
-        f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on "
-        f"{plural(of.tokens, 'token')} of {plural(of.prompts, 'prompt')}; "
-        f"{budget.show(packed.value)} with every layer packed"
-    )
+    of = found.quality
+    for budget in found.budgets:
+        value, packed = budget.estimate(of), budget.estimate(found.all_packed)
+        say(
+            f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on "
+            f"{plural(of.tokens, 'token')} of {plural(of.prompts, 'prompt')}; "
+            f"{budget.show(packed.value)} with every layer packed"
+        )
     _print_ranking(found)
 
 

@@ -42,14 +42,12 @@ def calibrate_command(
       octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
     """
     from octavo.calibration import calibrate
+    from octavo.evaluation import PromptOptions
     from octavo.words import plural
 
-    doing = "calibrating, block by block"
+    prompts = PromptOptions(samples, context, batch, seed)
     with progress("reading model and prompts") as advance:
-        found = calibrate(
-            model, data, out, samples=samples, context=context, batch=batch, device=device, seed=seed,
-            progress=lambda done, of: advance(done, of, doing), on_read=print_reading,
-        )  # fmt: skip
+        found = calibrate(model, data, out, prompts=prompts, device=device, progress=advance, on_read=print_reading)
     say(f"calibrated {model} into {out}")
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
     sites = plural(len(found.sites), "site")

@@ -10,23 +10,21 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from octavo.progress import Progress
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal
 _WIDE = 1_000_000
-
-
-class Advance(Protocol):
-    """A function that moves a progress bar to `done` of `of` pieces, and its label to `doing` if that is given."""
-
-    def __call__(self, done: int, of: int, doing: str | None = None) -> None: ...
 
 
 class _Screen(Console):
@@ -100,20 +98,20 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[Advance]:
+def progress(doing: str) -> Iterator[Progress]:
     """A progress bar on standard error while the block runs; none where that is no terminal.
 
     Example:
 
         with progress("packing") as advance:
-            advance(1, 10)
+            advance(1, 10, "packing")
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
 
-        def advance(done: int, of: int, doing: str | None = None) -> None:
-            bar.update(task, completed=done, total=of, description=doing)
+        def advance(done: int, total: int, doing: str) -> None:
+            bar.update(task, completed=done, total=total, description=doing)
 
         yield advance

@@ -91,8 +91,9 @@ def measure_gains(device: torch.device) -> Path:
     if not able:
         raise ValueError(f"{here.gpu} has no FP8 GEMM to time against BF16: `octavo doctor` says why, by recipe")
     path = cache_path(here)
-    with progress(f"timing {', '.join(recipe.name for recipe in able)}") as advance:
-        table = measure_grid(able, device, advance)
+    doing = f"timing {', '.join(recipe.name for recipe in able)}"
+    with progress(doing) as advance:
+        table = measure_grid(able, device, lambda done, total, _: advance(done, total, doing))
     write_table(path, table)
     return path
 

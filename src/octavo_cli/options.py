@@ -9,6 +9,8 @@ import typer
 
 from octavo_cli.choices import LAYOUTS
 
+BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; --budget can be repeated"
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
 Layout = Annotated[

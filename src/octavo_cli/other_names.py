@@ -57,6 +57,9 @@ OTHER_NAMES = {theirs: ours for ours, names in _SAME.items() for theirs in names
     "do-train": "octavo train trains without it.",
     "do-eval": "octavo train evaluates every --evaluate-every steps.",
     "eval-only": "octavo evaluate RUN evaluates without training.",
+    "budget-kl": "A budget is given as --budget kl=0.01.",
+    "budget-ppl": "A budget is given as --budget ppl=0.5%.",
+    "budget-cosine": "A budget is given as --budget cosine=0.999.",
     "wandb-log": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
     "report-to": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
 }

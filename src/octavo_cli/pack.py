@@ -12,7 +12,7 @@ from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import Device, Layout, Out, Step
+from octavo_cli.options import BUDGET_HELP, Device, Layout, Out, Step
 
 if TYPE_CHECKING:
     from octavo.packing import Kept, PackReport
@@ -66,11 +66,8 @@ def pack_command(
     ] = "1",
     step: Step = None,
     budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BUDGET",
-            help="kl=0.01 (nats a token), ppl=0.5%, of an encoder cosine=0.999: leave in BF16 what it takes on --data.",
-        ),
+        list[str] | None,
+        typer.Option(metavar="BUDGET", help=f"Leave in BF16 as many layers as it takes on --data: {BUDGET_HELP}."),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget. {DATA_HELP}.")] = None,
     samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: prompts.")] = 32,
@@ -95,7 +92,7 @@ def pack_command(
       octavo generate packed/first --prompt "def main():"
     """
     from octavo.artifact.packed.layouts import READERS
-    from octavo.evaluation import Budget
+    from octavo.evaluation import Budget, PromptOptions
     from octavo.packing import pack, pack_within
 
     with progress("packing") as advance:
@@ -113,14 +110,14 @@ def pack_command(
             "tensor_parallel": _degrees(tensor_parallel),
             "step": step,
         }
-        if budget is None:
+        if not budget:
             kept = None
             report = pack(source, out, **settings, progress=advance)
         else:
             report, kept = pack_within(
-                source, out, Budget.parse(budget), data or [],
-                samples=samples, context=context, device=device, **settings, on_read=print_reading,
-                progress=lambda doing, done, of: advance(done, of, doing),
+                source, out, [Budget.parse(text) for text in budget], data or [],
+                prompts=PromptOptions(samples, context), device=device, **settings, on_read=print_reading,
+                progress=advance,
             )  # fmt: skip
     say(f"packed {report.source} into {report.folder}")
     print_facts(_facts(report, kept))

@@ -13,7 +13,7 @@ import typer
 
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import Device, Packed
+from octavo_cli.options import BUDGET_HELP, Device, Packed
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
@@ -30,15 +30,9 @@ def verify_command(
     data: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}; without it quality is not measured.")
     ] = None,
-    budget_kl: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="The most nats of KL a token, such as 0.01.")
-    ] = None,
-    budget_ppl: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="The most that perplexity may rise, such as 0.5%.")
-    ] = None,
-    budget_cosine: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBER", help="Of an encoder: the least mean cosine of its embeddings, such as 0.999."),
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="BUDGET", help=f"The most that packing may cost on --data: {BUDGET_HELP}."),
     ] = None,
     samples: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to take.")] = 64,
     context: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens of a prompt, at most.")] = 512,
@@ -61,20 +55,19 @@ def verify_command(
 
     Example:
 
-      octavo verify packed/qwen --against models/qwen --data texts/ --budget-kl 0.01 --budget-ppl 0.5% --html q.html
+      octavo verify packed/qwen --against models/qwen --data texts/ --budget kl=0.01 --budget ppl=0.5% --html q.html
     """
+    from octavo.evaluation import Budget, PromptOptions
     from octavo.verification.pipeline import verify as run_verify
     from octavo.verification.report import sections, verdict
-    from octavo.verification.result import Budget
 
-    budget = Budget(_limit("kl", budget_kl), _limit("ppl", budget_ppl), _limit("cosine", budget_cosine))
+    budgets, prompts = [Budget.parse(text) for text in budget or ()], PromptOptions(samples, context, batch, seed)
     check_writable(to_json, "--json")
     check_writable(to_html, "--html")
     with progress("reading model and prompts") as advance:
         report = run_verify(
-            packed, against, data or (), budget=budget, samples=samples, context=context, batch=batch, device=device,
-            seed=seed, folded=folded, on_read=print_reading,
-            progress=lambda doing, done, of: advance(done, of, doing),
+            packed, against, data or (), budgets=budgets, prompts=prompts, device=device, folded=folded,
+            progress=advance, on_read=print_reading,
         )  # fmt: skip
     for section in sections(_worst(report)):
         print_table(section.columns, section.rows, prose=[""], title=section.title)
@@ -98,12 +91,6 @@ def _worst(report: Report) -> Report:
     ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
     remark = f"of {len(report.layers)} layers the {_ROWS} that lose most are shown; --json and --html have all"
     return replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
-
-
-def _limit(measure: str, text: str | None) -> float | None:
-    from octavo.evaluation.limits import read_limit
-
-    return None if text is None else read_limit(measure, text, f"--budget-{measure}")
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:

@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from octavo.artifact.files import ArtifactError
 from octavo.artifact.lock import FolderLock, LockedError
 from octavo.calibration.folder import Calibration, hash_model
 from octavo.calibration.pipeline import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf import block_by_block
 
-SETTINGS = {"samples": 24, "context": 32, "batch": 4, "seed": 3}
+PROMPTS = PromptOptions(samples=24, context=32, batch=4, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,10 @@ def same(one: Calibration, other: Calibration) -> bool:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "bert masked"])
 def test_the_amax_of_every_site_is_that_of_the_model_run_at_once(kind, tmp_path, data):
     folder = write_model(tmp_path / kind, kind)
-    found = calibrate(folder, data, tmp_path / "out", **SETTINGS)
-    prompts = read_prompts(data, open_tokenizer(folder), samples=24, context=32, seed=3)
+    found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)
+    prompts = read_prompts(data, open_tokenizer(folder), PROMPTS)
     assert (found.prompts, found.tokens) == (24, prompts.tokens)
-    whole = watch_whole(whole_model(folder), [torch.tensor(batch) for batch in prompts.batches(4)])
+    whole = watch_whole(whole_model(folder), prompts.batches(4))
     checked = 0
     for site, statistics in found.sites.items():
         if site in whole:
@@ -78,10 +80,10 @@ def test_512_samples_of_drifting_range(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     rows = [{"text": chr(32 + i % 90) * (1 + i // 90)} for i in range(600)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    found = calibrate(folder, [str(tmp_path / "rows.jsonl")], tmp_path / "out", samples=512, batch=2)
-    prompts = read_prompts([str(tmp_path / "rows.jsonl")], open_tokenizer(folder), samples=512, context=40)
+    found = calibrate(folder, [str(tmp_path / "rows.jsonl")], tmp_path / "out", prompts=PromptOptions(512, batch=2))
+    prompts = read_prompts([str(tmp_path / "rows.jsonl")], open_tokenizer(folder), PromptOptions(512, 40))
     batches = prompts.batches(2)
-    whole = watch_whole(whole_model(folder), [torch.tensor(batch) for batch in batches])
+    whole = watch_whole(whole_model(folder), batches)
     assert sum(map(len, batches)) == 512
     for site, statistics in found.sites.items():
         if site in whole:
@@ -95,9 +97,9 @@ def test_512_samples_of_drifting_range(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_gpu_sees_what_the_whole_model_sees_there(kind, tmp_path, data):
     folder = write_model(tmp_path / kind, kind)
-    found = calibrate(folder, data, tmp_path / "out", **SETTINGS, device="cuda")
-    prompts = read_prompts(data, open_tokenizer(folder), samples=24, context=32, seed=3)
-    batches = [torch.tensor(batch).cuda() for batch in prompts.batches(4)]
+    found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS, device="cuda")
+    prompts = read_prompts(data, open_tokenizer(folder), PROMPTS)
+    batches = [batch.cuda() for batch in prompts.batches(4)]
     whole = watch_whole(whole_model(folder).cuda(), batches)
     for site, statistics in found.sites.items():
         if site in whole:
@@ -107,21 +109,21 @@ def test_a_gpu_sees_what_the_whole_model_sees_there(kind, tmp_path, data):
 def test_older_names_of_norms(tmp_path, data):
     """BERT's first checkpoints say gamma and beta."""
     folder = write_model(tmp_path / "bert", "bert")
-    expected = calibrate(folder, data, tmp_path / "expected", **SETTINGS)
+    expected = calibrate(folder, data, tmp_path / "expected", prompts=PROMPTS)
     tensors = load_file(folder / "model.safetensors")
     older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     for new, old in older.items():
         tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
-    assert same(calibrate(folder, data, tmp_path / "out", **SETTINGS), expected)
+    assert same(calibrate(folder, data, tmp_path / "out", prompts=PROMPTS), expected)
     del tensors["encoder.layer.1.output.LayerNorm.beta"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ArtifactError, match=r"encoder\.layer\.1\.output\.LayerNorm\.bias is missing"):
-        calibrate(folder, data, tmp_path / "other", **SETTINGS)
+        calibrate(folder, data, tmp_path / "other", prompts=PROMPTS)
 
 
 def test_the_result_is_read_back(llama, tmp_path, data):
-    found = calibrate(llama, data, tmp_path / "out", **SETTINGS)
+    found = calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     back = Calibration.load(tmp_path / "out")
     assert same(found, back)
@@ -143,7 +145,7 @@ def test_memory_holds_one_block_at_a_time(llama, tmp_path, data, monkeypatch):
         return real(self, index, *args)
 
     monkeypatch.setattr(block_by_block.BlockModel, "run_block", counting)
-    calibrate(llama, data, tmp_path / "out", **SETTINGS)
+    calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     model = whole_model(llama)
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     frame = model.model.embed_tokens.weight.numel() + model.model.norm.weight.numel()
@@ -170,13 +172,13 @@ def run_until(llama, data, out, part, call, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(block_by_block.BlockModel, "run_block", dying)
         with pytest.raises(Killed):
-            calibrate(llama, data, out, **SETTINGS)
+            calibrate(llama, data, out, prompts=PROMPTS)
     assert not out.exists()
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_killed_run_goes_on_with_its_block(part, llama, tmp_path, data, monkeypatch):
-    expected = calibrate(llama, data, tmp_path / "expected", **SETTINGS)
+    expected = calibrate(llama, data, tmp_path / "expected", prompts=PROMPTS)
     run_until(llama, data, tmp_path / "out", part, 3, monkeypatch)
     ran, steps = [], []
     real = block_by_block.BlockModel.run_block
@@ -186,7 +188,7 @@ def test_a_killed_run_goes_on_with_its_block(part, llama, tmp_path, data, monkey
         return real(self, index, *args)
 
     monkeypatch.setattr(block_by_block.BlockModel, "run_block", recording)
-    found = calibrate(llama, data, tmp_path / "out", **SETTINGS, progress=lambda done, of: steps.append((done, of)))
+    found = calibrate(llama, data, tmp_path / "out", prompts=PROMPTS, progress=lambda *done: steps.append(done[:2]))
     assert set(ran) == set(range(part, 3))
     assert steps == [(done, 5) for done in range(part + 1, 6)]
     assert same(found, expected)
@@ -197,17 +199,17 @@ def test_a_run_killed_at_the_very_end_only_writes(llama, tmp_path, data, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Calibration, "save", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            calibrate(llama, data, tmp_path / "out", **SETTINGS)
+            calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     monkeypatch.setattr(sys.modules[calibrate.__module__], "_run_part", None)
-    assert calibrate(llama, data, tmp_path / "out", **SETTINGS).tokens > 0
+    assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).tokens > 0
 
 
 @pytest.mark.parametrize("change", ["seed", "data", "model", "batch"])
 def test_a_run_is_not_resumed_with_something_else(change, model, tmp_path, data, monkeypatch):
     run_until(model, data, tmp_path / "out", 1, 1, monkeypatch)
-    settings = dict(SETTINGS)
-    if change in settings:
-        settings[change] += 1
+    prompts = PROMPTS
+    if change in ("seed", "batch"):
+        prompts = replace(PROMPTS, **{change: getattr(PROMPTS, change) + 1})
     elif change == "data":
         (tmp_path / "other.txt").write_text("other text")
         data = [str(tmp_path / "other.txt")]
@@ -216,7 +218,7 @@ def test_a_run_is_not_resumed_with_something_else(change, model, tmp_path, data,
         save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
     named = {"data": "prompts", "seed": "prompts, seed"}.get(change, change)
     with pytest.raises(ArtifactError, match=rf"begun with other settings \({named}\).*choose another folder"):
-        calibrate(model, data, tmp_path / "out", **settings)
+        calibrate(model, data, tmp_path / "out", prompts=prompts)
 
 
 @pytest.mark.parametrize(("limit", "done"), [(100_000, 1), (10_000, 0)])
@@ -226,17 +228,17 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, tmp_path, data):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(WriteError, match="could not write .*goes on with the part"):
-            calibrate(llama, data, tmp_path / "out", **SETTINGS)
+            calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     work = tmp_path / ".out.calibrating"
     assert len(list(work.glob("part-*.safetensors"))) == done
-    expected = calibrate(llama, data, tmp_path / "expected", **SETTINGS)
-    assert same(calibrate(llama, data, tmp_path / "out", **SETTINGS), expected)
+    expected = calibrate(llama, data, tmp_path / "expected", prompts=PROMPTS)
+    assert same(calibrate(llama, data, tmp_path / "out", prompts=PROMPTS), expected)
 
 
 def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama, tmp_path, data):
     with FolderLock(tmp_path / ".out.calibrating"), pytest.raises(LockedError, match="is in use: process"):
-        calibrate(llama, data, tmp_path / "out", **SETTINGS)
+        calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
-    assert calibrate(llama, data, tmp_path / "out", **SETTINGS).prompts > 0
+    assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).prompts > 0

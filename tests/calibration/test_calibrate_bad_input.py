@@ -15,9 +15,10 @@ from octavo.artifact.files import ArtifactError
 from octavo.calibration.folder import Calibration
 from octavo.calibration.pipeline import calibrate
 from octavo.calibration.statistics import BINS
+from octavo.evaluation import PromptOptions
 from octavo.text import DataError
 
-SETTINGS = {"samples": 8, "context": 32, "batch": 4}
+PROMPTS = PromptOptions(samples=8, context=32, batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def model(llama, tmp_path):
 @pytest.fixture(scope="module")
 def result(llama, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("result") / "out"
-    calibrate(llama, data, out, **SETTINGS)
+    calibrate(llama, data, out, prompts=PROMPTS)
     return out
 
 
@@ -49,7 +50,7 @@ def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
     with pytest.raises(
         ValueError, match=r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
     ):
-        calibrate(folder, data, tmp_path / "out", **SETTINGS)
+        calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)
     assert not (tmp_path / "out").exists()
 
 
@@ -60,7 +61,7 @@ def test_inf_is_an_error_that_names_the_site(model, tmp_path, data):
             tensors["model.layers.1.mlp.up_proj.weight"][7] = torch.nan
         save_file(tensors, shard, {"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.input: channel 7 holds inf or NaN"):
-        calibrate(model, data, tmp_path / "out", **SETTINGS)
+        calibrate(model, data, tmp_path / "out", prompts=PROMPTS)
 
 
 def test_bad_models(model, tmp_path, data):
@@ -70,7 +71,7 @@ def test_bad_models(model, tmp_path, data):
 
     def refused(error, match):
         with pytest.raises(error, match=match):
-            calibrate(model, data, tmp_path / "out", **SETTINGS)
+            calibrate(model, data, tmp_path / "out", prompts=PROMPTS)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
     for path in ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors"):
@@ -105,8 +106,6 @@ def test_other_bad_input(llama, model, tmp_path, data):
     (tmp_path / "taken").mkdir()
     with pytest.raises(FileExistsError, match="taken exists already"):
         calibrate(llama, data, tmp_path / "taken")
-    with pytest.raises(ValueError, match="batch must be at least 1"):
-        calibrate(llama, data, tmp_path / "out", batch=0)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="sees no GPU: use cpu"):
             calibrate(llama, data, tmp_path / "out", device="cuda")

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
 from octavo.models.characters import CharacterTokenizer
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.text import DataError
@@ -47,7 +47,7 @@ def texts(prompts):
 def test_text_is_cut_into_windows_and_rows_to_their_beginning(tmp_path, byte_tokens):
     (tmp_path / "a.txt").write_text("0123456789abcdefghijKL")
     rows = write_rows(tmp_path / "b.jsonl", [{"text": "x" * 25}, {"prompt": "short", "other": 1}, {"text": "  "}])
-    prompts = read_prompts([str(tmp_path / "a.txt"), rows], byte_tokens, samples=100, context=10)
+    prompts = read_prompts([str(tmp_path / "a.txt"), rows], byte_tokens, PromptOptions(100, 10))
     assert texts(prompts) == ["0123456789", "KL", "abcdefghij", "short", "x" * 10]
     assert [len(ids) for ids in prompts.ids] == [10, 10, 10, 5, 2]
     assert prompts.tokens == 37
@@ -60,7 +60,7 @@ def test_the_choice_follows_the_seed_and_the_text_not_the_files(tmp_path, byte_t
     one = write_rows(tmp_path / "one.jsonl", rows)
     other = [write_rows(tmp_path / "z.jsonl", rows[90:]), write_rows(tmp_path / "y.jsonl", rows[:90][::-1] + rows[:5])]
     chosen = [
-        read_prompts(d, byte_tokens, samples=20, context=9, seed=s) for d, s in (([one], 4), (other, 4), ([one], 5))
+        read_prompts(d, byte_tokens, PromptOptions(20, 9, seed=s)) for d, s in (([one], 4), (other, 4), ([one], 5))
     ]
     assert chosen[0].ids == chosen[1].ids
     assert chosen[0].fingerprint == chosen[1].fingerprint != chosen[2].fingerprint
@@ -74,7 +74,7 @@ def test_every_document_gives_its_share_before_any_gives_more(tmp_path, byte_tok
         (tmp_path / "data" / name).write_text("".join(f"{name}{i:03}" for i in range(length // 4 + 1))[:length])
 
     def counts(samples: int) -> list[int]:
-        found = texts(read_prompts([str(tmp_path / "data")], byte_tokens, samples=samples, context=8))
+        found = texts(read_prompts([str(tmp_path / "data")], byte_tokens, PromptOptions(samples, 8)))
         return [sum(text[0] == name for text in found) for name in "abc"]
 
     assert counts(7) == [3, 3, 1]
@@ -86,23 +86,23 @@ def test_every_document_gives_its_share_before_any_gives_more(tmp_path, byte_tok
 def test_special_tokens_stand_around_every_window(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(f"w{i}" for i in range(7)))
     rows = write_rows(tmp_path / "b.jsonl", [{"text": "w20 w21 w22 w23 w24"}])
-    prompts = read_prompts([str(tmp_path / "a.txt"), rows], dressed_tokenizer(), samples=9, context=5)
+    prompts = read_prompts([str(tmp_path / "a.txt"), rows], dressed_tokenizer(), PromptOptions(9, 5))
     assert set(prompts.ids) == {(0, 10, 11, 12, 1), (0, 13, 14, 15, 1), (0, 16, 1), (0, 30, 31, 32, 1)}
     with pytest.raises(DataError, match="no room beside the special tokens"):
-        read_prompts([rows], dressed_tokenizer(), samples=9, context=2)
+        read_prompts([rows], dressed_tokenizer(), PromptOptions(9, 2))
 
 
 def test_conversations_go_through_the_chat_template(tmp_path, byte_tokens):
     messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "ho"}]
     rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}, {"messages": []}])
     with pytest.raises(DataError, match=r"chat\.jsonl, line 1: a conversation needs the tokenizer's chat template"):
-        read_prompts([rows], byte_tokens, samples=4, context=99)
+        read_prompts([rows], byte_tokens, PromptOptions(4, 99))
     byte_tokens.chat_template = TEMPLATE
-    assert texts(read_prompts([rows], byte_tokens, samples=4, context=99)) == ["<user>hi<bot>ho"]
-    assert texts(read_prompts([rows], byte_tokens, samples=4, context=8)) == ["<user>hi"]
+    assert texts(read_prompts([rows], byte_tokens, PromptOptions(4, 99))) == ["<user>hi<bot>ho"]
+    assert texts(read_prompts([rows], byte_tokens, PromptOptions(4, 8))) == ["<user>hi"]
     byte_tokens.chat_template = "{{ raise_exception('never a bot') }}"
     with pytest.raises(DataError, match=r"line 1: the chat template does not take these messages \(never a bot\)"):
-        read_prompts([rows], byte_tokens, samples=4, context=8)
+        read_prompts([rows], byte_tokens, PromptOptions(4, 8))
 
 
 def test_the_text_of_a_conversation_gives_the_ids_of_the_chat_template(tmp_path):
@@ -111,7 +111,7 @@ def test_the_text_of_a_conversation_gives_the_ids_of_the_chat_template(tmp_path)
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     messages = [{"role": "w1", "content": "w2 w3"}, {"role": "w4", "content": "w5"}]
     rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
-    (ids,) = read_prompts([rows], tokenizer, samples=1, context=99).ids
+    (ids,) = read_prompts([rows], tokenizer, PromptOptions(1, 99)).ids
     assert ids == (0, 11, 12, 13, 1, 14, 15, 1)
     assert list(ids) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
@@ -119,19 +119,25 @@ def test_the_text_of_a_conversation_gives_the_ids_of_the_chat_template(tmp_path)
 def test_batches_hold_prompts_of_one_length(tmp_path, byte_tokens):
     lengths = [3, 5, 5, 3, 5, 2, 5, 5]
     rows = write_rows(tmp_path / "a.jsonl", [{"text": str(i) * n} for i, n in enumerate(lengths)])
-    prompts = read_prompts([rows], byte_tokens, samples=20, context=8)
+    prompts = read_prompts([rows], byte_tokens, PromptOptions(20, 8))
     batches = prompts.batches(3)
     assert [[len(ids) for ids in batch] for batch in batches] == [[5, 5, 5], [5, 5], [3, 3], [2]]
-    assert tuple(ids for batch in batches for ids in batch) == prompts.ids
+    assert tuple(tuple(ids.tolist()) for batch in batches for ids in batch) == prompts.ids
+    assert [batch.shape for batch in prompts.batches(3, shortest=3)] == [(3, 5), (2, 5), (2, 3)]
+    with pytest.raises(DataError, match="every prompt is one token long"):
+        read_prompts([rows], byte_tokens, PromptOptions(20, 1)).batches(3, shortest=2)
 
 
 def test_no_usable_prompt(tmp_path, byte_tokens):
     (tmp_path / "empty.txt").write_text("\n")
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"prompt": " "}])
     with pytest.raises(DataError, match=r"gave none: read 0 files \(0 bytes\); skipped 3: 3 empty \(empty\.txt"):
-        read_prompts([str(tmp_path / "empty.txt"), rows], byte_tokens, samples=4, context=8)
-    with pytest.raises(ValueError, match="need samples >= 1"):
-        read_prompts([rows], byte_tokens, samples=0, context=8)
+        read_prompts([str(tmp_path / "empty.txt"), rows], byte_tokens, PromptOptions(4, 8))
+    with pytest.raises(
+        ValueError,
+        match="must be at least 1 and seed at least 0, got samples 0, context 8",
+    ):
+        read_prompts([rows], byte_tokens, PromptOptions(0, 8))
 
 
 def test_prompts_come_from_every_source_that_training_reads(tmp_path, byte_tokens, monkeypatch):
@@ -139,19 +145,19 @@ def test_prompts_come_from_every_source_that_training_reads(tmp_path, byte_token
     datasets.Dataset.from_dict({"text": ["of a data set, and more", ""]}).save_to_disk(str(tmp_path / "set"))
     (tmp_path / "a.txt").write_text("globbed")
     monkeypatch.chdir(tmp_path)
-    prompts = read_prompts(["hf:set", "*.txt"], byte_tokens, samples=9, context=8)
+    prompts = read_prompts(["hf:set", "*.txt"], byte_tokens, PromptOptions(9, 8))
     assert texts(prompts) == ["globbed", "of a dat"]
-    assert len(read_prompts(["stdlib"], byte_tokens, samples=3, context=8).ids) == 3
+    assert len(read_prompts(["stdlib"], byte_tokens, PromptOptions(3, 8)).ids) == 3
 
 
 def test_a_tokenizer_of_characters_names_what_it_does_not_know(tmp_path):
     CharacterTokenizer.train(["ACGT"]).save(tmp_path / "characters")
     tokenizer = open_tokenizer(tmp_path / "characters")
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": "GATTACA"}])
-    assert read_prompts([rows], tokenizer, samples=1, context=9).ids == ((3, 1, 4, 4, 1, 2, 1),)
+    assert read_prompts([rows], tokenizer, PromptOptions(1, 9)).ids == ((3, 1, 4, 4, 1, 2, 1),)
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": "GATTACA"}, {"text": "a gene"}])
     with pytest.raises(DataError, match=r"cannot encode 'a gene'.*no token for ' ', 'a', 'e', 'g', 'n'"):
-        read_prompts([rows], tokenizer, samples=2, context=9)
+        read_prompts([rows], tokenizer, PromptOptions(2, 9))
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.artifact.files import ArtifactError
 from octavo.calibration import Calibration, calibrate
 from octavo.calibration.folder import hash_model
+from octavo.evaluation import PromptOptions
 from octavo.folding import fold
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.packing import pack
@@ -44,7 +45,7 @@ def make(root: Path, name: str, **change: Any) -> Path:
 
 def calibrated(folder: Path, root: Path) -> Path:
     out = root / f"{folder.name} calibrated"
-    calibrate(folder, write_data(root / "data.jsonl"), out, samples=40, context=24)
+    calibrate(folder, write_data(root / "data.jsonl"), out, prompts=PromptOptions(40, 24))
     return out
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from octavo.artifact.files import ArtifactError
 from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.hf.gpt2_as_opt import Conv1DReader, describe_model
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack, unpack
@@ -136,7 +137,10 @@ def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path
 def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, said the clerk." for i in range(40)))
     found = calibrate(
-        folders["as published"], [str(tmp_path / "text.txt")], tmp_path / "calibrated", samples=16, context=32
+        folders["as published"],
+        [str(tmp_path / "text.txt")],
+        tmp_path / "calibrated",
+        prompts=PromptOptions(16, 32),
     )
     report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
     assert report.packed.keys() == found.layers.keys()

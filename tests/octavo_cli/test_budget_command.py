@@ -40,7 +40,7 @@ def test_budget(octavo, model, data, tmp_path):
     assert record["kept_in_bf16"] == []
     assert "read 1 file (700 bytes)" in out.splitlines()
     assert (record["data"]["read"]["files"], record["data"]["read"]["skipped"]) == (1, {})
-    limit = record["measured"] / 3
+    limit = record["limits"][0]["measured"] / 3
     code, out, err = octavo("pack", model, tmp_path / "out", "--budget", f"kl={limit}", *options)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
@@ -48,7 +48,7 @@ def test_budget(octavo, model, data, tmp_path):
     kept = [row[0] for row in rows if row[-1] == "BF16"]
     assert len(kept) == len(record["kept_in_bf16"]) > 0
     assert [row[0] for row in rows[: len(kept)]] == kept
-    assert f"measured kl={record['measured']:.4g}" in out
+    assert f"measured kl={record['limits'][0]['measured']:.4g}" in out
     assert f"{record['data']['tokens']} tokens of 6 prompts" in out
     layers = sum(len(group) for group in record["kept_in_bf16"])
     assert re.search(rf"left in BF16 +{layers} by the budget, in the table below", out)

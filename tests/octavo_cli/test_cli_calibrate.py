@@ -86,7 +86,7 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     for words, message in (
         (("--data", rows), "bad.jsonl, line 2: not valid JSON"),
         (("--data", tmp_path / "no"), "there is no such file"),
-        (("--data", data, "--samples", 0), "need samples >= 1"),
+        (("--data", data, "--samples", 0), "samples, context and batch must be at least 1"),
         ((), "Missing option '--data'"),
     ):
         code, out, err = octavo("calibrate", model, tmp_path / "out", *words)

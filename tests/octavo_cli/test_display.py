@@ -68,6 +68,6 @@ def test_brackets_are_printed_as_they_are(capsys):
 
 def test_no_bar_and_no_blank_line_where_there_is_no_terminal(capsys):
     with progress("packing") as advance:
-        advance(1, 2)
+        advance(1, 2, "packing")
         advance(2, 2, "checking")
     assert capsys.readouterr() == ("", "")

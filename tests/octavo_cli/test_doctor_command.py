@@ -75,7 +75,7 @@ def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path)
 
     def measure_grid(recipes, device, progress):
         asked.extend(recipe.name for recipe in recipes)
-        progress(1, 1)
+        progress(1, 1, "timing")
         return measured
 
     monkeypatch.setattr("octavo.nn.speedup.lookup.measure_grid", measure_grid)

@@ -52,6 +52,7 @@ def fresh(*words):
         (["help", "verify"], 0, "octavo verify packed/qwen"),
         (["pakc"], 2, "No such command 'pakc'. Did you mean 'pack'"),
         (["help", "pakc"], 2, "Did you mean 'pack'"),
+        (["verify", "a", "--budget-kl", "0.01"], 2, "A budget is given as --budget kl=0.01."),
         (["pack", "a", "b", "--shceme", "block"], 2, "No such option: --shceme. Did you mean --scheme?"),
         (["pack", "a", "--out", "b"], 2, "OUT is given without an option"),
         (["calibrate", "a", "--output", "b"], 2, "OUT is given without an option"),

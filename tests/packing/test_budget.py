@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.calibration import calibrate
-from octavo.evaluation import Budget
+from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf.fused_groups import groups
 from octavo.hf.source import open_source
@@ -31,7 +31,8 @@ from octavo.packing.partly_packed import SwitchedModel
 from octavo.runtime import load_packed
 
 SENSITIVE = "model.layers.1.mlp.down_proj"
-KL = Budget("kl", 0.01)
+KL = [Budget("kl", 0.01)]
+FEW, MANY = PromptOptions(10, 40), PromptOptions(32, 40)
 
 
 def quiet(folder: Path) -> Path:
@@ -60,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def prompts(folder: Path, data: list[str], samples: int) -> list[Tensor]:
-    found = read_prompts(data, open_tokenizer(folder), samples=samples, context=40)
+    found = read_prompts(data, open_tokenizer(folder), PromptOptions(samples, 40))
     return [torch.tensor([ids]) for ids in found.ids if len(ids) > 1]
 
 
@@ -85,8 +86,10 @@ def measure(source: Any, packed: Path, texts: list[Tensor]) -> tuple[float, floa
 
 
 def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data: list[str]) -> None:
-    seen: list[tuple[str, int, int]] = []
-    report, kept = pack_within(model, tmp_path / "out", KL, data, context=40, progress=lambda *done: seen.append(done))
+    seen: list[tuple[int, int, str]] = []
+    report, kept = pack_within(
+        model, tmp_path / "out", KL, data, prompts=MANY, progress=lambda *done: seen.append(done)
+    )
     assert kept.skip == [SENSITIVE]
     assert SENSITIVE not in report.packed
     assert len(report.packed) == 3 * 7 - 1
@@ -101,19 +104,20 @@ def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data:
     assert everything == pytest.approx(kept.all_packed.kl.value, rel=0.2)
     assert kept.ranking[0].layers == (SENSITIVE,)
     assert kept.ranking[0].harm == pytest.approx(everything, rel=0.5)
-    assert {what for what, _, _ in seen} == {"packing", "measuring each group", "measuring the whole"}
-    assert all(0 < done <= of for _, done, of in seen)
+    assert {doing for _, _, doing in seen} == {"packing", "measuring each group", "measuring the whole"}
+    assert all(0 < done <= total for done, total, _ in seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
 
 
 def test_the_record(tmp_path: Path, model: Path, data: list[str]) -> None:
-    _, kept = pack_within(model, tmp_path / "out", KL, data, context=40, samples=10)
+    _, kept = pack_within(model, tmp_path / "out", KL, data, prompts=FEW)
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
-    assert (record["measure"], record["limit"]) == ("kl", 0.01)
-    assert record["measured"] == kept.quality.kl.value <= 0.01 < record["with_all_packed"]
+    (limit,) = record["limits"]
+    assert (limit["measure"], limit["limit"]) == ("kl", 0.01)
+    assert limit["measured"] == kept.quality.kl.value <= 0.01 < limit["with_all_packed"]
     assert record["kept_in_bf16"] == [[SENSITIVE]]
     assert len(record["groups"]) == 3 * 4
-    chosen = read_prompts(data, open_tokenizer(model), samples=10, context=40)
+    chosen = read_prompts(data, open_tokenizer(model), FEW)
     assert record["data"]["fingerprint"] == chosen.fingerprint
     assert record["data"]["tokens"] == sum(len(ids) for ids in chosen.ids if len(ids) > 1)
     assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
@@ -122,17 +126,19 @@ def test_the_record(tmp_path: Path, model: Path, data: list[str]) -> None:
 def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) -> None:
     """But for no group by itself: they are as far off whichever layers are packed."""
     source = write_model(tmp_path / "llama", "llama")
-    calibrate(source, data, tmp_path / "c", samples=8, context=40)
+    calibrate(source, data, tmp_path / "c", prompts=PromptOptions(8, 40))
     loose = Budget("kl", 9)
-    how: dict[str, Any] = {"context": 40, "samples": 10}
-    _, plain = pack_within(source, tmp_path / "plain", loose, data, **how)
-    _, cached = pack_within(source, tmp_path / "cached", loose, data, calibration=tmp_path / "c", kv_cache="fp8", **how)
+    how: dict[str, Any] = {"prompts": FEW}
+    _, plain = pack_within(source, tmp_path / "plain", [loose], data, **how)
+    _, cached = pack_within(
+        source, tmp_path / "cached", [loose], data, calibration=tmp_path / "c", kv_cache="fp8", **how
+    )
     assert cached.quality.kl.value > 1.02 * plain.quality.kl.value
     assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
 
 
 def test_a_budget_that_holds_at_once_keeps_nothing(tmp_path: Path, model: Path, data: list[str]) -> None:
-    report, kept = pack_within(model, tmp_path / "out", Budget.parse("kl=9"), data, context=40, samples=10)
+    report, kept = pack_within(model, tmp_path / "out", [Budget.parse("kl=9")], data, prompts=FEW)
     assert kept.skip == []
     assert len(report.packed) == 3 * 7
     assert kept.quality == kept.all_packed
@@ -145,10 +151,10 @@ def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
     for i, part in enumerate((0.5, 0.1)):
         everything = 0.0
         if i == 0:
-            _, loose = pack_within(source, tmp_path / "a", Budget("kl", 9), data, context=40, samples=10)
+            _, loose = pack_within(source, tmp_path / "a", [Budget("kl", 9)], data, prompts=FEW)
             full = loose.all_packed.kl.value
         budget = Budget("kl", part * full)
-        report, kept = pack_within(source, tmp_path / f"{part}", budget, data, context=40, samples=10)
+        report, kept = pack_within(source, tmp_path / f"{part}", [budget], data, prompts=FEW)
         assert kept.quality.kl.value <= budget.limit < kept.all_packed.kl.value
         counts.append(kept.kept)
         for layers in groups([f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]):
@@ -167,11 +173,11 @@ NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("ga
 
 
 def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
-    _, loose = pack_within(model, tmp_path / "all", Budget("ppl", 9), data, context=40)
+    _, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
     assert loose.skip == []
     before = loose.all_packed.perplexity_ratio.value
     assert before > 0.03
-    _, kept = pack_within(model, tmp_path / "out", Budget.parse("ppl=1.5%"), data, context=40)
+    _, kept = pack_within(model, tmp_path / "out", [Budget.parse("ppl=1.5%")], data, prompts=MANY)
     assert kept.skip == [SENSITIVE]
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     _, change = measure(source, tmp_path / "out", prompts(model, data, 32))
@@ -183,9 +189,9 @@ def test_a_run_of_gpt2_within_a_budget(tmp_path: Path, data: list[str]) -> None:
     gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
     assert isinstance(gpt2, GPT2)
     run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")
-    _, loose = pack_within(run, tmp_path / "all", Budget("kl", 99), data, context=40, samples=10)
+    _, loose = pack_within(run, tmp_path / "all", [Budget("kl", 99)], data, prompts=FEW)
     limit = loose.all_packed.kl.value / 2
-    report, kept = pack_within(run, tmp_path / "out", Budget("kl", limit), data, context=40, samples=10)
+    report, kept = pack_within(run, tmp_path / "out", [Budget("kl", limit)], data, prompts=FEW)
     assert 0 < kept.kept < 8  # groups: q, k and v are one
     assert set(report.packed) & set(kept.skip) == set()
     kl, change = measure(gpt2.bfloat16(), tmp_path / "out", prompts(run / "model", data, 10))
@@ -198,9 +204,9 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(
 ) -> None:
     calibration = tmp_path / "calibrated" if scheme == "static" else None
     if calibration:
-        calibrate(model, data, calibration, samples=10, context=24)
+        calibrate(model, data, calibration, prompts=PromptOptions(10, 24))
     report, kept = pack_within(
-        model, tmp_path / "out", KL, data, context=40, samples=10, scheme=scheme, calibration=calibration,
+        model, tmp_path / "out", KL, data, prompts=FEW, scheme=scheme, calibration=calibration,
         layers={SENSITIVE: "channel"},
     )  # fmt: skip
     assert SENSITIVE in kept.skip
@@ -213,7 +219,7 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(
 
 
 def test_skip_is_kept_too(tmp_path: Path, model: Path, data: list[str]) -> None:
-    report, kept = pack_within(model, tmp_path / "out", KL, data, context=40, samples=10, skip=["*.o_proj"])
+    report, kept = pack_within(model, tmp_path / "out", KL, data, prompts=FEW, skip=["*.o_proj"])
     assert kept.skip == [SENSITIVE]
     assert len(report.packed) == 3 * 6 - 1
     assert len(kept.ranking) == 3 * 3
@@ -223,16 +229,16 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
     with pytest.raises(
         ValueError, match=r"the budget kl=0 leaves nothing to pack: with every layer packed it is kl=0\.\d"
     ):
-        pack_within(model, tmp_path / "out", Budget("kl", 0.0), data, context=40, samples=6)
-    with pytest.raises(ValueError, match="a budget is measured: give --data"):
+        pack_within(model, tmp_path / "out", [Budget("kl", 0.0)], data, prompts=FEW)
+    with pytest.raises(ValueError, match="a budget is measured on text: give --data"):
         pack_within(model, tmp_path / "out", KL, [])
     bert = write_model(tmp_path / "bert", "bert")
     with pytest.raises(
         ValueError, match="kl and ppl are for language models, those of cosine for encoders.*an encoder"
     ):
-        pack_within(bert, tmp_path / "out", KL, data, context=40, samples=6)
-    with pytest.raises(ValueError, match="llama is a language model"):
-        pack_within(model, tmp_path / "out", Budget("cosine", 0.99), data, context=40, samples=6)
+        pack_within(bert, tmp_path / "out", KL, data, prompts=FEW)
+    with pytest.raises(ValueError, match="the model is a language model"):
+        pack_within(model, tmp_path / "out", [Budget("cosine", 0.99)], data, prompts=FEW)
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "a"}')
     with pytest.raises(ValueError, match="every prompt is one token long"):
@@ -240,7 +246,7 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
     small = Llama(LlamaConfig(**LLAMA | {"vocabulary": 50}))  # type: ignore[arg-type]
     run = write_run(tmp_path / "run", small, small.config.to_hf())
     with pytest.raises(ValueError, match="the tokenizer gives the id .*, the model has 50 embeddings"):
-        pack_within(run, tmp_path / "out", KL, data, context=40, samples=6)
+        pack_within(run, tmp_path / "out", KL, data, prompts=FEW)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError):

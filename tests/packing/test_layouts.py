@@ -27,6 +27,7 @@ import octavo
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.calibration import Calibration, calibrate
+from octavo.evaluation import PromptOptions
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import convert_layout, pack, unpack
@@ -72,7 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if how:
             pack(make(kind), folder, calibration=make(kind, "calibrated"), **how)
         elif what:
-            calibrate(make(kind), [str(root / "text.txt")], folder, samples=16, context=32)
+            calibrate(make(kind), [str(root / "text.txt")], folder, prompts=PromptOptions(16, 32))
         else:
             torch.manual_seed(0)
             config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind])
@@ -256,7 +257,7 @@ def test_an_encoder_has_no_cache(made: Folders, tmp_path: Path) -> None:
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
     ByteTokenizer().save(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} and {i + 1} are {2 * i + 1}" for i in range(40)))
-    calibrate(tmp_path / "bert", [str(tmp_path / "text.txt")], tmp_path / "seen", samples=8, context=16)
+    calibrate(tmp_path / "bert", [str(tmp_path / "text.txt")], tmp_path / "seen", prompts=PromptOptions(8, 16))
     with pytest.raises(ValueError, match="has no attention layers with k_proj"):
         pack(tmp_path / "bert", tmp_path / "out", kv_cache="fp8", calibration=tmp_path / "seen")
 

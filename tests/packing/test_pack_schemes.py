@@ -25,6 +25,7 @@ from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import SCHEMES
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.calibration import Calibration, calibrate
+from octavo.evaluation import PromptOptions
 from octavo.hf.fused_groups import TOGETHER
 from octavo.packing import convert_layout, pack, unpack
 from octavo.runtime import load_packed
@@ -139,7 +140,7 @@ def calibrated(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
     def made(name: str) -> Path:
         if not (root / name).exists():
-            calibrate(sources[name], [str(root / "text.txt")], root / name, samples=16, context=32)
+            calibrate(sources[name], [str(root / "text.txt")], root / name, prompts=PromptOptions(16, 32))
         return root / name
 
     return made

@@ -16,6 +16,7 @@ import pytest
 from verify_examples import make_model, write_text
 
 from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.packing import pack
 
 pytest.importorskip("vllm")
@@ -32,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     def make(kind: str) -> Path:
         if not (root / kind).exists():
             make_model(root / kind, kind)
-            calibrate(root / kind, [str(root / "text.txt")], root / f"{kind}-calibrated", samples=8, context=32)
+            calibrate(root / kind, [str(root / "text.txt")], root / f"{kind}-calibrated", prompts=PromptOptions(8, 32))
         return root / kind
 
     return make

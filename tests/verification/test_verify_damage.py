@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from verify_examples import change_config, change_tensors, make_model
 
 from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.packing import pack
 from octavo.verification import pipeline as verification_pipeline
 from octavo.verification.pipeline import verify
@@ -36,7 +37,7 @@ def good(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """Packings of the model, each by a name."""
     root = tmp_path_factory.mktemp("packed")
     (root / "text.txt").write_text("\n".join(f"{i} times seven is {7 * i}" for i in range(60)))
-    calibrate(model, [str(root / "text.txt")], root / "calibrated", samples=8, context=32)
+    calibrate(model, [str(root / "text.txt")], root / "calibrated", prompts=PromptOptions(8, 32))
     made: dict[str, Path] = {}
     for name, how in {
         "channel": {}, "block": {"scheme": "block"}, "fp8": {"scheme": "block", "layout": "fp8"},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from verify_examples import make_model, write_text
 
+from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
 from octavo.packing import pack
 from octavo.verification.pipeline import verify
@@ -21,7 +22,9 @@ def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
     pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
 
     def run(device: str) -> Report:
-        return verify(tmp_path / "out", tmp_path / "model", [str(text)], samples=8, batch=4, device=device)
+        return verify(
+            tmp_path / "out", tmp_path / "model", [str(text)], prompts=PromptOptions(8, 512, 4), device=device
+        )
 
     cpu, gpu = run("cpu"), run("cuda")
     assert not gpu.findings

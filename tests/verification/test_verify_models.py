@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from verify_examples import make_model, write_text
 
+from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
 from octavo.hf.meta_model import compute_buffers, transformers_meta_model
 from octavo.packing import pack
@@ -19,7 +20,7 @@ from octavo.verification.pipeline import verify
 def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -> None:
     model, text = make_model(tmp_path / "model", "gemma2"), write_text(tmp_path / "text.txt")
     pack(model, tmp_path / "out")
-    report = verify(tmp_path / "out", model, [str(text)], samples=8, batch=4)
+    report = verify(tmp_path / "out", model, [str(text)], prompts=PromptOptions(8, batch=4))
     assert not report.findings
     theirs, ours, _ = report.consumers
     assert theirs.distance is not None

@@ -32,12 +32,11 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.calibration.folder import Calibration, describe, from_tensors, hash_model, to_tensors
 from octavo.calibration.observer import Observed, Observer, check_seen
 from octavo.device import choose_device
-from octavo.evaluation.prompts import OnRead, Prompts, open_tokenizer, read_prompts
+from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
 from octavo.hf.block_by_block import BlockModel, open_model
 from octavo.nn import convert
+from octavo.progress import Progress, no_progress
 from octavo.version import __version__
-
-Progress = Callable[[int, int], None]
 
 
 def calibrate(
@@ -45,12 +44,9 @@ def calibrate(
     data: Sequence[str],
     out: Path,
     *,
-    samples: int = 256,
-    context: int = 2048,
-    batch: int = 8,
+    prompts: PromptOptions = PromptOptions(samples=256, context=2048),
     device: str = "cpu",
-    seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     on_read: OnRead | None = None,
 ) -> Calibration:
     """Run a model over texts in BF16, block by block, and write what its tensors were like.
@@ -59,11 +55,9 @@ def calibrate(
         model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer.
         data: sources of text, see `octavo.text.read_text`.
         out: the folder to make; `.OUT.calibrating` beside it holds the work until then, and is resumed from.
-        samples: prompts to take, 128 to 512 as a rule; fewer where the data has no more.
-        context: tokens of a prompt, at most; never more than the model sees.
-        batch: prompts at once.
+        prompts: which prompts are taken from `data`; 128 to 512 samples are usual.
         device: where a block runs.
-        progress: called with the parts done and in all, at the start and after each.
+        progress: called at the start and after each part (`octavo.progress`).
         on_read: called with the report of what was read, before anything runs.
 
     Raises:
@@ -75,30 +69,23 @@ def calibrate(
         WriteError: the disk refused; what is done stays, and the same call goes on from there.
     """
     check_absent(out)
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
     device = str(choose_device(device))
     parts = BlockModel(model, device)
-    tokenizer = open_tokenizer(model)
-    seen = min(context, tokenizer.model_max_length, parts.context)
-    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
-    if on_read is not None:
-        on_read(prompts.report)
-    _check_vocabulary(prompts, parts)
+    chosen = open_prompts(data, model, parts.context, prompts, on_read)
+    _check_vocabulary(chosen, parts)
     settings: dict[str, Any] = {
-        "samples": samples, "context": context, "context_used": seen, "batch": batch,
-        "device": torch.device(device).type, "seed": seed, "prompts": prompts.fingerprint,
+        "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
+        "device": torch.device(device).type, "seed": prompts.seed, "prompts": chosen.fingerprint,
     }  # fmt: skip
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
     model_hash = hash_model(model)
-    work = _Work(out.parent / f".{out.name}.calibrating", prompts.tokens)
+    work = _Work(out.parent / f".{out.name}.calibrating", chosen.tokens)
     with locked_folder(work.path):
         work.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
         linears = convert(open_model(model).model, "rowwise").converted  # the layers that packing would pack
-        batches = [torch.tensor(ids) for ids in prompts.batches(batch)]
-        observed = _run_all(parts, linears, batches, work, progress)
-        settings["data"] = prompts.report.to_dict()
-        calibration = Calibration(observed, model_hash, settings, versions, len(prompts.ids), prompts.tokens)
+        observed = _run_all(parts, linears, chosen.batches(prompts.batch), work, progress)
+        settings["data"] = chosen.report.to_dict()
+        calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
         calibration.save(out)
         work.remove()
     return calibration
@@ -117,15 +104,14 @@ def _run_all(
     linears: list[str],
     batches: list[Tensor],
     work: _Work,
-    progress: Progress | None,
+    progress: Progress,
 ) -> dict[str, Observed]:
     """Every part that the work folder does not have yet; returns the sites of all."""
     observer = Observer(parts.model, linears)
     count = len(parts.blocks) + 2
     with observer.watch(), parts.loaded_frame():
         for part in range(work.done(count), count):
-            if progress is not None:
-                progress(part, count)
+            progress(part, count, "calibrating, block by block")
             with work.hidden(part, last=part == count - 1) as (read, write):
                 _run_part(parts, part, batches, observer, read, write)
             found = observer.take()
@@ -134,8 +120,7 @@ def _run_all(
             work.finish(part, found)
     observed = {name: site for part in range(count) for name, site in work.load(part).items()}
     check_seen(observed, parts.outside(linears), "what is in no block")
-    if progress is not None:
-        progress(count, count)
+    progress(count, count, "calibrating, block by block")
     return observed
 
 

@@ -1,11 +1,11 @@
-"""From sources of text to prompts: the token ids that a model is shown when it is calibrated, packed or verified.
+"""Prompts: the token ids that a model runs on when it is calibrated, packed within a budget, or verified.
 
-A prompt is what the model would see in service, so it carries the tokenizer's special tokens (the first token of a
-sequence draws the largest activations: Sun et al. 2024, arXiv:2402.17762) and, for a conversation, the chat template.
-A text file is cut into windows of one context each; a row is one prompt, of which the first context counts.
+A prompt is what the model would see in service. It carries the tokenizer's special tokens (the first token of a
+sequence has the largest activations: Sun et al. 2024, arXiv:2402.17762) and, for a conversation, the chat template.
+A text file is cut into windows of one context each. A row is one prompt, cut after one context.
 
-Which prompts are taken depends on their text and the seed alone, not on file names: documents, and the windows of each,
-are put in the order of a keyed hash, and every document gives its share before any gives more.
+The choice of prompts depends on their text and the seed, not on file names: documents, and the windows of each, are
+sorted by a keyed hash, and every document gives its share before any gives more.
 """
 
 from __future__ import annotations
@@ -14,28 +14,59 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from octavo.extras import import_extra, open_local
 from octavo.text import DataError, Document, ReadReport, chat_of, read_text
 
-OnRead = Callable[[ReadReport], None]  # called with what was read, before a model runs on it
+OnRead = Callable[[ReadReport], None]
+"""Called with the report of the text that was read, before a model runs on it."""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts are taken from text.
+
+    Attributes:
+        samples: how many prompts; fewer where the text has no more.
+        context: the most tokens of a prompt. The context of the model and of its tokenizer limit it as well.
+        batch: prompts that run at once.
+        seed: of the choice.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    samples: int = 64
+    context: int = 512
+    batch: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.context < 1 or self.batch < 1 or self.seed < 0:
+            given = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+            raise ValueError(f"samples, context and batch must be at least 1 and seed at least 0, got {given}")
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """What to run the model on.
+    """The prompts that a model runs on.
 
     Attributes:
         ids: the token ids of each prompt, longest first, so that neighbours make batches of one length.
-        report: what was read and what was skipped.
+        report: of the text that was read and skipped.
+        context: the most tokens that a prompt could have.
         fingerprint: SHA-256 of the ids, in hexadecimal.
     """
 
     ids: tuple[tuple[int, ...], ...]
     report: ReadReport
+    context: int
 
     @property
     def tokens(self) -> int:
@@ -45,15 +76,23 @@ class Prompts:
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
 
-    def batches(self, size: int) -> list[tuple[tuple[int, ...], ...]]:
-        """Batches of at most `size` prompts of one length: no padding, which would be counted with the tokens."""
+    def batches(self, size: int, shortest: int = 1) -> list[Tensor]:
+        """Batches int64 [B, T] of at most `size` prompts of one length, of `shortest` tokens or more, without padding.
+
+        Raises:
+            DataError: every prompt is shorter.
+        """
+        if len(self.ids[0]) < shortest:
+            raise DataError("every prompt is one token long, so that no token follows another: give longer texts")
         batches: list[list[tuple[int, ...]]] = []
         for ids in self.ids:
+            if len(ids) < shortest:
+                break
             if batches and len(batches[-1]) < size and len(batches[-1][0]) == len(ids):
                 batches[-1].append(ids)
             else:
                 batches.append([ids])
-        return [tuple(batch) for batch in batches]
+        return [torch.tensor(batch) for batch in batches]
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -75,18 +114,46 @@ def open_tokenizer(folder: Path) -> Any:
     return open_local(transformers.AutoTokenizer, folder)
 
 
-def read_prompts(data: Sequence[str], tokenizer: Any, *, samples: int, context: int, seed: int = 0) -> Prompts:
-    """Choose at most `samples` prompts of at most `context` tokens (fewer where the data has no more).
+def open_prompts(
+    data: Sequence[str],
+    folder: Path,
+    context: int,
+    options: PromptOptions,
+    on_read: OnRead | None = None,
+) -> Prompts:
+    """Read the prompts for a model.
+
+    Args:
+        data: sources of text, see `octavo.text.read_text`.
+        folder: with the model's tokenizer.
+        context: the positions that the model has.
+        options: which prompts.
+        on_read: called with the report of the text.
+
+    Raises:
+        ImportError, FileNotFoundError, ValueError: see `open_tokenizer`.
+        DataError: see `read_prompts`.
+    """
+    tokenizer = open_tokenizer(folder)
+    context = min(options.context, tokenizer.model_max_length, context)
+    prompts = read_prompts(data, tokenizer, replace(options, context=context))
+    if on_read is not None:
+        on_read(prompts.report)
+    return prompts
+
+
+def read_prompts(data: Sequence[str], tokenizer: Any, options: PromptOptions) -> Prompts:
+    """Choose prompts from text, see `PromptOptions`.
 
     Args:
         data: sources of text, see `octavo.text.read_text`.
         tokenizer: of transformers.
+        options: which prompts; the tokenizer's own limit does not count.
 
     Raises:
-        DataError: what `read_text` raises, and a tokenizer or a context that leaves no room for text.
+        DataError: an error of `read_text`, or a tokenizer or a context that leaves no room for text.
     """
-    if samples < 1 or context < 1 or seed < 0:
-        raise ValueError(f"need samples >= 1, context >= 1 and seed >= 0, got {samples}, {context} and {seed}")
+    samples, context, seed = options.samples, options.context, options.seed
     reading = read_text(data, chat_of(tokenizer))
     cutter = _Cutter(tokenizer, context)
     documents = {_key(seed, document.text): document for document in reading.documents}  # drops repetitions
@@ -102,7 +169,7 @@ def read_prompts(data: Sequence[str], tokenizer: Any, *, samples: int, context: 
     ids = (chosen + more)[:samples]
     if not ids:
         raise DataError(f"the data must hold at least one prompt; the tokenizer makes no token of {', '.join(data)}")
-    return Prompts(tuple(sorted(ids, key=lambda ids: (-len(ids), _key(seed, ids)))), reading.report)
+    return Prompts(tuple(sorted(ids, key=lambda ids: (-len(ids), _key(seed, ids)))), reading.report, context)
 
 
 # --- Tokens ----------------------------------------------------------------------------------------------------------
@@ -114,15 +181,15 @@ class _Cutter:
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
         probe = self._probe()
-        plain, dressed = self._encode(probe, special=False), self._encode(probe, special=True)
-        starts = range(len(dressed) - len(plain) + 1)
-        start = next((i for i in starts if dressed[i : i + len(plain)] == plain), None)
+        plain, full = self._encode(probe, special=False), self._encode(probe, special=True)
+        starts = range(len(full) - len(plain) + 1)
+        start = next((i for i in starts if full[i : i + len(plain)] == plain), None)
         if start is None:
             raise DataError(
-                f"the tokenizer turns {probe!r} into {list(plain)}, and into {list(dressed)} with special tokens, "
+                f"the tokenizer turns {probe!r} into {list(plain)}, and into {list(full)} with special tokens, "
                 "which must contain the former"
             )
-        self._before, self._after = dressed[:start], dressed[start + len(plain) :]
+        self._before, self._after = full[:start], full[start + len(plain) :]
         self._room = context - len(self._before) - len(self._after)
         if self._room < 1:
             raise DataError(f"a context of {context} tokens has no room beside the special tokens: give a larger one")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ from octavo.folding.transforms import (
     smoothing_factors,
 )
 from octavo.hf.source import Source, open_source
+from octavo.progress import Progress, no_progress
 from octavo.version import __version__
 
-Progress = Callable[[int, int], None]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -88,7 +88,7 @@ def fold(
     dtype: str = "bfloat16",
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> FoldReport:
     """Write a model that computes the same, with outliers folded into its weights. Memory: about one tensor.
 
@@ -103,7 +103,7 @@ def fold(
         dtype: of the weights written: bfloat16 or float32.
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
-        progress: called with the number of tensors done and of all, after each.
+        progress: called after each tensor (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
@@ -225,7 +225,7 @@ class _Plan:
 
     # --- What is written ---------------------------------------------------------------------------------------------
 
-    def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, digest: hashlib._Hash, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the files, as it is read and changed; `digest` takes in the source's bytes."""
         embedding, head = (f"{module}.weight" for module in (self.places.embedding, self.places.head))
         for done, name in enumerate(self.source.specs, start=1):
@@ -234,8 +234,7 @@ class _Plan:
             yield name, self._changed(name, tensor)
             if name == embedding and self.untied:
                 yield head, self._changed(head, tensor)
-            if progress is not None:
-                progress(done, len(self.source.specs))
+            progress(done, len(self.source.specs), "folding")
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
         dtype = self.specs[name].dtype

@@ -16,7 +16,7 @@ transformers rotates halves (i, i + d/2); for the architecture "llama" the rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from octavo.extras import import_extra
 from octavo.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
 from octavo.gguf.writer import Content, write_file
 from octavo.hf.source import Source, open_source
+from octavo.progress import Progress, no_progress
 
-Progress = Callable[[int, int], None]
 WEIGHTS = ("q8_0", "f16")
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 _BLOCK = 32
@@ -57,7 +57,7 @@ def export_gguf(
     weights: str = "q8_0",
     tokenizer: bool = True,
     step: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> GgufReport:
     """Write a model as one GGUF file, which appears whole or not at all. Memory: about one tensor.
 
@@ -67,7 +67,7 @@ def export_gguf(
         weights: the type of linear weights, q8_0 or f16.
         tokenizer: write the tokenizer too; without it the file holds none.
         step: the checkpoint of a run; None takes the newest.
-        progress: called with the number of tensors done and of all, after each.
+        progress: called after each tensor (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
@@ -146,14 +146,14 @@ class _Model:
             )
         return weights if linear else "f16"
 
-    def content(self, progress: Progress | None) -> Content:
+    def content(self, progress: Progress) -> Content:
         """Shape, type and, as it is read, data of every tensor."""
         shapes = {name: (spec.shape, self._types[name]) for name, spec in self.specs.items()}
         if self.frequencies is not None:
             shapes = {"rope_freqs.weight": (tuple(self.frequencies.shape), "f32"), **shapes}
         return Content(shapes, self._data(progress))
 
-    def _data(self, progress: Progress | None) -> Iterator[Tensor]:
+    def _data(self, progress: Progress) -> Iterator[Tensor]:
         if self.frequencies is not None:
             yield self.frequencies
         for done, name in enumerate(self.source.specs, start=1):
@@ -161,8 +161,7 @@ class _Model:
             if tensor.abs().max() > (largest := _LARGEST.get(kind, math.inf)):
                 raise ArtifactError(f"{self.source.origin}: {name} exceeds {largest:g}, the largest of {kind}")
             yield self._ordered(name, tensor).float()
-            if progress is not None:
-                progress(done, len(self.source.specs))
+            progress(done, len(self.source.specs), "exporting")
 
     def _ordered(self, name: str, tensor: Tensor) -> Tensor:
         """Rows of q and k as the architecture rotates them."""

@@ -22,22 +22,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.artifact.atomic_folder import check_absent
-from octavo.evaluation.limits import Budget
+from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
-from octavo.evaluation.prompts import OnRead, Prompts, open_tokenizer, read_prompts
+from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.fused_groups import groups
 from octavo.hf.outputs import gives_logits
-from octavo.hf.source import Source, open_source
+from octavo.hf.source import open_source
 from octavo.packing.partly_packed import SwitchedModel
 from octavo.packing.pipeline import pack
 from octavo.packing.report import PackReport
+from octavo.progress import Progress, no_progress
 from octavo.text import DataError
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Kept:
     """What a budget cost.
 
     Attributes:
-        budget: as it was asked for.
+        budgets: all of which hold.
         ranking: every group, the most harm a byte first.
         kept: how many of them, from the first, stay in BF16.
         quality: of the model as it is packed.
@@ -68,7 +66,7 @@ class Kept:
         data: the fingerprint, prompts and tokens that this was measured on, and what was read and skipped.
     """
 
-    budget: Budget
+    budgets: Sequence[Budget]
     ranking: Sequence[Group]
     kept: int
     quality: Quality
@@ -83,15 +81,20 @@ class Kept:
     @property
     def harm(self) -> str:
         """What the harm of a group is called."""
-        return "kl_alone" if self.budget.of_logits else "cosine_lost_alone"
+        return "kl_alone" if isinstance(self.quality, LogitQuality) else "cosine_lost_alone"
 
     def to_dict(self) -> dict[str, object]:
         """For octavo.json."""
         return {
-            "measure": self.budget.measure,
-            "limit": self.budget.limit,
-            "measured": self.budget.estimate(self.quality).value,
-            "with_all_packed": self.budget.estimate(self.all_packed).value,
+            "limits": [
+                {
+                    "measure": budget.measure,
+                    "limit": budget.limit,
+                    "measured": budget.estimate(self.quality).value,
+                    "with_all_packed": budget.estimate(self.all_packed).value,
+                }
+                for budget in self.budgets
+            ],
             "quality": self.quality.to_dict(),
             "kept_in_bf16": [list(group.layers) for group in self.ranking[: self.kept]],
             "groups": [{"layers": list(g.layers), self.harm: g.harm, "bytes_saved": g.saved} for g in self.ranking],
@@ -102,30 +105,28 @@ class Kept:
 def pack_within(
     source: Path,
     out: Path,
-    budget: Budget,
+    budgets: Sequence[Budget],
     data: Sequence[str],
     *,
-    samples: int = 32,
-    context: int = 512,
-    batch: int = 8,
-    seed: int = 0,
+    prompts: PromptOptions = PromptOptions(samples=32),
     device: str = "cpu",
     skip: Sequence[str] = (),
     step: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     on_read: OnRead | None = None,
     **settings: Any,
 ) -> tuple[PackReport, Kept]:
-    """`pack`, with as many layers left in BF16 as `budget` asks for, and no more.
+    """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
     The model is in memory, once in BF16 and once packed; the latter is written to `.OUT.budget` first, and removed.
 
     Args:
         source, out, skip, step: see `pack`.
-        budget: of the whole model, measured on `data`.
-        data, samples, context, batch, seed: see `octavo.calibration.pipeline`; prompts of one token do not count.
+        budgets: limits for the whole model, measured on `data`.
+        data: sources of text, see `octavo.text.read_text`.
+        prompts: which prompts are taken from it. Prompts of one token do not count.
         device: where the model runs.
-        progress: called with what is being done, how much of it is done, and of how much.
+        progress: called with every piece of work that is done (`octavo.progress`).
         on_read: called with the report of what was read, before anything is measured.
         settings: what else `pack` takes: scheme, layers, layout, calibration, rule.
 
@@ -133,35 +134,32 @@ def pack_within(
         ValueError: the budget cannot be held with anything packed; what `pack` and `read_prompts` raise.
     """
     check_absent(out)
+    if not budgets or not data:
+        raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
     trial = out.parent / f".{out.name}.budget"
     shutil.rmtree(trial, ignore_errors=True)
     try:
         opened = open_source(source, step)
-        if budget.of_logits != gives_logits(opened):
-            raise ValueError(
-                f"budgets of kl and ppl are for language models, those of cosine for encoders: {source} is "
-                f"{'a language model' if gives_logits(opened) else 'an encoder'}"
-            )
-        prompts, batches = _read(opened, data, samples, context, batch, seed)
-        if on_read is not None:
-            on_read(prompts.report)
-        report = pack(source, trial, skip=skip, step=step, progress=_named(progress, "packing"), **settings)
+        check_budgets(budgets, language_model=gives_logits(opened))
+        chosen = open_prompts(data, opened.description, opened.meta_model.context, prompts, on_read)
+        batches = chosen.batches(prompts.batch, shortest=2)
+        report = pack(source, trial, skip=skip, step=step, progress=progress, **settings)
         model = SwitchedModel(opened, trial, report.packed, device)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
-    if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
+    if (largest := max(map(max, chosen.ids))) >= model.vocabulary:
         raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
     found = {
-        "fingerprint": prompts.fingerprint, "prompts": sum(map(len, batches)), "seed": seed, "context": context,
-        "read": prompts.report.to_dict(),
+        "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
+        "context": prompts.context, "read": chosen.report.to_dict(),
     }  # fmt: skip
-    kept = find_kept(model, groups(report.packed), budget, batches, found, progress)
+    kept = find_kept(model, groups(report.packed), budgets, batches, found, progress)
     still = [name for name in report.packed if name not in kept.skip]
     globs = settings.pop("layers", None) or {}
     settings["layers"] = {glob: how for glob, how in globs.items() if any(fnmatchcase(name, glob) for name in still)}
     done = pack(
         source, out, skip=[*skip, *kept.skip], step=step, remarks={"budget": kept.to_dict()},
-        progress=_named(progress, "packing"), **settings,
+        progress=progress, **settings,
     )  # fmt: skip
     return done, kept
 
@@ -169,12 +167,12 @@ def pack_within(
 def find_kept(
     model: SwitchedModel,
     layers: Sequence[tuple[str, ...]],
-    budget: Budget,
+    budgets: Sequence[Budget],
     batches: Sequence[Tensor],
     data: Mapping[str, object],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Kept:
-    """Rank the groups `layers`, and keep in BF16 as few as hold the budget, measured on `batches`, ids int64 [B, T].
+    """Rank the groups `layers`, and keep in BF16 as few as hold the budgets, measured on `batches`, ids int64 [B, T].
 
     Raises:
         ValueError: it cannot be held; the message says what is reached.
@@ -186,14 +184,17 @@ def find_kept(
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
             measured[kept] = _compare(model, {"": model.with_packed(packed, cache=True)}, batches)[""]
-            if progress is not None:
-                progress("measuring the whole", len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)))
+            progress(len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)), "measuring the whole")
         return measured[kept]
 
+    def holds(kept: int) -> bool:
+        return all(budget.holds(measure(kept)) for budget in budgets)
+
     low, high = 0, len(ranking) - 1  # what is too few, and what is enough
-    if budget.holds(measure(0)):
+    if holds(0):
         high = 0
-    elif not budget.holds(measure(high)):
+    elif not holds(high):
+        budget = next(budget for budget in budgets if not budget.holds(measure(high)))
         reached, best = (budget.show(budget.estimate(measure(kept)).value) for kept in (0, high))
         raise ValueError(
             f"the budget {budget.show(budget.limit)} leaves nothing to pack: with every layer packed it is {reached}, "
@@ -201,12 +202,12 @@ def find_kept(
         )
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if budget.holds(measure(middle)) else (middle, high)
-    return Kept(budget, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens})
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return Kept(budgets, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens})
 
 
 def _rank(
-    model: SwitchedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress | None
+    model: SwitchedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress
 ) -> list[Group]:
     seen = 0
 
@@ -216,8 +217,7 @@ def _rank(
         def outputs(ids: Tensor) -> Tensor:
             nonlocal seen
             seen += 1
-            if progress is not None:
-                progress("measuring each group", seen, len(layers) * len(batches))
+            progress(seen, len(layers) * len(batches), "measuring each group")
             return run(ids)
 
         return outputs
@@ -238,22 +238,3 @@ def _compare(
 
 def _harm(quality: Quality) -> float:
     return quality.kl.value if isinstance(quality, LogitQuality) else 1 - quality.cosine.value
-
-
-def _read(
-    source: Source, data: Sequence[str], samples: int, context: int, batch: int, seed: int
-) -> tuple[Prompts, list[Tensor]]:
-    """The prompts, and batches of them, ids int64 [B, T]."""
-    if not data or batch < 1:
-        raise ValueError("a budget is measured: give --data, text files, folders, .jsonl or hf:DATASET, and batch >= 1")
-    tokenizer = open_tokenizer(source.description)
-    seen = min(context, tokenizer.model_max_length, source.meta_model.context)
-    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
-    batches = [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
-    if not batches:
-        raise DataError("every prompt is one token long, and nothing follows it: give longer texts")
-    return prompts, batches
-
-
-def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, of: progress(name, done, of)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -41,9 +41,9 @@ from octavo.packing.report import PackReport
 from octavo.packing.static_scales import StaticScales, calibrated_scales, check_cache, check_rule, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
 from octavo.packing.weight_scales import WeightRule, WeightScales
+from octavo.progress import Progress, no_progress
 from octavo.version import __version__
 
-Progress = Callable[[int, int], None]
 # Whose forward pass a scheme repeats bit for bit; for tensorwise all but its inputs' scales, which are of tokens here.
 SCHEME_OF = {
     "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
@@ -69,7 +69,7 @@ def pack(
     step: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     remarks: Mapping[str, object] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> PackReport:
     """Write a model as a packed folder, which appears whole or not at all. Memory: about one tensor.
 
@@ -96,7 +96,7 @@ def pack(
         step: the checkpoint of a run; None takes the newest.
         shard_bytes: the largest file of tensors.
         remarks: what octavo.json shall say beside its own.
-        progress: called with the number of tensors done and of all, after each.
+        progress: called after each tensor (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
@@ -173,7 +173,7 @@ class _Plan:
             self._check_fit(name, spec)
             self.specs |= {disk: Spec.of(t) for disk, t in self._stored(name, meta).items()}
 
-    def write(self, out: Path, shard_bytes: int, remarks: Mapping[str, object], progress: Progress | None) -> None:
+    def write(self, out: Path, shard_bytes: int, remarks: Mapping[str, object], progress: Progress) -> None:
         """Make the folder."""
         digest = hashlib.sha256()
         with whole_folder(out) as partial:
@@ -183,7 +183,7 @@ class _Plan:
             record = self.record(digest.hexdigest()) | self.source.folded() | dict(remarks)
             (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
 
-    def tensors(self, digest: hashlib._Hash, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, digest: hashlib._Hash, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the files, as it is read and cast; `digest` takes in the source's bytes."""
         self.weights.prepare()
         yield from self._kv_scales().items()
@@ -191,8 +191,7 @@ class _Plan:
             tensor = self.source.get(name)
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             yield from self._stored(name, tensor).items()
-            if progress is not None:
-                progress(done, len(self.source.specs))
+            progress(done, len(self.source.specs), "packing")
 
     def report(self, out: Path, skipped: Mapping[str, str]) -> PackReport:
         """What was made in the folder `out`."""

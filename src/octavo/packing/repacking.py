@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +26,8 @@ from octavo.artifact.safetensors_files import SHARD_BYTES, Spec, write_shards
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.numerics import TENSOR
 from octavo.ops import quantize
+from octavo.progress import Progress, no_progress
 from octavo.version import __version__
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Repacked:
         return all(math.isinf(db) for db in self.sqnr.values())
 
 
-def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None) -> Repacked:
+def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_progress) -> Repacked:
     """Write a packed model in BF16: every weight is data * scale, rounded once.
 
     Raises:
@@ -65,8 +64,7 @@ def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Pr
             yield name, packed.reader.get(name)
         for done, name in enumerate(packed.packing.schemes, start=1):
             yield f"{name}.weight", packed.weight(name).dequantize(UNQUANTIZED_DTYPE)
-            if progress is not None:
-                progress(done, len(packed.packing.schemes))
+            progress(done, len(packed.packing.schemes), "unpacking")
 
     with whole_folder(out) as partial:
         packed.describe(partial, None)
@@ -81,7 +79,7 @@ def convert_layout(
     layout: str = "compressed-tensors",
     scheme: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Repacked:
     """Write a packed model in another layout, or by another scheme.
 
@@ -92,7 +90,7 @@ def convert_layout(
             block), autofp8 (static or tensor).
         scheme: of all packed layers; None leaves each its own.
         shard_bytes: the largest file of tensors.
-        progress: called with the number of layers done and of all, after each.
+        progress: called after each layer (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
@@ -115,8 +113,7 @@ def convert_layout(
                 scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
             yield f"{name}.weight", data
             yield from packing.on_disk(scales).items()
-            if progress is not None:
-                progress(done, len(packing.schemes))
+            progress(done, len(packing.schemes), "converting")
 
     with whole_folder(out) as partial:
         packed.describe(partial, packing)

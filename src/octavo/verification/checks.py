@@ -20,12 +20,12 @@ from torch.nn.functional import pad
 
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
 from octavo.evaluation.metrics import energies, sqnr
+from octavo.progress import Progress, no_progress
 from octavo.verification.files import Bytes
 from octavo.verification.layer_spec import Words, WordsError, read_words
 from octavo.verification.numbers import scale_values, spread, widen
 
 Shape = tuple[int, ...]
-Progress = Callable[[int, int], None]
 
 _FLOATS, _EXPONENTS = ("F32", "BF16", "F16"), ("U8", "F8_E8M0")
 _SAME_DB = 12.0  # bytes of e4m3 give 28 dB and more; another model's weights give 0
@@ -44,7 +44,7 @@ class Required(NamedTuple):
     tied: Mapping[str, list[str]]
 
 
-def check_folder(read: Bytes, required: Required, progress: Progress | None = None) -> dict[str, Words]:
+def check_folder(read: Bytes, required: Required, progress: Progress = no_progress) -> dict[str, Words]:
     """Note in `read` what is wrong with its settings and tensors; returns the layers that are packed."""
     stored = [name for name in required.linears if not _stands_elsewhere(read, f"{name}.weight", required)]
     try:
@@ -65,8 +65,7 @@ def check_folder(read: Bytes, required: Required, progress: Progress | None = No
     _remark(read, layers, required)
     for done, name in enumerate(read.shapes, start=1):
         _check_numbers(read, name)
-        if progress is not None:
-            progress(done, len(read.shapes))
+        progress(done, len(read.shapes), "reading tensors")
     return layers
 
 
@@ -203,7 +202,7 @@ def check_weights(
     layers: Mapping[str, Words],
     shapes: Mapping[str, Shape],
     truth: Callable[[str], Tensor],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, float]:
     """Note in `read` what is not MODEL's, whose tensors have `shapes` and are got by `truth`.
 
@@ -219,8 +218,7 @@ def check_weights(
         read.found("weights", name, "MODEL has no such tensor: the folder is of another model")
     common = sorted(mine & shapes.keys())
     for done, name in enumerate(common, start=1):
-        if progress is not None:
-            progress(done, len(common))
+        progress(done, len(common), "comparing weights")
         if shapes[name] != read.shapes[name]:
             wanted, is_here = list(shapes[name]), list(read.shapes[name])
             read.found("weights", name, f"MODEL has shape {wanted}, the folder {is_here}: it is of another model")

@@ -14,7 +14,7 @@ what packing rounds differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,11 +24,12 @@ from torch import Tensor
 
 from octavo.artifact.files import ArtifactError
 from octavo.device import choose_device
+from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.metrics import EmbeddingSums, LogitSums
-from octavo.evaluation.prompts import OnRead, has_tokenizer, open_tokenizer, read_prompts
+from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.outputs import is_language_model
-from octavo.text import ReadReport
+from octavo.progress import Progress, no_progress
 from octavo.verification.checks import check_folder, check_weights
 from octavo.verification.files import Bytes, Finding, read_bytes
 from octavo.verification.kv_cache import cache_scales, rounded_cache
@@ -36,11 +37,9 @@ from octavo.verification.layer_spec import Words
 from octavo.verification.numbers import leave_input, round_input
 from octavo.verification.readers import Consumer, make_probe, try_consumers
 from octavo.verification.reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
-from octavo.verification.result import Budget, LayerReport, Report, over_budget
+from octavo.verification.result import LayerReport, Report, over_budget
 from octavo.verification.sizes import measure_sizes
 from octavo.verification.streamed_model import Against, Linear, StreamedModel, required_by
-
-Progress = Callable[[str, int, int], None]
 
 
 def verify(
@@ -48,14 +47,11 @@ def verify(
     against: Path,
     data: Sequence[str] = (),
     *,
-    budget: Budget | None = None,
-    samples: int = 64,
-    context: int = 512,
-    batch: int = 8,
+    budgets: Sequence[Budget] = (),
+    prompts: PromptOptions = PromptOptions(),
     device: str = "cpu",
-    seed: int = 0,
     folded: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     on_read: OnRead | None = None,
 ) -> Report:
     """Check a packed folder against its bytes, its model and its readers, and measure what packing cost.
@@ -64,13 +60,12 @@ def verify(
         packed: the folder; whatever is wrong with it becomes a finding.
         against: the model that it was packed from, a Hugging Face folder or a run of ours.
         data: sources of text, see `octavo.text.read_text`; without it no quality is measured.
-        budget: what a finding is made of if packing cost more.
-        samples, context, batch: prompts, tokens of each at most, and prompts at once.
+        budgets: packing that costs more than one of them is a finding.
+        prompts: which prompts are taken from `data`.
         device: where the reference and our runtime run; transformers runs on the CPU.
-        seed: which prompts are taken.
         folded: something was folded into the weights, which are then compared with MODEL's by what they do alone; so
             where octavo.json says it.
-        progress: called with what is being done, and how much of how much is.
+        progress: called with every piece of work that is done (`octavo.progress`).
         on_read: called with the report of what was read, before anything runs.
 
     Raises:
@@ -78,52 +73,36 @@ def verify(
         DataError: the data.
         ValueError: a setting; a budget without data, or one that is not for this kind of model.
     """
-    budget = Budget() if budget is None else budget
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
     device = str(choose_device(device))
-    if not data and budget != Budget():
-        raise ValueError("a budget is judged on prompts: give --data")
-    told = progress or (lambda stage, done, of: None)
+    if budgets and not data:
+        raise ValueError("a budget is measured on text: give --data")
     model = Against(against)
-    if budget.cosine is not None if model.causal else budget.of_logits:
-        raise ValueError("budgets of KL and perplexity are for language models, those of cosine for encoders")
+    check_budgets(budgets, language_model=model.causal)
     report = Report(packed, against)
-    prompts: list[Tensor] = []
+    batches: list[Tensor] = []
     if data:
-        report.data, prompts = _read(model, data, samples, context, batch, seed)
-        if on_read is not None:
-            on_read(report.data)
+        read_prompts = open_prompts(data, model.folder, model.context, prompts, on_read)
+        report.data, batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
     read = read_bytes(packed)
     read.folded |= folded
     report.architecture = ", ".join(map(str, read.config.get("architectures") or ()))
-    layers = _check(read, model, report, told)
+    layers = _check(read, model, report, progress)
     report.findings = read.findings
     if read.findings:
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
         return report
     if not has_tokenizer(packed):
         report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
-    work = _Work(read, layers, model, device, prompts, told, report)
+    work = _Work(read, layers, model, device, batches, progress, report)
     work.consumers()
-    if prompts:
+    if batches:
         work.quality()
-        report.findings += over_budget(report.quality, budget)
+        report.findings += over_budget(report.quality, budgets)
     report.sizes = measure_sizes(read, layers)
     return report
 
 
-def _read(
-    model: Against, data: Sequence[str], samples: int, context: int, batch: int, seed: int
-) -> tuple[ReadReport, list[Tensor]]:
-    """What was read, and batches int64 [B, T] of prompts of one length."""
-    tokenizer = open_tokenizer(model.folder)
-    seen = min(context, tokenizer.model_max_length, model.context)
-    prompts = read_prompts(data, tokenizer, samples=samples, context=seen, seed=seed)
-    return prompts.report, [torch.tensor(ids) for ids in prompts.batches(batch) if len(ids[0]) > 1]
-
-
-def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[str, Words]:
+def _check(read: Bytes, model: Against, report: Report, progress: Progress) -> dict[str, Words]:
     """Everything that needs no model to run."""
     if not read.config or not read.shapes:
         return {}
@@ -134,13 +113,13 @@ def _check(read: Bytes, model: Against, report: Report, told: Progress) -> dict[
     except Exception as error:  # of a config.json that may say anything
         read.found("config", "config.json", f"transformers makes no model of it ({type(error).__name__}: {error})")
         return {}
-    layers = check_folder(read, required, partial(told, "reading tensors"))
+    layers = check_folder(read, required, progress)
     report.remarks += read.remarks
     if read.findings:
         return layers
     if not layers:
         read.found("config", "config.json", "no layer is packed")
-    weights = check_weights(read, layers, model.shapes, model.get, partial(told, "comparing weights"))
+    weights = check_weights(read, layers, model.shapes, model.get, progress)
     if read.folded:
         report.remarks.append("something was folded into the weights: they are not compared with MODEL's")
     for name, words in layers.items():
@@ -157,8 +136,8 @@ class _Work:
     layers: Mapping[str, Words]
     model: Against
     device: str
-    prompts: list[Tensor]
-    told: Progress
+    batches: list[Tensor]
+    progress: Progress
     report: Report
 
     @cached_property
@@ -176,10 +155,10 @@ class _Work:
 
     def consumers(self) -> None:
         """Open the folder with all that is installed."""
-        self.told("opening with every consumer", 0, 4)
+        self.progress(0, 4, "opening with every consumer")
         meta_model = transformers_meta_model(self.read.folder)
         rows = meta_model.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        ids = probe(self.prompts, int(rows), meta_model.context)
+        ids = probe(self.batches, int(rows), meta_model.context)
         if int(ids.max()) >= rows:
             raise ArtifactError(f"the tokenizer of {self.model.folder} gives the id {int(ids.max())}, {rows} are there")
 
@@ -189,7 +168,7 @@ class _Work:
         causal, cache = is_language_model(meta_model.model), bool(self.kv_scales)
         asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, causal, cache, run)
         for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
-            self.told("opening with every consumer", done, 4)
+            self.progress(done, 4, "opening with every consumer")
             self.report.consumers.append(consumer)
             if consumer.outcome in ("disagrees", "failed"):
                 self.report.findings.append(Finding("consumer", consumer.name, said_of(consumer)))
@@ -203,8 +182,8 @@ class _Work:
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
         sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in range(2)]
-        for done, ids in enumerate(self.prompts):
-            self.told("running prompts", done, len(self.prompts))
+        for done, ids in enumerate(self.batches):
+            self.progress(done, len(self.batches), "running prompts")
             reference.compute = watched
             truth = reference(ids)
             found = packed(ids)

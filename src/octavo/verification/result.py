@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality, Quality
+from octavo.evaluation.limits import Budget
+from octavo.evaluation.metrics import Quality
 from octavo.text import ReadReport
 from octavo.verification.checks import Shape
 from octavo.verification.files import Finding
@@ -57,33 +59,13 @@ class Report:
         return not self.findings
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The most that packing may cost: nats of KL a token, the fraction by which perplexity may rise, and of an encoder
-    the least that the mean cosine may be; None: anything."""
-
-    kl: float | None = None
-    perplexity: float | None = None
-    cosine: float | None = None
-
-    @property
-    def of_logits(self) -> bool:
-        """Whether something is asked that a language model alone has."""
-        return self.kl is not None or self.perplexity is not None
-
-
-def over_budget(quality: Quality | None, budget: Budget) -> list[Finding]:
+def over_budget(quality: Quality | None, budgets: Sequence[Budget]) -> list[Finding]:
     """A finding for each budget that was exceeded."""
     findings: list[Finding] = []
-    if isinstance(quality, EmbeddingQuality):
-        found, least = quality.cosine.value, budget.cosine
-        if least is not None and not found >= least:
-            findings.append(Finding("budget", "cosine", f"{found:.5f} in the mean, {least:g} was the least allowed"))
-    if not isinstance(quality, LogitQuality):
+    if quality is None:
         return findings
-    kl, ppl = quality.kl.value, quality.perplexity_ratio.value
-    if budget.kl is not None and not kl <= budget.kl:
-        findings.append(Finding("budget", "kl", f"{kl:.4g} nats a token, {budget.kl:g} were allowed"))
-    if budget.perplexity is not None and not ppl <= budget.perplexity:
-        findings.append(Finding("budget", "ppl", f"{ppl:+.3%}, {budget.perplexity:.3%} were allowed"))
+    for budget in budgets:
+        if not budget.holds(quality):
+            measured = budget.show(budget.estimate(quality).value)
+            findings.append(Finding("budget", budget.measure, f"{measured}, the limit is {budget.show(budget.limit)}"))
     return findings

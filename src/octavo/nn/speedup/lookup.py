@@ -27,6 +27,7 @@ import torch
 from octavo.nn.speedup.measure import METHOD, time_linears
 from octavo.nn.speedup.table import Machine, Measurement, Shape, Table
 from octavo.ops import Backend
+from octavo.progress import Progress
 from octavo.recipe import PRESETS, Recipe
 from octavo.version import __version__
 
@@ -190,12 +191,16 @@ def keep_shapes(machine: Machine, rows: Sequence[Measurement]) -> str:
     return f"kept in {path}"
 
 
-def measure_grid(recipes: Sequence[Recipe], device: torch.device, progress: Callable[[int, int], None]) -> Table:
+def measure_grid(recipes: Sequence[Recipe], device: torch.device, progress: Progress) -> Table:
     """The table of the GPU `device`: every shape of its grid for each of `recipes`. Tells `progress` how many of how
     many are done."""
     shapes = grid_shapes(torch.cuda.mem_get_info(device)[0])
     count, total = itertools.count(1), len(recipes) * len(shapes)
-    rows = [row for recipe in recipes for row in measure(recipe, shapes, device, lambda: progress(next(count), total))]
+
+    def done() -> None:
+        progress(next(count), total, "timing")
+
+    rows = [row for recipe in recipes for row in measure(recipe, shapes, device, done)]
     return Table(this_machine(device), METHOD, grid=tuple(rows))
 
 

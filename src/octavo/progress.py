@@ -1,0 +1,12 @@
+"""How long work reports how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[int, int, str], None]
+"""progress(done, total, doing): `done` of `total` pieces are done of the work that `doing` names, such as "packing"."""
+
+
+def no_progress(done: int, total: int, doing: str) -> None:
+    """Report to nobody."""
