@@ -22,7 +22,7 @@ from examples import demo
 from octavo.calibration import Calibration
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
-from octavo.kv_cache.transformers_cache import QuantizedKVCache, calibrated_scales
+from octavo.kv_cache.transformers_cache import QuantizedKVCache, scales_from_calibration
 from octavo.packing import pack
 
 CHUNK, SAMPLES, CONTEXT, BATCH = 16, 64, 256, 8
@@ -53,7 +53,7 @@ WAYS = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "fir
 
 def cache(dtype: str, calibration: Calibration | None) -> Cache:
     """How to make a cache for a model and so many tokens."""
-    scales = {} if calibration is None else {"scales": calibrated_scales(calibration, dtype)}
+    scales = {} if calibration is None else {"scales": scales_from_calibration(calibration, dtype)}
     return lambda model, tokens: QuantizedKVCache.for_model(model, tokens, dtype, **scales)
 
 

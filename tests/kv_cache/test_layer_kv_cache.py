@@ -1,4 +1,4 @@
-"""A layer's cache: scales given, found and frozen; what is stored, against float64."""
+"""The cache of one layer: scales that are given, computed in a warm-up, and frozen; stored numbers against float64."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def tokens(new: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def contents(cache: LayerKVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the cache holds, float64."""
+    """The keys and values that the cache holds, in float64."""
     used = int(cache.length)
     scales = [1 if s is None else s.double().view(-1, 1, 1) for s in (cache.k_scale, cache.v_scale)]
     return cache.keys[:, :, :used].double() * scales[0], cache.values[:, :, :used].double() * scales[1]
 
 
 def steps(dtype: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """How far a stored number may lie from x: half of its spacing."""
+    """The largest rounding error of a stored x: half of the spacing of the format there."""
     if dtype == "int8":
         return scale / 2 + x.abs() * 1e-6
     return (x.abs() / 16 * (1 + 1e-6)).clamp(min=2.0**-10 * scale.min())
@@ -63,7 +63,7 @@ def test_a_warm_up_finds_the_scales(dtype, per):
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
-    """Within the two roundings that this is."""
+    """Such a number is rounded twice."""
     cache = LayerKVCache((2, 3, 40, 16), dtype, margin=1.0)
     k, v = tokens(6)
     more = tokens(6, 5.0)

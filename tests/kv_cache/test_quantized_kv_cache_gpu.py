@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_quantized_kv_cache import DTYPES, greedy, model_of, prompts
+from kv_cache_examples import DTYPES, greedy, model_of, prompts
 
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
@@ -15,7 +15,7 @@ def sqnr(exact: torch.Tensor, found: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_give_the_logits_of_the_twin(dtype, padded):
+def test_kernels_give_the_logits_of_the_reference(dtype, padded):
     """A BF16 model, fed the same tokens on both devices."""
     scales = None if dtype == "bf16" else [(torch.tensor([0.05]), torch.tensor([0.05]))] * 2
     inputs, found = prompts(padded), []

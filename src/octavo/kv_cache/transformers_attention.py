@@ -1,46 +1,44 @@
-"""The attention "octavo" of transformers' models, and its masks: over a cache of ours, over another, or over none.
+"""The attention "octavo" for models of transformers, and its mask.
 
-A mask of transformers has an entry for each query and key. Ours is the place of the first token that counts in each
-sequence, which is all that padding on the left takes, and costs a step nothing. Importing this module imports
-transformers.
+It works with `QuantizedKVCache`, with another cache, and without a cache. transformers' own masks have an entry for
+each pair of query and key. This mask is the index of the first token in each sequence that is not padding: enough for
+left padding, and a decoding step need not build it. Importing this module imports transformers.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import AttentionInterface
 
 from octavo.kv_cache.layer import LayerKVCache, prompt_attention
 from octavo.ops import cached_attention
 
 ATTENTION = "octavo"
-_modeling: Any = importlib.import_module("transformers.modeling_utils")
-_masks: Any = importlib.import_module("transformers.masking_utils")
-_causal = _masks.causal_mask_function
 
 
 class Appended(NamedTuple):
-    """What `update` hands to the attention: a layer's storage, and what was just stored there."""
+    """The return value of `update`: one layer's cache, and the keys and values [B, G, T, D] just stored in it."""
 
     store: LayerKVCache
     keys: Tensor
     values: Tensor
-    alone: bool  # nothing was stored before
+    was_empty: bool  # whether the cache was empty before
 
     def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
-        """[B, H, T, D] of the queries of the tokens that were just stored."""
-        if self.alone and q.shape[2] > 1:
+        """Attention of the queries [B, H, T, D] of the tokens just stored. A prompt attends to unrounded keys."""
+        if self.was_empty and q.shape[2] > 1:
             return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
         return self.store.attend(q, first=first, scale=scale)
 
 
 def register_attention() -> None:
-    """Enter "octavo" into transformers' registries of attentions and of their masks."""
-    _modeling.AttentionInterface.register(ATTENTION, _attention)
-    _masks.AttentionMaskInterface.register(ATTENTION, left_padding)
+    """Register "octavo" as an attention, and its mask, in transformers."""
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, left_padding)
 
 
 def _attention(
@@ -53,13 +51,13 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: [B, T, H, D]."""
+    """The function that transformers calls; returns [B, T, H, D]."""
     if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("the attention 'octavo' has no dropout, no softcap and no sinks: use 'sdpa' or 'eager'")
     if attention_mask is not None and (attention_mask.dtype, *attention_mask.shape[1:]) != (torch.int32, 1, 1, 1):
         raise ValueError(
-            "the attention 'octavo' takes a two-dimensional attention_mask (left padding), not one of queries by keys: "
-            "use 'sdpa' or 'eager'"
+            "the attention 'octavo' takes a two-dimensional attention_mask (left padding), not a mask of queries by "
+            "keys: use 'sdpa' or 'eager'"
         )
     first = None if attention_mask is None else attention_mask.flatten()
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -84,12 +82,12 @@ def left_padding(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of the attention "octavo": the first token that counts in each sequence, int32 [B, 1, 1, 1], or None.
+    """The mask of the attention "octavo": the index of each sequence's first token, int32 [B, 1, 1, 1], or None.
 
-    Where a look at the mask would make the host wait in every step (one token, on a GPU), a mask that is not of this
-    form gives -1, and attention NaN; elsewhere it is an error.
+    A mask other than left padding is an error. Reading the mask on the host would make every decoding step on a GPU
+    wait; there, such a mask gives -1 instead, and attention returns NaN.
     """
-    causal = mask_function is _causal or (local_size is not None and kv_length <= local_size)
+    causal = mask_function is causal_mask_function or (local_size is not None and kv_length <= local_size)
     if use_vmap or not causal:
         raise ValueError(
             "the attention 'octavo' is causal over all tokens, without sliding windows, chunks or packed sequences: "
@@ -97,22 +95,22 @@ def left_padding(
         )
     if attention_mask is None:
         return None
-    at = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    pos = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     first = attention_mask.int().argmax(1)
-    torn = ((at >= first.unsqueeze(1)) & (at < q_offset + q_length) & ~attention_mask.bool()).any(1)
-    if _may_look(attention_mask, q_length):
-        if bool(torn.any()):
+    wrong = ((pos >= first.unsqueeze(1)) & (pos < q_offset + q_length) & ~attention_mask.bool()).any(1)
+    if _host_may_read(attention_mask, q_length):
+        if bool(wrong.any()):
             raise ValueError(
                 "the attention 'octavo' takes padding on the left only: each row of attention_mask must be zeros, then "
                 "ones (tokenizer.padding_side = 'left')"
             )
         if not bool(first.any()):
             return None
-    return torch.where(torn, -1, first).int().view(-1, 1, 1, 1)
+    return torch.where(wrong, -1, first).int().view(-1, 1, 1, 1)
 
 
-def _may_look(mask: Tensor, q_length: int) -> bool:
-    """Whether the host may wait for what the mask holds."""
+def _host_may_read(mask: Tensor, q_length: int) -> bool:
+    """Whether the host may read the mask: on the CPU, or in a prompt, but not while a graph is captured or compiled."""
     if torch.compiler.is_compiling():
         return False
     return mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())

@@ -1,27 +1,27 @@
-"""A cache of keys and values for transformers' models, in BF16, E4M3 or INT8, and an attention that reads its bytes.
+"""A KV cache for models of transformers, in BF16, E4M3 or INT8, and an attention that reads its bytes.
 
     cache = QuantizedKVCache.for_model(model, max_tokens=4096, dtype="fp8")
     model.generate(**inputs, past_key_values=cache)
 
-transformers hands what `update` returns to the attention that its configuration names. Ours is called "octavo", and
-what it is handed is the layer's storage, not tensors: the stored bytes are widened nowhere but in registers
-(`octavo.ops.cached_attention`). A prompt into an empty cache attends to its own keys and values as they come, not
-rounded, by PyTorch's attention; a long text into a cache that holds something widens the keys and values of one layer
-at a time.
+transformers passes the return value of `update` to the attention that the model's configuration names. For this cache
+that is the attention "octavo", and `update` returns the layer's cache, not tensors: the stored bytes are widened in the
+kernel's registers (`octavo.ops.cached_attention`). A prompt into an empty cache attends to its own unrounded keys and
+values, with PyTorch's attention. A long text into a cache that is not empty widens the keys and values of one layer at
+a time.
 
-Llama, Mistral, Qwen2, Qwen3 and what is built like them; causal attention, padded on the left or not at all. Importing
-this module imports transformers; octavo does so only when asked for it.
+It serves Llama, Mistral, Qwen2, Qwen3 and models with the same attention: causal over all tokens, with left padding or
+none. Importing this module imports transformers; `import octavo` does not import it.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from octavo.calibration.folder import Calibration
 from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings
@@ -29,12 +29,11 @@ from octavo.kv_cache.transformers_attention import ATTENTION, Appended, register
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops.attention.reference import LARGEST
 
-_cache_utils: Any = importlib.import_module("transformers.cache_utils")
 Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
 
 
-class QuantizedKVCacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer of the cache; its memory is taken when the first keys come, for their batch, heads and device."""
+class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a `QuantizedKVCache`. The first keys set its batch size, heads and device, and allocate it."""
 
     is_compileable = True
     is_sliding = False
@@ -47,10 +46,10 @@ class QuantizedKVCacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, _, dim = key_states.shape
         if value_states.shape[3] != dim:
-            raise ValueError(f"keys and values must be of one size, got {dim} and {value_states.shape[3]}")
+            raise ValueError(f"keys and values must have the same head size, got {dim} and {value_states.shape[3]}")
         shape = (batch, heads, self.max_tokens, dim)
         store = self.store = LayerKVCache(shape, device=key_states.device, **self.settings)
-        if not torch.compiler.is_compiling():  # as transformers' own: CUDA graphs may then write to them
+        if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
             for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
                 if t is not None:
                     torch._dynamo.mark_static_address(t)
@@ -72,7 +71,7 @@ class QuantizedKVCacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.max_tokens, 0
 
     def get_seq_length(self) -> Any:
-        """The tokens stored: 0, or a tensor on the device."""
+        """The number of tokens stored: 0, or a tensor on the device."""
         return 0 if self.store is None else self.store.length
 
     def get_max_length(self) -> int:
@@ -108,23 +107,23 @@ class QuantizedKVCacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self.store.select(indices)
 
 
-class QuantizedKVCache(_cache_utils.Cache):  # type: ignore[misc]
-    """A cache for `past_key_values`, of fixed size; the model's attention must be "octavo" (`for_model` sees to it).
+class QuantizedKVCache(Cache):  # type: ignore[misc]
+    """A cache of fixed size for `past_key_values`. The model's attention must be "octavo"; `for_model` sets it.
 
     Args:
         config: of the model.
-        max_tokens: room for so many tokens of each sequence, prompt and padding included.
+        max_tokens: room for each sequence, prompt and padding included.
         dtype: "bf16", "fp8" (e4m3) or "int8".
-        scales: (of keys, of values) for each layer in order, or by the name of its attention; float32 with one element
-            or one a head, as `calibrated_scales` and packed folders have them. None finds them in a warm-up, in which
-            padding counts.
-        per, margin: of scales that are found, as `octavo.kv_cache.layer.LayerKVCache` takes them.
-        warm_up: "prompt" freezes the scales after the first prompt; "manual" lets them grow until `freeze()`, and casts
-            what is stored again each time they do.
+        scales: pairs (of keys, of values), one pair a layer in order, or by the name of its attention. Each is float32
+            with one element or one a head, as in `scales_from_calibration` and packed folders. None computes them in a
+            warm-up, in which padding counts.
+        per, margin: of a warm-up, see `octavo.kv_cache.layer.LayerKVCache`.
+        warm_up: "prompt" freezes the scales after the first prompt. "manual" lets them grow until `freeze()`, and casts
+            the stored tokens again each time they grow.
 
     Raises:
-        ValueError: settings that do not fit each other or the model: layers that do not attend to all tokens, a sliding
-            window shorter than the cache, another number of scales than of layers.
+        ValueError: the settings do not fit each other or the model: layers that do not attend to all tokens, a sliding
+            window shorter than the cache, or another number of scales than of layers.
     """
 
     def __init__(
@@ -154,14 +153,14 @@ class QuantizedKVCache(_cache_utils.Cache):  # type: ignore[misc]
 
     @classmethod
     def for_model(cls, model: Any, max_tokens: int, dtype: str = "fp8", **settings: Any) -> QuantizedKVCache:
-        """A cache for `model`, whose attention becomes "octavo"; arguments as of the class."""
+        """A cache for `model`, whose attention is set to "octavo". The other arguments are those of the class."""
         cache = cls(model.config, max_tokens, dtype, **settings)
         model.set_attn_implementation(ATTENTION)
         return cache
 
     @property
     def stores(self) -> list[LayerKVCache]:
-        """The storage of each layer that has some."""
+        """The caches of the layers that hold tokens."""
         return [layer.store for layer in self.layers if layer.store is not None]
 
     @property
@@ -175,44 +174,47 @@ class QuantizedKVCache(_cache_utils.Cache):  # type: ignore[misc]
         return sum(store.nbytes for store in self.stores)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store, and return what the attention "octavo" reads."""
+        """Store the keys and values of new tokens, and return what the attention "octavo" reads."""
         if self.config._attn_implementation != ATTENTION:
             raise RuntimeError(
                 f"the attention {self.config._attn_implementation!r} cannot read these keys and values: call "
-                f"model.set_attn_implementation({ATTENTION!r}), or make the cache by QuantizedKVCache.for_model"
+                f"model.set_attn_implementation({ATTENTION!r}), or make the cache with QuantizedKVCache.for_model"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def freeze(self) -> None:
-        """End the warm-up of every layer: scales stay as they are, through `reset` too."""
+        """End the warm-up of every layer: the scales no longer change, and `reset` keeps them."""
         for layer in self.layers:
             if layer.store is None:
                 raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
             layer.store.freeze()
 
 
-def calibrated_scales(
+def scales_from_calibration(
     calibration: Calibration, dtype: str = "fp8", *, heads: int | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The scales of keys and values by the name of their attention, in the order of the layers.
+    """The scales of keys and values for a `QuantizedKVCache`.
 
     Args:
-        calibration: of the model, as `octavo calibrate` makes it.
-        dtype: "fp8" or "int8", whose largest number the calibrated amax becomes.
-        heads: of keys, for a scale of each; None for one of all.
+        calibration: of the model, made by `octavo calibrate`.
+        dtype: "fp8" or "int8". A scale maps the calibrated amax to the dtype's largest number.
+        heads: the number of heads of keys, for one scale a head. None gives one scale for all heads.
+
+    Returns:
+        The pair (of keys, of values), float32 [heads or 1], by the name of its attention, in the order of the layers.
 
     Raises:
-        ValueError: a dtype without scales, or a calibration without keys and values.
+        ValueError: the dtype has no scales, or the calibration has no keys and values.
     """
     if DTYPES.get(dtype) not in LARGEST:
-        raise ValueError(f"scales are for 'fp8' and 'int8', got {dtype!r}")
+        raise ValueError(f"dtype must be 'fp8' or 'int8', got {dtype!r}: bf16 has no scales")
     sites, found = calibration.sites, {}
     for name in (site.removesuffix(".k") for site, seen in calibration.observed.items() if seen.kind == "key"):
         amax = (sites[f"{name}.{kind}"].channel_amax.view(heads or 1, -1).amax(1) for kind in "kv")
         k, v = ((a / LARGEST[DTYPES[dtype]]).clamp(min=SMALLEST_SCALE) for a in amax)
         found[name] = (k, v)
     if not found:
-        raise ValueError("this calibration saw no keys and values: calibrate again with this version of octavo")
+        raise ValueError("the calibration has no keys and values: calibrate again with this version of octavo")
     return found
 
 
@@ -221,12 +223,14 @@ def _check_model(config: Any, max_tokens: int) -> None:
         raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"this cache holds keys and values of all tokens; the model has layers of {sorted(other)}")
+        raise ValueError(
+            f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
+        )
     window: Any = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None
     if slides and max_tokens > window:
         raise ValueError(
-            f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: take "
+            f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: use "
             f"max_tokens={window} or less, or transformers' own cache"
         )
 
@@ -235,7 +239,7 @@ def _by_layer(scales: Scales | None, layers: int) -> Sequence[tuple[Tensor, Tens
     """The scales of each layer in order."""
     if scales is None:
         return [None] * layers
-    if isinstance(scales, Mapping):  # model.layers.11.self_attn
+    if isinstance(scales, Mapping):  # by names such as model.layers.11.self_attn, in the order of their numbers
         scales = [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
     if len(scales) != layers:
         raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")

@@ -1,0 +1,75 @@
+"""Tiny models and prompts to generate from, and an emulation of a quantized KV cache in transformers' own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from verify_examples import MODELS
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+MARGIN = {"fp8": 2.0, "int8": 1.25}
+DTYPES = ("bf16", "fp8", "int8")
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    cls, config, _ = MODELS[name]
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 16}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(1)
+    model = cls(config(**{**sizes, **ends, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+    return model
+
+
+class Emulated(DynamicCache):
+    """transformers' cache with rounded keys and values. A prompt into the empty cache attends to unrounded ones."""
+
+    def __init__(self, config: Any, dtype: str, scales: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        super().__init__(config=config)
+        self.dtype, self.scales = dtype, dict(enumerate(scales or []))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx not in self.scales and self.dtype != "bf16":
+            self.scales[layer_idx] = tuple(self.scale(x) for x in (key_states, value_states))
+        scales = self.scales.get(layer_idx, (torch.ones(1), torch.ones(1)))
+        rounded = [self.rounded(x, s) for x, s in zip((key_states, value_states), scales, strict=True)]
+        is_prompt = super().get_seq_length(layer_idx) == 0 and key_states.shape[2] > 1
+        cached = super().update(*rounded, layer_idx, *args, **kwargs)
+        return (key_states, value_states) if is_prompt else cached
+
+    def scale(self, x: Tensor) -> Tensor:
+        """One scale a tensor in E4M3, one a head in INT8."""
+        amax = x.abs().amax((0, 2, 3)) if self.dtype == "int8" else x.abs().amax().view(1)
+        return amax * MARGIN[self.dtype] / LARGEST[self.dtype]
+
+    def rounded(self, x: Tensor, scale: Tensor) -> Tensor:
+        if self.dtype == "bf16":
+            return x.bfloat16().to(x.dtype)
+        s = scale.double().view(-1, 1, 1).numpy()
+        y = np.clip(x.double().numpy() / s, -LARGEST[self.dtype], LARGEST[self.dtype])
+        y = np.rint(y) if self.dtype == "int8" else y.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        return torch.from_numpy(y * s).to(x.dtype)
+
+
+def prompts(padded: bool) -> dict[str, Tensor]:
+    ids = torch.randint(1, 97, (3, 9))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :4] = mask[2, :1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Generate; returns the tokens [B, T] and the logits [steps, B, V]."""
+    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    out = model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)
+    return out.sequences, torch.stack(out.logits)
