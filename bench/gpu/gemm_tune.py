@@ -1,7 +1,7 @@
-"""The GEMM of few rows under other tilings than it chooses: which is fastest, by shape and rows.
+"""The GEMM of small M under other tilings than it chooses: which is fastest, by shape and rows.
 
 Prints, for each, the choice of `octavo.ops.gemm.kernel.choose` and the best three beside cuBLASLt, in microseconds and
-as a share of a copy of the same bytes: what to change in `choose`, and what `few_rows` should say. Writes no result.
+as a share of a copy of the same bytes. It shows how to change `choose` and `max_small_m`, and writes no result.
 
     python -m bench.gpu.gemm_tune [--rows 1,16,64]
 """
@@ -21,8 +21,8 @@ from bench.gpu.serve import BEYOND_CACHE, SHAPES
 from bench.gpu.timing import replayed
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
-from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
-from octavo.ops.triton_support import kernels_of
+from octavo.ops.gemm import kernel
+from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 
 
 def main() -> None:
@@ -35,7 +35,6 @@ def main() -> None:
 
 def shape(m: int, n: int, k: int) -> None:
     """Time one shape over as many weights in turn as the cache cannot keep."""
-    kernel = kernels_of("gemm")
     a = quantize(torch.randn(m, k, device="cuda"), Cast())
     count = max(2, BEYOND_CACHE // (n * k))
     bs = [quantize(torch.randn(n, k, device="cuda"), Cast()) for _ in range(count)]
@@ -44,7 +43,7 @@ def shape(m: int, n: int, k: int) -> None:
         kernel.scaled_mm(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True, tiling)
 
     def native(b: QTensor) -> None:
-        cublaslt_mm(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+        scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
     def us(call: Callable[[QTensor], None]) -> float:
         def step() -> None:

@@ -1,6 +1,6 @@
 """Each kernel against a copy that moves as many bytes as it must, in the same run and timed in the same way.
 
-First every byte is compared with the twin's on the same device.
+First every byte is compared with the reference's on the same device.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from bench.gpu.timing import replayed
 from octavo import ops
 from octavo.numerics import Cast
 from octavo.numerics.granularity import TENSOR
-from octavo.ops.activation import reference as activation_twin
-from octavo.ops.norm import reference as norm_twin
-from octavo.ops.quantization import reference as quantize_twin
-from octavo.ops.requantization import reference as recast_twin
-from octavo.ops.transposition import reference as transpose_twin
+from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
+from octavo.ops.norm.reference import norm_quantize_reference
+from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
+from octavo.ops.requantization.reference import requantize_norm_reference, requantize_transposed_reference
+from octavo.ops.transposition.reference import transpose_reference
 from octavo.recipe import blockwise, mxfp8, rowwise
 
 T = 8192
 
 
 class Kernel(NamedTuple):
-    """A kernel at one size: the operation, its twin, and the bytes an element that it must move."""
+    """A kernel at one size: the operation, its reference, and the bytes an element that it must move."""
 
     name: str
     run: Callable[[], Any]
-    twin: Callable[[], Any]
+    reference: Callable[[], Any]
     elements: int
     bytes: float
 
@@ -60,10 +60,10 @@ def copy_ms(moved: int) -> float:
 
 def check(kernel: Kernel) -> None:
     """A benchmark of wrong bytes is worth nothing."""
-    for found, required in zip(flat(kernel.run()), flat(kernel.twin()), strict=False):
+    for found, required in zip(flat(kernel.run()), flat(kernel.reference()), strict=False):
         if found.element_size() == 1 or found.dtype == torch.int32:
             wrong = int((found.view(torch.uint8) != required.view(torch.uint8)).sum())
-            assert wrong == 0, f"{kernel.name}: {wrong} of {found.numel()} bytes are not the twin's"
+            assert wrong == 0, f"{kernel.name}: {wrong} of {found.numel()} bytes are not the reference's"
 
 
 def flat(result: Any) -> Iterator[Tensor]:
@@ -93,9 +93,9 @@ def kernels(k: int) -> Iterator[Kernel]:
     column, row = torch.rand(1, k, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
 
     def plain(name: str, cast: Cast, size: float, **factors: Tensor) -> Kernel:
-        twin = (factors.get("column_scale"), factors.get("row_scale"), None)
+        reference = (factors.get("column_scale"), factors.get("row_scale"), None)
         run = partial(ops.quantize, x, cast, **factors)
-        return Kernel(name, run, partial(quantize_twin.quantize, x, cast, *twin), n, size)
+        return Kernel(name, run, partial(quantize_reference, x, cast, *reference), n, size)
 
     yield plain("quantize rows", x_cast, 3)
     yield plain("quantize rows, floor (weights)", w_cast, 3)
@@ -111,7 +111,7 @@ def kernels(k: int) -> Iterator[Kernel]:
     yield Kernel(
         "quantize tensor, known scale",
         partial(ops.quantize_scaled, x, scale, Cast(granularity=TENSOR)),
-        partial(quantize_twin.quantize_scaled, x, scale, x_cast.fmt, None),
+        partial(quantize_scaled_reference, x, scale, x_cast.fmt, None),
         n, 3,
     )  # fmt: skip
     for name, other in (("1x128", blockwise()), ("MX", mxfp8())):
@@ -120,7 +120,7 @@ def kernels(k: int) -> Iterator[Kernel]:
         yield Kernel(
             f"quantize {name}, transposed",
             partial(ops.quantize_transposed, x, cast),
-            partial(quantize_twin.quantize, x.t().contiguous(), cast, None, None, None),
+            partial(quantize_reference, x.t().contiguous(), cast, None, None, None),
             n, 3,
         )  # fmt: skip
     q = ops.quantize(x, x_cast)
@@ -129,13 +129,13 @@ def kernels(k: int) -> Iterator[Kernel]:
         yield Kernel(
             name,
             partial(ops.transpose, q.data, places),
-            partial(transpose_twin.transpose, q.data, places),
+            partial(transpose_reference, q.data, places),
             n, 2,
         )  # fmt: skip
     yield Kernel(
         "cast again, transposed",
-        partial(ops.recast_transposed, [x], q.scale, x_cast),
-        partial(recast_twin.recast_transposed, [x], q.scale, x_cast.fmt, x_cast.granularity),
+        partial(ops.requantize_transposed, [x], q.scale, x_cast),
+        partial(requantize_transposed_reference, [x], q.scale, x_cast.fmt, x_cast.granularity),
         n, 3,
     )  # fmt: skip
     if k == 4096:
@@ -148,14 +148,14 @@ def norms(x: Tensor, cast: Cast) -> Iterator[Kernel]:
     residual, weight, bias = bf16(*x.shape), bf16(x.shape[1]), bf16(x.shape[1])
     for name, center, beta in (("RMS norm", False, None), ("layer norm", True, bias)):
         run = partial(norm, x, residual, weight, beta, cast, center)
-        twin = partial(norm_twin.norm_quantize, x, residual, weight, beta, 1e-5, cast, center)
-        yield Kernel(f"{name} + residual + quantize", run, twin, x.numel(), 7)
+        reference = partial(norm_quantize_reference, x, residual, weight, beta, 1e-5, cast, center)
+        yield Kernel(f"{name} + residual + quantize", run, reference, x.numel(), 7)
         total, _, scale, mean, rstd = run()
         subtracted = mean if center else None
         yield Kernel(
             f"{name}, cast again, transposed",
-            partial(ops.recast_norm, total, subtracted, rstd, weight, beta, scale, cast),
-            partial(recast_twin.recast_norm, total, subtracted, rstd, weight, beta, scale, cast.fmt),
+            partial(ops.requantize_norm, total, subtracted, rstd, weight, beta, scale, cast),
+            partial(requantize_norm_reference, total, subtracted, rstd, weight, beta, scale, cast.fmt),
             x.numel(), 3,
         )  # fmt: skip
         yield Kernel(
@@ -187,14 +187,14 @@ def activations(f: int, cast: Cast, dy_cast: Cast) -> Iterator[Kernel]:
         h = ops.activation_quantize(u, kind, cast)
 
         backward = partial(activation_gradient, dh, u, kind, dy_cast, column, row, cast, h.scale)
-        twin = partial(activation_twin.activation_backward, dh, u, kind, dy_cast, column, row, cast, h.scale, False)
+        reference = partial(activation_backward_reference, dh, u, kind, dy_cast, column, row, cast, h.scale, False)
         yield Kernel(
             f"{kind} + quantize",
             partial(ops.activation_quantize, u, kind, cast),
-            partial(activation_twin.activation_quantize, u, kind, cast),
+            partial(activation_quantize_reference, u, kind, cast),
             T * f, 2 * width + 1,
         )  # fmt: skip
-        yield Kernel(f"{kind} + quantize, backward", backward, twin, T * f, 2 * width + 2 + width + 1)
+        yield Kernel(f"{kind} + quantize, backward", backward, reference, T * f, 2 * width + 2 + width + 1)
 
 
 if __name__ == "__main__":

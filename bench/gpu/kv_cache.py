@@ -28,8 +28,8 @@ from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.numerics import QTensor
 from octavo.ops import quantize, scaled_mm
-from octavo.ops.attention import reference
-from octavo.ops.triton_support import kernels_of
+from octavo.ops.attention import kernel
+from octavo.ops.attention.reference import widened_attention
 
 HEADS, KV_HEADS, DIM, WIDTH, MLP, LAYERS, VOCABULARY = 32, 8, 128, 4096, 14336, 32, 128256
 CONTEXTS, BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)
@@ -93,13 +93,13 @@ def check(q: Tensor, cache: LayerKVCache) -> None:
     """The kernel against PyTorch in float32 over the same bytes; a wrong one ends the benchmark."""
     found = cache.attend(q)[:1]
     held = (cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
-    exact = reference.widened_attention(q[:1].float(), *held, None, DIM**-0.5)
+    exact = widened_attention(q[:1].float(), *held, None, DIM**-0.5)
     assert sqnr(exact, found) > 40, f"{cache.dtype}: {sqnr(exact, found):.1f} dB"
 
 
 def tune() -> None:
     """Times over sizes of tiles, the best first."""
-    tiles = kernels_of("attention").TILES
+    tiles = kernel.TILES
     for batch, context in ((8, 32768), (1, 32768), (8, 4096)):
         q = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))

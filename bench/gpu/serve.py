@@ -35,8 +35,8 @@ from bench.gpu.serve_models import (
 from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
 from octavo.numerics import ROW, Cast
 from octavo.ops import find_backend, quantize
-from octavo.ops.gemm.cublaslt import scaled_mm as cublaslt_mm
-from octavo.ops.triton_support import kernels_of
+from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
+from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
 from octavo.runtime.fused import fuse
 
 TOKENS, CONTEXT, BATCHES = 8192, 1024, (1, 64)
@@ -151,7 +151,6 @@ def kernels() -> list[dict[str, Any]]:
 
 def gemm(m: int, n: int, k: int) -> dict[str, Any]:
     """One shape: over as many weights in turn as the cache cannot keep."""
-    ours = kernels_of("gemm").scaled_mm
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     count = max(2, BEYOND_CACHE // (n * k))
     wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
@@ -159,17 +158,17 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
 
     def few() -> None:
         for b in bs:
-            ours(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
+            scaled_mm_triton(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
 
     def native() -> None:
         for b in bs:
-            cublaslt_mm(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+            scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
     def bf16() -> None:
         for w in wide:
             x @ w.t()
 
-    y = ours(a.data, a.scale, bs[0].data, bs[0].scale, None, torch.bfloat16, True)
+    y = scaled_mm_triton(a.data, a.scale, bs[0].data, bs[0].scale, None, torch.bfloat16, True)
     exact = (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
     assert sqnr(exact, y) > 40, f"{m} x {n} x {k}: {sqnr(exact, y)} dB"
     moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))

@@ -24,7 +24,7 @@ def test_scale_dtype_must_be_float32_or_e8m0(dtype):
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "required"),
+    ("granularity", "shape", "required"),
     [
         (ROW, (3,), r"\[3, 1\]"),
         (ROW, (1, 3), r"\[3, 1\]"),
@@ -33,9 +33,9 @@ def test_scale_dtype_must_be_float32_or_e8m0(dtype):
         (block(2, 2), (3, 5), r"\[2, 3\]"),
     ],
 )
-def test_scale_shape_must_be_the_layouts(layout, shape, required):
+def test_scale_shape_must_be_the_granularitys(granularity, shape, required):
     with pytest.raises(ValueError, match=rf"scales of data \[3, 5\] must have shape {required}, got"):
-        QTensor(data(3, 5), torch.ones(shape), E4M3, layout)
+        QTensor(data(3, 5), torch.ones(shape), E4M3, granularity)
 
 
 def test_data_and_scale_must_share_a_device():
@@ -49,13 +49,14 @@ def test_fields_cannot_be_set():
         q.scale = torch.zeros(3, 1)
 
 
-@pytest.mark.parametrize("layout", [TENSOR, ROW, group(4), block(2, 3)], ids=lambda g: g.name)
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, group(4), block(2, 3)], ids=lambda g: g.name)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
-def test_dequantize_multiplies_data_by_its_scale(layout, scale_dtype):
+def test_dequantize_multiplies_data_by_its_scale(granularity, scale_dtype):
     raw = data(7, 10)
-    scale = torch.exp2(torch.arange(np.prod(layout.scale_shape((7, 10)))) - 3.0).view(layout.scale_shape((7, 10)))
-    q = QTensor(raw, scale.to(scale_dtype), E4M3, layout)
-    rows, cols = layout.block((7, 10))
+    shape = granularity.scale_shape((7, 10))
+    scale = torch.exp2(torch.arange(np.prod(shape)) - 3.0).view(shape)
+    q = QTensor(raw, scale.to(scale_dtype), E4M3, granularity)
+    rows, cols = granularity.block((7, 10))
     expected = np.array([[raw[i, j].item() * scale[i // rows, j // cols].item() for j in range(10)] for i in range(7)])
     assert q.shape == (7, 10)
     assert np.array_equal(q.dequantize().numpy(), expected.astype(np.float32))
@@ -77,19 +78,19 @@ def test_nan_scale_poisons_its_block_and_no_other():
     assert q.dequantize()[1].isnan().all()
 
 
-@pytest.mark.parametrize("layout", [TENSOR, block(4, 4)], ids=lambda g: g.name)
-def test_t_transposes_what_it_stands_for_without_moving_bytes(layout):
+@pytest.mark.parametrize("granularity", [TENSOR, block(4, 4)], ids=lambda g: g.name)
+def test_t_transposes_what_it_stands_for_without_moving_bytes(granularity):
     raw = data(6, 10)
-    shape = layout.scale_shape((6, 10))
-    q = QTensor(raw, torch.arange(1.0, 1 + np.prod(shape)).view(shape), E4M3, layout)
+    shape = granularity.scale_shape((6, 10))
+    q = QTensor(raw, torch.arange(1.0, 1 + np.prod(shape)).view(shape), E4M3, granularity)
     assert torch.equal(q.t().dequantize(), q.dequantize().t())
     assert q.t().data.data_ptr() == raw.data_ptr()
 
 
-@pytest.mark.parametrize("layout", [ROW, group(4), block(2, 4)], ids=lambda g: g.name)
-def test_t_refuses_layouts_that_do_not_transpose(layout):
-    q = QTensor(data(6, 10), torch.ones(layout.scale_shape((6, 10))), E4M3, layout)
-    with pytest.raises(ValueError, match=rf"\[6, 10\] with {layout.name} scales: quantize the transposed matrix"):
+@pytest.mark.parametrize("granularity", [ROW, group(4), block(2, 4)], ids=lambda g: g.name)
+def test_t_refuses_granularities_that_do_not_transpose(granularity):
+    q = QTensor(data(6, 10), torch.ones(granularity.scale_shape((6, 10))), E4M3, granularity)
+    with pytest.raises(ValueError, match=rf"\[6, 10\] with {granularity.name} scales: quantize the transposed matrix"):
         q.t()
 
 

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from metrics import sqnr
 
 from octavo.numerics import Cast
 from octavo.numerics.formats import FP8_FORMATS, get_format
@@ -13,12 +14,6 @@ from octavo.ops import quantize
 
 E4M3 = get_format("e4m3")
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0}
-
-
-def sqnr(x: torch.Tensor, back: torch.Tensor) -> float:
-    """Signal over quantization noise, in decibels."""
-    x, back = x.double(), back.double()
-    return float(10 * torch.log10(x.square().sum() / (x - back).square().sum()))
 
 
 @pytest.mark.parametrize("name", sorted(FP8_FORMATS))

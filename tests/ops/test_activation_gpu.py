@@ -1,14 +1,14 @@
-"""The activations' kernels against their twin on the same GPU: every bit of the bytes, the scales and the gradient."""
+"""The activations' kernels against their reference on one GPU: every bit of data, scales and gradient."""
 
 import pytest
 import torch
+from activation_oracle import KINDS, given, on_the_border
+from bits import assert_same, assert_same_numbers, on_gpu
 from gpu_memory import poison
-from test_activation import KINDS, given, on_the_border
-from test_norm_gpu import assert_same, assert_same_numbers, on_gpu
 from torch import Tensor
 
 from octavo.numerics import Cast
-from octavo.ops.activation import reference
+from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -19,26 +19,26 @@ CASES = [(torch.bfloat16, Cast(), True), (torch.float32, Cast("e5m2", scale="pow
 
 
 def forward_kernel(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, ...]:
-    return torch.ops.octavo.activation_quantize(u, kind, cast.format, cast.scale)
+    return torch.ops.octavo.activation_quantize(u, cast.spec, kind)
 
 
 def backward_kernel(
     u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
 ) -> tuple[Tensor, ...]:
     return torch.ops.octavo.activation_backward(
-        dh, u, kind, cast.format, cast.scale, column_scale, row_scale, cast.format, h_scale, keep
+        dh, u, cast.spec, cast.spec, keep, kind, column_scale, row_scale, h_scale
     )
 
 
-def backward_twin(
+def backward_reference(
     u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
 ) -> tuple[Tensor, ...]:
-    return reference.activation_backward(dh, u, kind, cast, column_scale, row_scale, cast, h_scale, keep)
+    return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, cast, h_scale, keep)
 
 
 def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
     """Data and scale."""
-    required = reference.activation_quantize(u, kind, cast)
+    required = activation_quantize_reference(u, kind, cast)
     for _ in range(repeats):
         poison()
         for one, other in zip(forward_kernel(u, kind, cast), required, strict=True):
@@ -47,8 +47,8 @@ def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
 
 def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:
     """Data and scale of the gradient, data of h (as forward had it, too), and the gradient itself."""
-    h_data, h_scale = reference.activation_quantize(values[0], kind, cast)
-    required = backward_twin(*values, kind, cast, h_scale, keep)
+    h_data, h_scale = activation_quantize_reference(values[0], kind, cast)
+    required = backward_reference(*values, kind, cast, h_scale, keep)
     assert_same(required[2], h_data)
     for _ in range(repeats):
         poison()
@@ -84,7 +84,7 @@ def test_large_ones_again_and_again(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_border_of_two_codes(kind):
-    """Where an order of rounding other than the twin's would give another code."""
+    """Where an order of rounding other than the reference's would give another code."""
     u = on_the_border(kind).cuda()
     m, f = u.shape[0], u.shape[1] // KINDS[kind]
     check_forward(u, kind, Cast(), 1)
@@ -110,14 +110,14 @@ def test_values_far_from_zero(kind):
 
 def test_gelu_where_its_density_would_be_subnormal():
     """From -13.2 down exp(-u^2 / 2) is a subnormal float32, and from -14.4 zero. Triton links libdevice so that it may
-    flush subnormals, torch does not: kernel and twin both make it zero."""
+    flush subnormals, torch does not: kernel and reference both make it zero."""
     values = constant_rows([-13.0, -13.1, -13.2, -13.3, -13.5, -14.0, -14.3, -14.5], "gelu")
     check_forward(values[0], "gelu", Cast(), 1)
     check_backward(values, "gelu", Cast(), True, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_formats_without_kernels_are_the_twins(kind):
+def test_formats_without_kernels_run_the_reference(kind):
     values = on_gpu(given(kind, (17, 130), torch.bfloat16))
     check_forward(values[0], kind, Cast("e4m3fnuz"), 1)
     check_backward(values, kind, Cast("e5m2fnuz"), True, 1)
@@ -127,12 +127,12 @@ def test_formats_without_kernels_are_the_twins(kind):
 def test_strided_inputs(kind):
     values = on_gpu(given(kind, (17, 130), torch.float32))
     turned = [t.t().contiguous().t() for t in values]
-    h_scale = reference.activation_quantize(values[0], kind, Cast())[1]
+    h_scale = activation_quantize_reference(values[0], kind, Cast())[1]
     for one, other in zip(
-        forward_kernel(turned[0], kind, Cast()), reference.activation_quantize(values[0], kind, Cast()), strict=True
+        forward_kernel(turned[0], kind, Cast()), activation_quantize_reference(values[0], kind, Cast()), strict=True
     ):
         assert_same(one, other)
-    required = backward_twin(*values, kind, Cast(), h_scale, True)
+    required = backward_reference(*values, kind, Cast(), h_scale, True)
     for one, other in zip(backward_kernel(*turned, kind, Cast(), h_scale, True), required, strict=True):
         assert_same(one, other)
 
@@ -148,10 +148,10 @@ def test_a_row_that_is_not_finite(f, kind, half, value):
     broken = torch.arange(9, device="cuda") == 4
     data, h_scale = forward_kernel(u, kind, Cast())
     assert torch.equal(h_scale.isnan().flatten(), broken)
-    for one, other in zip((data, h_scale), reference.activation_quantize(u, kind, Cast()), strict=True):
+    for one, other in zip((data, h_scale), activation_quantize_reference(u, kind, Cast()), strict=True):
         assert_same_numbers(one, other)
     values = u, dh, column_scale, row_scale, kind, Cast(), h_scale, True
     found = backward_kernel(*values)
     assert torch.equal(found[1].isnan().flatten(), broken)
-    for one, other in zip(found, backward_twin(*values), strict=True):
+    for one, other in zip(found, backward_reference(*values), strict=True):
         assert_same_numbers(one, other)

@@ -1,11 +1,11 @@
-"""The twin, which is what a CPU runs, against float64 on the same bytes; what is stored, against ml_dtypes."""
+"""The reference, which a CPU runs, against float64 on the same bytes; the stored bytes against ml_dtypes."""
 
 import pytest
 import torch
-from attention_oracle import DTYPES, attention64, given, stored, wide
+from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
 
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention import reference
+from octavo.ops.attention.reference import cached_attention_reference, widened_attention
 from octavo.ops.attention.splits import splits_of
 
 SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
@@ -23,7 +23,7 @@ def length_of(used: int) -> torch.Tensor:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", DTYPES)
-def test_twin_against_float64(kind, shape, padded):
+def test_reference_against_float64(kind, shape, padded):
     *sizes, used = shape
     q, *cache = given(kind, *sizes, dtype=torch.float32 if kind == "bf16" else torch.bfloat16)
     q = q.float()
@@ -34,7 +34,7 @@ def test_twin_against_float64(kind, shape, padded):
     found = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
     assert found.dtype == torch.float32
     assert ((found - required).abs() <= 3e-5 * size).all()
-    wider = reference.widened_attention(q, *cache, length_of(used), places, scale)
+    wider = widened_attention(q, *cache, length_of(used), places, scale)
     assert ((wider - required).abs() <= 3e-5 * size).all()
 
 
@@ -54,7 +54,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
     assert found[1].any()
 
 
-@pytest.mark.parametrize("run", [reference.cached_attention, reference.widened_attention])
+@pytest.mark.parametrize("run", [cached_attention_reference, widened_attention])
 def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
     q, *cache = given("fp8", 2, 2, 1, 1, 16, 20)
     assert run(q, *cache, length_of(21), None, 0.25).isnan().all()
@@ -69,11 +69,6 @@ def test_the_scale_of_products_is_that_of_the_size_by_default():
 
 
 # ---- storing
-
-
-def every_bf16() -> torch.Tensor:
-    """[1, 2, 64, 512]: every BF16 there is, NaN and infinities included."""
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1, 2, 64, 512)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -118,7 +113,7 @@ def test_strided_keys_are_stored_as_they_are():
     assert torch.equal(values[:, :, 1:], -k)
 
 
-# ---- the door
+# ---- the operations
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,17 @@
-"""The kernels against float64 on the same bytes; what they store against the twin's bytes; graphs and compiled code."""
-
-from typing import Any
+"""The kernels against float64 on the same bytes, stored bytes against the reference's, graphs and compiled code."""
 
 import pytest
 import torch
-from attention_oracle import DTYPES, attention64, given
+from attention_oracle import DTYPES, attention64, every_bf16, given
+from bits import on_gpu
+from compiled_code import calls
 from gpu_memory import poison
-from test_cached_attention import every_bf16
-from test_inductor_gpu import calls
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from octavo.kv_cache.layer import LayerKVCache
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention import reference
+from octavo.ops.attention.reference import widened_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -30,10 +28,6 @@ SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
     (1, 2, 2, 1, 256, 400, 399),
     (40, 8, 8, 1, 64, 500, 450),  # one part each
 ]
-
-
-def on_gpu(values: Any) -> tuple[Any, ...]:
-    return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)
 
 
 def length_of(used: int) -> Tensor:
@@ -91,7 +85,7 @@ def test_32768_tokens_again_and_again(kind):
     torch.manual_seed(0)
     q, *cache = on_gpu(given(kind, 8, 32, 8, 1, 128, 32768))
     required = [
-        reference.widened_attention(
+        widened_attention(
             q[b : b + 1].float(), *(t[b : b + 1] for t in cache[:2]), *cache[2:], length_of(32700), None, 0.05
         )
         for b in range(8)
@@ -143,7 +137,7 @@ def test_nan_is_not_hidden():
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-def test_bytes_are_the_twins(kind):
+def test_bytes_are_those_of_the_reference(kind):
     x = every_bf16()
     scales = (None, None) if kind == "bf16" else (torch.tensor([0.03, 1.5]), torch.tensor([2.0**-120, 1e30]))
     found = []

@@ -31,11 +31,11 @@ def test_swizzle_equals_the_documented_offsets(rows, cols):
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (1, 1), (17, 40), (130, 272)])
-@pytest.mark.parametrize("layout", [TENSOR, ROW, STRIP, SQUARE, MX], ids=lambda g: g.name)
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, STRIP, SQUARE, MX], ids=lambda g: g.name)
 @pytest.mark.parametrize("rows", [True, False])
-def test_pad_adds_zero_bytes_and_scales_of_one(rows, layout, shape):
-    q = quantize(torch.ones(shape), Cast(granularity=layout))
-    data, scale = cublaslt._pad(q.data, q.scale, layout, rows=rows)
+def test_pad_adds_zero_bytes_and_scales_of_one(rows, granularity, shape):
+    q = quantize(torch.ones(shape), Cast(granularity=granularity))
+    data, scale = cublaslt._pad(q.data, q.scale, granularity, rows=rows)
     m, k = (-(-n // 16) * 16 for n in shape)
     assert tuple(data.shape) == (m if rows else shape[0], k)
     assert data.is_contiguous()
@@ -43,7 +43,7 @@ def test_pad_adds_zero_bytes_and_scales_of_one(rows, layout, shape):
     assert torch.equal(raw[: shape[0], : shape[1]], q.data.view(torch.uint8))
     assert not raw[shape[0] :].any()
     assert not raw[:, shape[1] :].any()
-    assert tuple(scale.shape) == layout.scale_shape(tuple(data.shape))
+    assert tuple(scale.shape) == granularity.scale_shape(tuple(data.shape))
     assert torch.equal(scale[: q.scale.shape[0]], q.scale)
     assert (scale[q.scale.shape[0] :] == 1).all()
 
@@ -54,7 +54,7 @@ def test_pad_makes_transposed_views_contiguous():
 
 
 @pytest.mark.parametrize(
-    ("layout", "given", "right", "shape", "stride"),
+    ("granularity", "given", "right", "shape", "stride"),
     [
         (TENSOR, (1, 1), False, (), ()),
         (ROW, (48, 1), False, (48, 1), (1, 1)),
@@ -64,12 +64,12 @@ def test_pad_makes_transposed_views_contiguous():
         (SQUARE, (3, 4), True, (4, 3), (1, 4)),
     ],
 )
-def test_order_of_float32_scales(layout, given, right, shape, stride):
+def test_order_of_float32_scales(granularity, given, right, shape, stride):
     scale = torch.arange(float(np.prod(given))).view(given)
-    result = cublaslt._scale(scale, layout, right=right)
+    result = cublaslt._scale(scale, granularity, right=right)
     assert (tuple(result.shape), result.stride()[1:]) == (shape, stride[1:])
     assert result.stride()[:1] == stride[:1] or shape[:1] == (1,)  # a single row's stride means nothing
-    if layout == SQUARE:
+    if granularity == SQUARE:
         assert torch.equal(result.t()[:, : given[1]], scale)
         assert not result.t()[:, given[1] :].any()
     else:
@@ -86,7 +86,7 @@ def test_padding_is_cut_off_again(m, k, n, with_bias):
     """On the CPU PyTorch's scaled_mm has tensor scales: enough to run the whole path."""
     a, b = operands("tensor", m, k, n)
     bias = torch.randn(n) if with_bias else None
-    y = cublaslt.scaled_mm(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, bias, torch.bfloat16, False)
+    y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, bias, torch.bfloat16, False)
     exact = wide(a) @ wide(b).T + (0 if bias is None else bias.double().numpy())
     assert (y.shape, y.dtype) == ((m, n), torch.bfloat16)
     assert worst_row(y, exact) < 2.0**-8

@@ -36,10 +36,10 @@ def test_every_element_is_within_half_an_ulp_and_the_error_of_its_sum(pair, with
     m, k, n = 17, 130, 33
     a, b = operands(pair, m, k, n)
     if dtype == torch.float16:  # stay within its range
-        a = QTensor(a.data, torch.ones_like(a.scale), a.format, a.layout)
-        b = QTensor(b.data, torch.full_like(b.scale.float(), 2.0**-14).to(b.scale.dtype), b.format, b.layout)
+        a = QTensor(a.data, torch.ones_like(a.scale), a.format, a.granularity)
+        b = QTensor(b.data, torch.full_like(b.scale.float(), 2.0**-14).to(b.scale.dtype), b.format, b.granularity)
         if "e5m2" in a.format.name:
-            a = QTensor(a.data, torch.full_like(a.scale, 2.0**-10), a.format, a.layout)
+            a = QTensor(a.data, torch.full_like(a.scale, 2.0**-10), a.format, a.granularity)
     bias = torch.randn(n).to(dtype) if with_bias else None
     y = scaled_mm(a, b, bias=bias, out_dtype=dtype).double().numpy()
     exact = wide(a) @ wide(b).T
@@ -131,7 +131,8 @@ def test_operands_are_left_alone():
 def test_opcheck(pair, with_bias):
     a, b = operands(pair, 3, 64, 5)
     more = (torch.ones(5), torch.ones(3, 5).bfloat16()) if with_bias else (None, None)
-    args = (a.data, a.scale, a.layout.name, b.data, b.scale, b.layout.name, *more, torch.bfloat16, False, "emulated")
+    scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
+    args = (a.data, b.data, torch.bfloat16, "emulated", *scales, *more, False)
     torch.library.opcheck(torch.ops.octavo.scaled_mm.default, args, test_utils=OPCHECKS)
 
 

@@ -14,7 +14,7 @@ ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 
 
 @pytest.mark.parametrize(
-    ("layouts", "runs_on"),
+    ("granularities", "runs_on"),
     [
         ((TENSOR, TENSOR), {ADA, HOPPER, BLACKWELL}),
         ((ROW, ROW), {ADA, HOPPER, BLACKWELL}),
@@ -27,20 +27,21 @@ ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
         ((ROW, TENSOR), set()),
     ],
 )
-def test_nvidia(layouts, runs_on):
+def test_nvidia(granularities, runs_on):
     for capability in ((8, 0), ADA, HOPPER, BLACKWELL):
         for formats in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
-            backend = _cuda_backend(capability, *layouts, formats, False, (layouts[0] == MX, layouts[1] == MX))
+            e8m0 = granularities[0] == MX, granularities[1] == MX
+            backend = _cuda_backend(capability, *granularities, formats, False, e8m0)
             assert backend.name == ("cublaslt" if capability in runs_on else "none")
             if capability not in runs_on:
-                assert f"{layouts[0].name} x {layouts[1].name} scales" in backend.reason
+                assert f"{granularities[0].name} x {granularities[1].name} scales" in backend.reason
 
 
-@pytest.mark.parametrize("layout", [MX, TENSOR, ROW])
+@pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
 @pytest.mark.parametrize("e8m0", [(True, True), (True, False), FLOAT32])
-def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(layout, e8m0):
-    backend = _cuda_backend(BLACKWELL, layout, layout, ("e4m3", "e4m3"), False, e8m0)
-    runs = all(e8m0) if layout == MX else not any(e8m0)
+def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0):
+    backend = _cuda_backend(BLACKWELL, granularity, granularity, ("e4m3", "e4m3"), False, e8m0)
+    runs = all(e8m0) if granularity == MX else not any(e8m0)
     assert backend.name == ("cublaslt" if runs else "none")
     if not runs:
         assert "E8M0" in backend.reason or "float32" in backend.reason
@@ -65,9 +66,9 @@ def test_nvidia_reasons_name_what_is_needed_and_what_is_there():
 @pytest.mark.parametrize(("capability", "fnuz"), [((9, 4), True), ((9, 5), False)])
 def test_amd(capability, fnuz):
     own, foreign = ("e4m3fnuz", "e4m3") if fnuz else ("e4m3", "e4m3fnuz")
-    for layout in (TENSOR, ROW):
-        assert _cuda_backend(capability, layout, layout, (own, own), True, FLOAT32).name == "hipblaslt"
-        refused = _cuda_backend(capability, layout, layout, (foreign, foreign), True, FLOAT32)
+    for granularity in (TENSOR, ROW):
+        assert _cuda_backend(capability, granularity, granularity, (own, own), True, FLOAT32).name == "hipblaslt"
+        refused = _cuda_backend(capability, granularity, granularity, (foreign, foreign), True, FLOAT32)
         assert (refused.name, "FNUZ" if fnuz else "OCP") == ("none", refused.reason.split("takes ")[1].split(" ")[0])
     assert _cuda_backend(capability, STRIP, STRIP, (own, own), True, FLOAT32).name == "none"
 

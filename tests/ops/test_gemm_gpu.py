@@ -19,7 +19,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gemm_examples import operands, wide
+from gemm_examples import ROUNDOFF, errors_and_bounds, on_gpu, operands, row_norm, wide
 from gpu_memory import poison
 
 from octavo.numerics import QTensor
@@ -37,33 +37,6 @@ MISSING = {
     "group64": "cuBLASLt has no GEMM with group:64 x group:64 scales in float32",
 }
 SIZES = [(1, 16, 16), (16, 16, 16), (33, 48, 80), (257, 515, 129), (1024, 4096, 512)]  # m, k, n
-ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-PROMOTED = 4 * 4 * 2.0**-13
-
-
-def on_gpu(q: QTensor) -> QTensor:
-    return QTensor(q.data.cuda(), q.scale.cuda(), q.format, q.layout)
-
-
-def row_norm(y: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(y, axis=1)
-
-
-def errors_and_bounds(
-    y: torch.Tensor, a: QTensor, b: QTensor, bias: torch.Tensor | None, fast: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row, from the operands on the CPU."""
-    wide_a, wide_b = wide(a), wide(b)
-    product = wide_a @ wide_b.T
-    exact = product if bias is None else product + bias.double().numpy()
-    loss = PROMOTED + (2.0**-13 * math.ceil(a.shape[1] / 32) if fast else 0)
-    gemm_dtype = y.dtype if a.layout.outer else torch.bfloat16
-    bound = ROUNDOFF[gemm_dtype] * row_norm(product) + loss * row_norm(np.sqrt(wide_a**2 @ (wide_b**2).T))
-    # the scales, two products in float32, and where there is more to do after the GEMM another rounding
-    bound += 2.0**-22 * row_norm(product)
-    if bias is not None or gemm_dtype != y.dtype:
-        bound += ROUNDOFF[y.dtype] * row_norm(exact)
-    return row_norm(y.cpu().double().numpy() - exact), bound
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
@@ -77,7 +50,7 @@ def test_worst_row(pair, size, dtype, with_bias, fast):
     bias = torch.randn(n).to(dtype) if with_bias else None
     gpu_a, gpu_b, gpu_bias = on_gpu(a), on_gpu(b), None if bias is None else bias.cuda()
     e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
-    backend = find_backend(gpu_a.data.device, a.layout, b.layout, (a.format.name, b.format.name), e8m0=e8m0)
+    backend = find_backend(gpu_a.data.device, a.granularity, b.granularity, (a.format.name, b.format.name), e8m0=e8m0)
     assert backend.name == "cublaslt"
     poison()
     y = scaled_mm(gpu_a, gpu_b, bias=gpu_bias, out_dtype=dtype, fast_accumulation=fast)
@@ -99,7 +72,7 @@ def test_each_column_too_and_a_wrong_scale_is_seen(pair):
     assert (error <= bound).all()
     scale = b.scale.clone()
     scale[0] *= 1 + 1 / 16
-    y = scaled_mm(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.layout)))
+    y = scaled_mm(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.granularity)))
     error, bound = errors_and_bounds(y.t(), b, a, None, False)
     assert error[0] > 4 * bound[0]
 
@@ -117,7 +90,7 @@ def test_empty_operands(pair, m, k, n):
 def test_transposed_views_are_taken(size):
     m, k, n = size
     a, b = operands("tensor", m, k, n)
-    turned = QTensor(b.data.t().contiguous(), b.scale, b.format, b.layout)
+    turned = QTensor(b.data.t().contiguous(), b.scale, b.format, b.granularity)
     poison()
     assert torch.equal(scaled_mm(on_gpu(a), on_gpu(turned).t()), scaled_mm(on_gpu(a), on_gpu(b)))
 
@@ -127,7 +100,7 @@ def test_what_is_not_finite_stays_so(pair):
     a, b = operands(pair, 33, 515, 80)
     scale = a.scale.clone()
     scale[-1] = torch.nan
-    y = scaled_mm(on_gpu(QTensor(a.data, scale, a.format, a.layout)), on_gpu(b)).cpu()
+    y = scaled_mm(on_gpu(QTensor(a.data, scale, a.format, a.granularity)), on_gpu(b)).cpu()
     assert y[-1].isnan().all()
     assert y[:-1].isfinite().all() or pair == "tensor"
 

@@ -1,9 +1,8 @@
 """Compiled code launches our kernels and calls no operation of ours; where sizes are dynamic it calls them."""
 
-import re
-
 import pytest
 import torch
+from compiled_code import calls
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -25,12 +24,6 @@ class Block(nn.Module):
         (q, k), x = self.both(x)
         y, x = self.mlp(x, self.norm2, self.o(torch.cat((q, k), -1)))
         return x + y
-
-
-def calls(codes: list[str]) -> set[str]:
-    """The operations of ours that it calls; its comments name those that were replaced."""
-    lines = (line.partition("#")[0] for code in codes for line in code.splitlines())
-    return {name for line in lines for name in re.findall(r"torch\.ops\.octavo\.(\w+)", line)}
 
 
 def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +49,7 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     compiled = torch.compile(model, fullgraph=True)
     found, codes = run_and_get_code(gradients, model, compiled, x)
     assert len(codes) == 2
-    assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm.door._inlines` says why
+    assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm.op._inlines` says why
     assert all("_kernel" in code for code in codes)
     for exact, here in zip(required, found, strict=True):
         noise = (exact.double() - here.double()).square().sum()

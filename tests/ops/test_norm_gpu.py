@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import assert_same, assert_same_numbers, bits, on_gpu
+from fused_op_examples import NEAR
 from gpu_memory import poison
-from test_norm import EPS, EPS32, NEAR, bits, given, gradient_magnitudes, gradients64
+from norm_oracle import EPS, EPS32, given, gradient_magnitudes, gradients64
 from torch import Tensor
 
 from octavo.numerics import Cast, QTensor
 from octavo.ops import norm_backward, norm_quantize
-from octavo.ops.norm import reference
+from octavo.ops.norm.reference import norm_quantize_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -27,36 +29,19 @@ LONG = (3, 32768)  # what one program holds
 CASES = [(torch.bfloat16, Cast()), (torch.float32, Cast("e5m2", scale="pow2"))]
 
 
-def assert_same(found: Tensor, required: Tensor) -> None:
-    """Equal bits, compared where they are: on the GPU."""
-    assert found.device.type == "cuda"
-    assert (found.dtype, found.shape, found.is_contiguous()) == (required.dtype, required.shape, True)
-    wrong = bits(found) != bits(required)
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
-
-
-def assert_same_numbers(found: Tensor, required: Tensor) -> None:
-    """Equal bits, but NaN may be any NaN."""
-    nan = required.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    assert torch.equal(bits(found)[~nan], bits(required)[~nan])
-
-
-def on_gpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(v.cuda() if isinstance(v, Tensor) else v for v in values)
-
-
-def twin(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
-    return reference.norm_quantize(x, residual, weight, bias, EPS32, cast, center)
+def reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool
+) -> tuple:
+    return norm_quantize_reference(x, residual, weight, bias, EPS32, cast, center)
 
 
 def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
-    return torch.ops.octavo.norm_quantize(x, residual, weight, bias, EPS, cast.format, cast.scale, center)
+    return torch.ops.octavo.norm_quantize(x, cast.spec, residual, weight, bias, EPS, center)
 
 
 def check_forward(values: tuple[Any, ...], cast: Cast, center: bool, repeats: int) -> None:
     """Sum, data, scale, mean and rstd."""
-    required = twin(*values, cast, center)
+    required = reference(*values, cast, center)
     for _ in range(repeats):
         poison()
         for one, other in zip(kernel(*values, cast, center), required, strict=True):
@@ -84,17 +69,17 @@ def test_the_longest_rows(layer):
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12])
 def test_eps_decides_in_rows_as_small_as_its_root(eps):
-    """A kernel's eps is that of the twin to the last bit of rstd: the float64 of 1e-5 would show."""
+    """A kernel's eps is that of the reference to the last bit of rstd: the float64 of 1e-5 would show."""
     x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
     weight = torch.ones(130, device="cuda")
-    required = reference.norm_quantize(x, None, weight, None, float(np.float32(eps)), Cast(), False)
-    found = torch.ops.octavo.norm_quantize(x, None, weight, None, eps, "e4m3", "fp32", False)
+    required = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
+    found = torch.ops.octavo.norm_quantize(x, Cast().spec, None, weight, None, eps, False)
     for one, other in zip(found, required, strict=True):
         assert_same(one, other)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fnuz", "e5m2fnuz"])
-def test_formats_without_kernels_are_the_twins(fmt):
+def test_formats_without_kernels_run_the_reference(fmt):
     values = on_gpu(given((17, 130), torch.bfloat16, True, True))
     check_forward(values, Cast(fmt), True, 1)
 
@@ -102,7 +87,9 @@ def test_formats_without_kernels_are_the_twins(fmt):
 def test_strided_inputs():
     x, residual, weight, bias = on_gpu(given((130, 17), torch.float32, True, True))
     values = x.t().contiguous().t(), residual.t().contiguous().t(), weight, bias
-    for one, other in zip(kernel(*values, Cast(), True), twin(x, residual, weight, bias, Cast(), True), strict=True):
+    for one, other in zip(
+        kernel(*values, Cast(), True), reference(x, residual, weight, bias, Cast(), True), strict=True
+    ):
         assert_same(one, other)
 
 
@@ -113,7 +100,7 @@ def test_a_row_that_is_not_finite(value, center):
     x = x.clone()
     x[4, 70] = value
     total, data, scale, mean, rstd = kernel(x, residual, weight, bias, Cast(), center)
-    required = twin(x, residual, weight, bias, Cast(), center)
+    required = reference(x, residual, weight, bias, Cast(), center)
     assert torch.equal(scale.isnan().flatten(), torch.arange(129, device="cuda") == 4)
     for one, other in zip((total, data, scale, mean, rstd), required, strict=True):
         assert_same_numbers(one, other)
@@ -167,7 +154,7 @@ def test_backward_of_the_longest_rows(layer):
 def check_backward(shape: tuple[int, int], dtype: torch.dtype, residual: bool, center: bool) -> None:
     dn = torch.randn(shape, device="cuda").to(dtype)
     x, beside, weight, _ = on_gpu(given(shape, dtype, residual))
-    _, _, _, mean, rstd = twin(x, None, weight, None, Cast(), center)
+    _, _, _, mean, rstd = reference(x, None, weight, None, Cast(), center)
     required = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
     dtypes = dtype, weight.dtype, weight.dtype
     bounds = [

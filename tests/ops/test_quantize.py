@@ -8,7 +8,7 @@ import torch
 from quantize_oracle import CASTS, SHAPES, block_sizes, check, matrix, name_of, oracle
 
 from octavo.numerics import TENSOR, Cast
-from octavo.ops import quantize, quantize_both, quantize_transposed
+from octavo.ops import quantize, quantize_transposed
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -49,23 +49,12 @@ def test_quantize_transposed_is_quantize_of_the_transpose(cast, shape):
     check(q, *oracle(np.ascontiguousarray(x.numpy().T), cast), cast)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("cast", CASTS, ids=name_of)
-def test_quantize_both(cast, shape):
-    x = matrix(shape)
-    q, q_t = quantize_both(x, cast)
-    check(q, *oracle(x.numpy(), cast), cast)
-    check(q_t, *oracle(np.ascontiguousarray(x.numpy().T), cast), cast)
-    assert q_t.data.is_contiguous()
-
-
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
 def test_transposes_of_strided_inputs(cast):
     x = matrix((130, 17)).t()
-    expected = oracle(np.ascontiguousarray(x.numpy().T), cast)
-    for q in (quantize_transposed(x, cast), quantize_both(x, cast)[1]):
-        check(q, *expected, cast)
-        assert q.data.is_contiguous()
+    q = quantize_transposed(x, cast)
+    check(q, *oracle(np.ascontiguousarray(x.numpy().T), cast), cast)
+    assert q.data.is_contiguous()
 
 
 # ---- factors of columns and rows

@@ -24,7 +24,7 @@ def test_quantize_scaled_saturates_and_reports_amax(fmt, dtype):
         q.data.view(torch.uint8).numpy(), np.clip(shrunk, -top, top).astype(KINDS[fmt]).view(np.uint8)
     )
     assert (amax.shape, amax.dtype, amax.item()) == ((1, 1), torch.float32, np.abs(x.float().numpy()).max())
-    assert (q.layout, q.format, q.scale.item()) == (TENSOR, cast.fmt, scale.item())
+    assert (q.granularity, q.format, q.scale.item()) == (TENSOR, cast.fmt, scale.item())
 
 
 def test_quantize_scaled_of_no_rows():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, Granularity
 from octavo.numerics.granularity import block
-from octavo.ops import quantize, quantize_scaled, quantize_stack, recast_transposed
+from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize_transposed
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -25,7 +25,7 @@ def same(found: Tensor, data: Tensor) -> bool:
 def test_rows_of_a_stack(device: str, fmt: str) -> None:
     parts, cast = [matrix(device), matrix(device, 33)], Cast(fmt, ROW)
     q = quantize_stack(parts, cast)
-    assert same(recast_transposed(parts, q.scale, cast), q.data)
+    assert same(requantize_transposed(parts, q.scale, cast), q.data)
 
 
 @devices
@@ -34,7 +34,7 @@ def test_rows_of_a_stack(device: str, fmt: str) -> None:
 def test_a_tensor_and_square_blocks(device: str, fmt: str, granularity: Granularity) -> None:
     x, cast = matrix(device, 300), Cast(fmt, granularity)
     q = quantize(x, cast)
-    assert same(recast_transposed([x], q.scale, cast), q.data)
+    assert same(requantize_transposed([x], q.scale, cast), q.data)
 
 
 @devices
@@ -44,7 +44,7 @@ def test_what_outgrew_its_scale_saturates(device: str, fmt: str) -> None:
     scale = quantize(x, cast).scale / 7
     q, _ = quantize_scaled(x, scale, cast)
     assert (q.data.float().abs() == cast.fmt.max).any()
-    assert same(recast_transposed([x], scale, cast), q.data)
+    assert same(requantize_transposed([x], scale, cast), q.data)
 
 
 @devices
@@ -53,9 +53,9 @@ def test_a_scale_that_is_nan_gives_nan(device: str, fmt: str) -> None:
     x = matrix(device)
     x[3, 4] = torch.inf
     scale = torch.full((1, 1), torch.nan, device=device)
-    assert recast_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()
+    assert requantize_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()
 
 
 def test_scales_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"need the scales of \[\[70, 130\]\] by row, got scales \[1, 1\]"):
-        recast_transposed([matrix("cpu")], torch.ones(1, 1), Cast("e4m3", ROW))
+        requantize_transposed([matrix("cpu")], torch.ones(1, 1), Cast("e4m3", ROW))

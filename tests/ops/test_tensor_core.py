@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import operands, wide
+from tensor_core import tensor_core_mm
 
 from octavo.numerics import FORMATS, ROW, Cast, QTensor
 from octavo.ops import quantize
-from octavo.ops.gemm.reference import tensor_core_mm
 
 
 def integers(m: int, k: int, low: int = -8, high: int = 9) -> QTensor:

@@ -34,12 +34,12 @@ def can_be_cut(scheme: str, size: tuple[int, int], by: int, degree: int) -> bool
         return False
     whole = q.dequantize().chunk(degree, by)
     data: tuple[Tensor, ...] = q.data.chunk(degree, by)
-    shared = q.layout.cols is None and by == 1  # a scale a row goes to every device
+    shared = q.granularity.cols is None and by == 1  # a scale a row goes to every device
     if not shared and q.scale.shape[by] % degree:
         return False
     scales = [q.scale] * degree if shared else list(q.scale.chunk(degree, by))
     try:
-        parts = [QTensor(d, s, q.format, q.layout).dequantize() for d, s in zip(data, scales, strict=True)]
+        parts = [QTensor(d, s, q.format, q.granularity).dequantize() for d, s in zip(data, scales, strict=True)]
     except ValueError:
         return False
     return all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))

@@ -74,3 +74,8 @@ def given(
     k, v = data
     k_scale, v_scale = scales
     return q, k, v, k_scale, v_scale
+
+
+def every_bf16() -> Tensor:
+    """[1, 2, 64, 512]: every BF16 there is, NaN and infinities included."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1, 2, 64, 512)

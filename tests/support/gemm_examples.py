@@ -1,4 +1,6 @@
-"""Quantized operands of every layout that a preset uses, what they stand for in float64, how a product is judged."""
+"""Quantized operands of every granularity in a preset, their numbers in float64, and the error of a product."""
+
+import math
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ from octavo.ops import quantize
 from octavo.ops.gemm.backend import MX, SQUARE, STRIP
 from octavo.recipe import WEIGHT_FLOOR
 
-# Every pair of casts that a preset gives to one of its GEMMs, by layout.
+# Every pair of casts that a preset gives to one of its GEMMs, by granularity.
 PAIRS = {
     "tensor": (Cast(granularity=TENSOR), Cast(granularity=TENSOR)),
     "tensor-e5m2": (Cast("e5m2", TENSOR), Cast(granularity=TENSOR)),
@@ -38,7 +40,7 @@ def operands(pair: str, m: int, k: int, n: int) -> tuple[QTensor, QTensor]:
 def wide(q: QTensor) -> np.ndarray:
     """What the operand stands for, in float64, scales laid out by numpy."""
     scale = q.scale.double().numpy()
-    for axis, b in enumerate(q.layout.block(tuple(q.shape))):
+    for axis, b in enumerate(q.granularity.block(tuple(q.shape))):
         scale = scale.repeat(b, axis).take(range(q.shape[axis]), axis)
     return q.data.double().numpy() * scale
 
@@ -49,3 +51,34 @@ def worst_row(y: torch.Tensor, exact: np.ndarray) -> float:
     size = np.linalg.norm(exact, axis=1)
     assert not error[size == 0].any()  # a row that underflowed in quantization is zero
     return float((error[size > 0] / size[size > 0]).max())
+
+
+# ---- on a GPU
+
+ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+PROMOTED = 4 * 4 * 2.0**-13
+
+
+def on_gpu(q: QTensor) -> QTensor:
+    return QTensor(q.data.cuda(), q.scale.cuda(), q.format, q.granularity)
+
+
+def row_norm(y: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(y, axis=1)
+
+
+def errors_and_bounds(
+    y: torch.Tensor, a: QTensor, b: QTensor, bias: torch.Tensor | None, fast: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row, from the operands on the CPU."""
+    wide_a, wide_b = wide(a), wide(b)
+    product = wide_a @ wide_b.T
+    exact = product if bias is None else product + bias.double().numpy()
+    loss = PROMOTED + (2.0**-13 * math.ceil(a.shape[1] / 32) if fast else 0)
+    gemm_dtype = y.dtype if a.granularity.outer else torch.bfloat16
+    bound = ROUNDOFF[gemm_dtype] * row_norm(product) + loss * row_norm(np.sqrt(wide_a**2 @ (wide_b**2).T))
+    # the scales, two products in float32, and where there is more to do after the GEMM another rounding
+    bound += 2.0**-22 * row_norm(product)
+    if bias is not None or gemm_dtype != y.dtype:
+        bound += ROUNDOFF[y.dtype] * row_norm(exact)
+    return row_norm(y.cpu().double().numpy() - exact), bound

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from octavo.numerics import TENSOR, Cast, QTensor, block, group
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.recipe import PRESETS
 
 KINDS = {
@@ -79,10 +79,28 @@ def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
 
 def check(q: QTensor, data: np.ndarray, scale: np.ndarray, cast: Cast) -> None:
     """`q` is of this cast, and each byte and each scale is the oracle's."""
-    assert (q.format, q.layout) == (cast.fmt, cast.granularity)
+    assert (q.format, q.granularity) == (cast.fmt, cast.granularity)
     assert q.scale.dtype == (torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32)
     assert np.array_equal(q.scale.float().numpy(), scale)
     assert np.array_equal(q.data.view(torch.uint8).numpy(), data)
+
+
+def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: Cast) -> None:
+    """Codes and scales of `q` are those of `value` (float64), or of a number within `near` of it."""
+    assert (q.format, q.granularity, q.scale.dtype) == (cast.fmt, ROW, torch.float32)
+    value, near = value.numpy(), near.numpy()
+    scale = q.scale.numpy()
+    low, high = oracle_scale(np.maximum(np.abs(value) - near, 0), cast), oracle_scale(np.abs(value) + near, cast)
+    assert ((low <= scale) & (scale <= high)).all()
+    factor, top = inverse(scale, cast, value.shape), q.format.max
+    low, high = (np.clip(v * factor, -top, top).astype(KINDS[cast.format]) for v in (value - near, value + near))
+    found = q.data.view(torch.uint8).numpy()
+    certain = low.view(np.uint8) == high.view(np.uint8)
+    assert np.array_equal(found[certain], low.view(np.uint8)[certain])
+    wide, low, high = (v.astype(np.float32) for v in (found.view(low.dtype), low, high))
+    assert ((low <= wide) & (wide <= high)).all()
+    plain = near < 1e-4 * np.abs(value)  # where little cancels
+    assert ((low != high) & plain).sum() <= 5 + plain.sum() / 100  # else this would prove little
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.attention import append_kv, cached_attention
-from octavo.ops.attention.reference import LARGEST, from_stored, to_stored
+from octavo.ops.attention import LARGEST, append_kv, cached_attention, from_stored, to_stored
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # A margin of 2 costs E4M3 no precision, since its numbers are as dense, relatively, in each binade. INT8 loses steps.

@@ -27,7 +27,7 @@ from octavo.calibration.folder import Calibration
 from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings
 from octavo.kv_cache.transformers_attention import ATTENTION, Appended, register_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.attention.reference import LARGEST
+from octavo.ops.attention import LARGEST
 
 Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
 

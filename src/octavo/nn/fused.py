@@ -42,7 +42,7 @@ from octavo.ops import (
     norm_backward,
     norm_quantize,
     quantize,
-    recast_norm,
+    requantize_norm,
 )
 
 
@@ -123,7 +123,9 @@ class _NormLinear(torch.autograd.Function):
         m = mantissa(s_n)
         g = folded_dy(dy, s_w, m, recipe.dx.dy)
         dn = folded_dx(g, m, weight_transposed(weights, w_data, s_w, recipe.y.w), plan)  # [T,N] @ [K,N]^T
-        n_t = folded_operand(recast_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x))
+        n_t = folded_operand(
+            requantize_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x)
+        )
         dw = folded_dw(g, n_t, s_n, s_w, ctx.layers.dtype, plan)  # [N,T] @ [K,T]^T
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.how.center)
         dx = dx.view(ctx.shape)
@@ -231,7 +233,7 @@ class _MLP(torch.autograd.Function):
         dn = folded_dx(du, m_n, weight_transposed(weights, in_data, s_in, recipe.y.w), plan)  # [T,2F] @ [K,2F]^T
         if n_data is None:
             n_t = folded_operand(
-                recast_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x)
+                requantize_norm(total, mean if ctx.how.center else None, rstd, gamma, beta, s_n, recipe.y.x)
             )
         else:
             n_t = transposed(QTensor(n_data, s_n, recipe.y.x.fmt, ROW))

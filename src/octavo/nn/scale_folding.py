@@ -14,7 +14,7 @@ from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.scaling import split_scale
-from octavo.ops import quantize, recast_transposed, scaled_mm, transpose
+from octavo.ops import quantize, requantize_transposed, scaled_mm, transpose
 from octavo.recipe import Gemm, Recipe
 
 
@@ -44,7 +44,7 @@ def mantissa(s_x: Tensor) -> Tensor:
 def transposed(q: QTensor) -> QTensor:
     """The bytes of `q` transposed, with its scale; a row scale, now on the reduction, was folded already: it is 1."""
     data = transpose(q.data)
-    return folded_operand(data) if q.layout == ROW else QTensor(data, q.scale.t(), q.format, q.layout)
+    return folded_operand(data) if q.granularity == ROW else QTensor(data, q.scale.t(), q.format, q.granularity)
 
 
 def folded_operand(data: Tensor) -> QTensor:
@@ -60,7 +60,7 @@ def weight_transposed(weights: Sequence[Tensor], kept: Tensor | None, s_w: Tenso
     """
     if kept is not None:
         return transposed(QTensor(kept, s_w, cast.fmt, cast.granularity))
-    data = recast_transposed(weights, s_w, cast)
+    data = requantize_transposed(weights, s_w, cast)
     if cast.granularity == ROW:
         return folded_operand(data)
     return QTensor(data, s_w.t(), cast.fmt, cast.granularity)

@@ -1,8 +1,9 @@
-"""A cast: everything that decides how one tensor becomes eight bits."""
+"""A cast: all settings of the quantization of one tensor to eight bits."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from octavo.numerics.formats import Format, fp8_format
@@ -22,8 +23,15 @@ class Cast:
         granularity: which elements share a scale.
         scale: "fp32", "pow2" (a float32 power of two, rounded up) or "e8m0" (the same, stored in one byte).
         rounding: "nearest" (even) or "stochastic".
-        relative_floor: no scale is less than this part of the tensor's largest.
+        relative_floor: the smallest scale allowed, as a fraction of the tensor's largest scale, 0 to 1.
         history: delayed scaling, for a tensor-wide scale; None scales by the tensor's own amax.
+
+    Attributes:
+        spec: format, granularity, scale and relative_floor in one string, which `parse_cast` reads. The registered
+            operations take it, since the schema of an operation has no type for a Cast.
+
+    Raises:
+        ValueError: an unknown name, a relative_floor outside 0 to 1, or a history without granularity tensor.
     """
 
     format: str = "e4m3"
@@ -32,6 +40,7 @@ class Cast:
     rounding: str = "nearest"
     relative_floor: float = 0.0
     history: History | None = None
+    spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fp8_format(self.format)
@@ -40,15 +49,17 @@ class Cast:
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
         if not 0 <= self.relative_floor <= 1:
-            raise ValueError(f"relative_floor is a part of the largest scale, 0 to 1, got {self.relative_floor}")
+            raise ValueError(f"relative_floor is a fraction of the largest scale, 0 to 1, got {self.relative_floor}")
         if self.history is not None and self.granularity != TENSOR:
             raise ValueError(
                 f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}"
             )
+        spec = f"{self.format} {self.granularity.name} {self.scale} {self.relative_floor}"
+        object.__setattr__(self, "spec", spec)  # the dataclass is frozen
 
     @property
     def fmt(self) -> Format:
-        """The format's facts."""
+        """The format itself."""
         return fp8_format(self.format)
 
     @property
@@ -58,7 +69,9 @@ class Cast:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-compatible dictionary that `from_dict` reads back."""
-        return asdict(self) | {"granularity": self.granularity.name}
+        fields = asdict(self) | {"granularity": self.granularity.name}
+        del fields["spec"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Cast:
@@ -71,3 +84,10 @@ class Cast:
                 "history": None if history is None else History(**history),
             }
         )
+
+
+@cache
+def parse_cast(spec: str) -> Cast:
+    """The cast of a `Cast.spec`, which holds neither rounding nor history."""
+    format, granularity, scale, relative_floor = spec.split()
+    return Cast(format, parse_granularity(granularity), scale, relative_floor=float(relative_floor))

@@ -20,24 +20,24 @@ class QTensor:
 
     Invariants, checked when one is made:
         data.dtype == format.dtype
-        scale.ndim == data.ndim, and scale.shape == layout.scale_shape(data.shape)
+        scale.ndim == data.ndim, and scale.shape == granularity.scale_shape(data.shape)
         scale.dtype is float32 or float8_e8m0fnu, on the device of data
     """
 
     data: Tensor
     scale: Tensor
     format: Format
-    layout: Granularity
+    granularity: Granularity
 
     def __post_init__(self) -> None:
         if self.data.dtype != self.format.dtype:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:
             raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {self.scale.dtype}")
-        required = self.layout.scale_shape(tuple(self.data.shape))
+        required = self.granularity.scale_shape(tuple(self.data.shape))
         if tuple(self.scale.shape) != required:
             raise ValueError(
-                f"{self.layout.name} scales of data {list(self.data.shape)} must have shape {list(required)}, "
+                f"{self.granularity.name} scales of data {list(self.data.shape)} must have shape {list(required)}, "
                 f"got {list(self.scale.shape)}"
             )
         if self.scale.device != self.data.device:
@@ -57,16 +57,16 @@ class QTensor:
         there, not inf: a finite tensor stays finite. The MX specification leaves such products to the implementation.
         They come of rounding a number near the end of float32 up, in a block whose scale is a power of two.
         """
-        wide, scale = widen(self.data), self.layout.expand(self.scale.float(), tuple(self.shape))
+        wide, scale = widen(self.data), self.granularity.expand(self.scale.float(), tuple(self.shape))
         largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
         x = wide * scale
         return torch.where(wide.isfinite() & scale.isfinite(), x.clamp(-largest, largest), x).to(dtype)
 
     def t(self) -> QTensor:
-        """The transposed matrix, for layouts whose scale transposes with the bytes (a view: bytes are not moved)."""
-        if self.data.ndim != 2 or not self.layout.transposes:
+        """The transposed matrix, as a view, for granularities whose scale transposes with the bytes."""
+        if self.data.ndim != 2 or not self.granularity.transposes:
             raise ValueError(
                 f"only a matrix with tensor or square-block scales transposes as it is; this is {list(self.shape)} "
-                f"with {self.layout.name} scales: quantize the transposed matrix instead"
+                f"with {self.granularity.name} scales: quantize the transposed matrix instead"
             )
-        return QTensor(self.data.t(), self.scale.t(), self.format, self.layout)
+        return QTensor(self.data.t(), self.scale.t(), self.format, self.granularity)

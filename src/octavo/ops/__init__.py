@@ -1,11 +1,14 @@
-"""How it is computed. One folder an operation: its door, its reference twin (which is the CPU's path), its kernels."""
+"""The operations. Each has a folder: `op` checks and dispatches, `reference` is plain PyTorch, `kernel` is Triton.
+
+A CPU runs the reference, a GPU the kernels. Both give the same bytes.
+"""
 
 from octavo.ops.activation import activation_backward, activation_quantize
 from octavo.ops.attention import append_kv, cached_attention
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.norm import norm_backward, norm_quantize
-from octavo.ops.quantization import quantize, quantize_both, quantize_scaled, quantize_stack, quantize_transposed
-from octavo.ops.requantization import recast_norm, recast_transposed
+from octavo.ops.quantization import quantize, quantize_scaled, quantize_stack, quantize_transposed
+from octavo.ops.requantization import requantize_norm, requantize_transposed
 from octavo.ops.transposition import transpose
 
 __all__ = [
@@ -18,12 +21,11 @@ __all__ = [
     "norm_backward",
     "norm_quantize",
     "quantize",
-    "quantize_both",
     "quantize_scaled",
     "quantize_stack",
     "quantize_transposed",
-    "recast_norm",
-    "recast_transposed",
+    "requantize_norm",
+    "requantize_transposed",
     "scaled_mm",
     "transpose",
 ]

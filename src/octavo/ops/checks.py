@@ -1,4 +1,4 @@
-"""What the doors ask of casts and tensors, and how they refuse what is otherwise."""
+"""The checks of casts and tensors that the operations share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_row_cast(operation: str, cast: Cast) -> None:
-    """Raise ValueError unless format and kind of scale are all there is to `cast`, the scale being float32.
+    """Raise ValueError unless `cast` is by row, rounded to nearest, with float32 scales and no relative floor.
 
-    A history is refused with the granularity: only a scale of the whole tensor has one.
+    A cast with a history is refused by its granularity, which is tensor.
     """
     if cast.granularity != ROW or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
         raise ValueError(
@@ -23,14 +23,14 @@ def check_row_cast(operation: str, cast: Cast) -> None:
         )
 
 
-def check_matrix(taker: str, x: Tensor) -> None:
-    """Raise ValueError unless `x` is a matrix of one of FLOATS."""
+def check_matrix(operation: str, x: Tensor) -> None:
+    """Raise ValueError unless `x` is a matrix of a dtype in FLOATS."""
     if x.ndim != 2 or x.dtype not in FLOATS:
-        raise ValueError(f"{taker} takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+        raise ValueError(f"{operation} takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
 
 
 def check_tensor(name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raise ValueError unless `t`, where it is given, has this shape and one of these dtypes."""
+    """Raise ValueError unless `t` is None or has this shape and one of these dtypes."""
     if t is not None and (t.shape != shape or t.dtype not in dtypes):
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name} must be {wanted} {list(shape)}, got {t.dtype} {list(t.shape)}")
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be {expected} {list(shape)}, got {t.dtype} {list(t.shape)}")

@@ -1,16 +1,17 @@
-"""What Inductor makes of our operations: the launches of their kernels, not a call into Python for each.
+"""Our operations in Inductor: compiled code launches their kernels directly instead of calling into Python.
 
-Such a call costs 50 to 100 µs of the host's time, more than many kernels run; a launch that Inductor makes costs a
-tenth. An operation stays whole while its graph is made, merged and partitioned (equal casts of one tensor become one),
-and is replaced by what it does when Inductor lowers it. That is for operations that run kernels, on static sizes:
-elsewhere Inductor calls them as they stand, for a twin shall not be compiled into something that rounds otherwise.
+A call of a custom operation costs 50 to 100 µs of the host's time, more than many kernels run. A launch that Inductor
+makes costs a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become
+one) and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its
+reference, or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
 
-Inductor compiles the kernels anew, with the options that it has for its own: a kernel that must not contract a product
-and a sum says so itself (`device_math.add`), and has no float among its arguments but constants (it would be float64).
+Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
+product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
+constants (Inductor would pass a float64).
 
-To register them also avoids a slowness of torch 2.11 and 2.12, whose Inductor describes each operation that is new to
-it in a text for a log: its arguments, and theirs, down to the graph's inputs, which takes hours deep in a model.
-PyTorch's scaled GEMM is as new to it as ours.
+Registering a lowering also avoids a slow path of torch 2.11 and 2.12. There, for each operation that it does not know,
+Inductor writes a log text with its arguments, their arguments, and so on down to the graph's inputs, which takes hours
+in a deep model. PyTorch's own scaled GEMM is such an operation, so it is registered too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# Inductor launches kernels of its own from C++, and those of users so only if this is set before its first compilation,
-# when it starts the processes that compile.
+# With this, Inductor launches the kernels of users from C++, as it does its own. It must be set before the first
+# compilation, which starts the processes that compile.
 os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
 
 Function = Callable[..., Any]
@@ -42,21 +42,27 @@ _lowering = False
 def operation(
     name: str, runs_kernels: Callable[..., bool], mutates: tuple[str, ...] = ()
 ) -> Callable[[Function], CustomOpDef]:
-    """Register a function as the operation `octavo::name`, of which `runs_kernels` says for which arguments it is no
-    more than views, allocations and launches; one that writes to the arguments `mutates` never is."""
+    """Register a function as the operation `octavo::name`.
+
+    Args:
+        name: of the operation.
+        runs_kernels: takes the operation's arguments. True if, for these, the function consists only of views,
+            allocations and kernel launches, so that Inductor may inline it.
+        mutates: the names of the arguments that the function writes to. Inductor must not inline such an operation.
+    """
 
     def register(function: Function) -> CustomOpDef:
         OPERATIONS[name] = (function, runs_kernels)
-        made = torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
+        op = torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
         if not mutates:
-            made.register_autograd(partial(_no_gradient, name))
-        return made
+            op.register_autograd(partial(_no_gradient, name))
+        return op
 
     return register
 
 
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
-    """The gradient of an operation that is called by itself; the layers of `octavo.nn` have gradients of their own."""
+    """The gradient of an operation that is called by itself. The layers of `octavo.nn` define their own gradients."""
     raise RuntimeError(
         f"octavo.{name} has no gradient, and neither has a packed model: it is for inference. To train, take the BF16 "
         "model (octavo unpack makes one of a packed folder) and octavo.convert it"
@@ -64,28 +70,32 @@ def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
-    """What to call with the arguments of a Triton kernel."""
+    """A function that launches `kernel` on `grid`: call it with the kernel's arguments."""
     return (wrap_triton(kernel) if _lowering else kernel)[grid]
 
 
 @cache
-def tell_inductor() -> None:
-    """Declare our operations to Inductor; called when a graph of ours is traced."""
-    inductor = import_module("torch._inductor.lowering")
-    ours = {getattr(torch.ops.octavo, name).default: how for name, how in OPERATIONS.items()}
+def register_lowerings() -> None:
+    """Register our operations with Inductor, once. The fake implementations call it while a graph is traced."""
+    from torch._inductor import lowering
+
+    ours = {getattr(torch.ops.octavo, name).default: functions for name, functions in OPERATIONS.items()}
     for op in (*ours, torch.ops.aten._scaled_mm_v2.default):
-        if op not in inductor.lowerings:  # as a call, with the strides that eager code would pass
-            tag = inductor.get_layout_constraint_tag(op, with_default=True)
-            inductor.make_fallback(op, inductor.tag_to_layout_constraint(tag), warn=False)
-    for op, how in ours.items():
-        lower = partial(_lower, inductor, inductor.lowerings[op], *how)
-        inductor.register_lowering(op, type_promotion_kind=None)(lower)
+        if op not in lowering.lowerings:  # as a call, with the strides that eager code would pass
+            tag = lowering.get_layout_constraint_tag(op, with_default=True)
+            lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)
+    for op, functions in ours.items():
+        lower = partial(_lower, lowering.lowerings[op], *functions)
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def _lower(inductor: Any, call: Function, function: Function, runs_kernels: Callable[..., bool], *args: Any) -> Any:
-    """What Inductor has instead of an operation with these arguments: its launches, or the call."""
-    graph = import_module("torch._inductor.virtualized").V.graph
-    fakes = torch.fx.map_arg(graph.current_node.args, lambda node: node.meta["val"])
+def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool], *args: Any) -> Any:
+    """Lower an operation with these arguments: to its launches if it runs kernels, else to the call of it."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import process_subgraph_nodes
+    from torch._inductor.virtualized import V
+
+    fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
     leaves, spec = tree_flatten(fakes)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not _static(leaves[i] for i in where) or not runs_kernels(*fakes):
@@ -95,13 +105,12 @@ def _lower(inductor: Any, call: Function, function: Function, runs_kernels: Call
         filled = dict(enumerate(leaves)) | dict(zip(where, tensors, strict=True))
         return function(*tree_unflatten(filled.values(), spec))
 
-    decompositions = import_module("torch._inductor.decomposition").select_decomp_table()
     mode = detect_fake_mode(leaves)
     assert mode is not None
     with mode, _kernels_wrapped():
-        launches = make_fx(run, decompositions)(*(leaves[i] for i in where))
+        launches = make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
     inputs = tree_flatten(args)[0]
-    return inductor.process_subgraph_nodes(launches, [inputs[i] for i in where])
+    return process_subgraph_nodes(launches, [inputs[i] for i in where])
 
 
 def _static(tensors: Iterable[Tensor]) -> bool:

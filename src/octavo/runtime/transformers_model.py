@@ -22,7 +22,7 @@ from torch import nn
 from octavo.artifact.files import read_json
 from octavo.device import choose_device
 from octavo.hf.meta_model import transformers_meta_model
-from octavo.ops.gemm import FEW_ROWS
+from octavo.ops.gemm import MAX_SMALL_M
 from octavo.runtime.build import fill
 
 
@@ -64,6 +64,12 @@ def warm_up(model: nn.Module, context: int) -> None:
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        for tokens in (1, 16, 32, FEW_ROWS, FEW_ROWS + 1):  # each tile of the GEMM of few rows, and cuBLASLt
+        for tokens in (
+            1,
+            16,
+            32,
+            MAX_SMALL_M,
+            MAX_SMALL_M + 1,
+        ):  # each tile of the GEMM of small M, and cuBLASLt
             model(torch.zeros(1, min(tokens, context), dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)

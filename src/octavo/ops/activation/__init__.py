@@ -1,4 +1,4 @@
-"""An activation whose output is quantized as it is made, and its gradient, quantized too."""
+"""Activations with a quantized output, and their quantized gradients."""
 
 from octavo.ops.activation.op import ActivationGradient, activation_backward, activation_quantize
 

@@ -1,4 +1,4 @@
-"""The door of the activations: checks, the registered operations with their fakes, the choice of implementation."""
+"""The activations: checks, the registered operations, and the choice between the kernels and the reference."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.numerics.cast import Cast
+from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.activation.reference import activation_backward as reference_backward
-from octavo.ops.activation.reference import activation_quantize as reference_quantize
+from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
 from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
 from octavo.ops.inductor import operation
-from octavo.ops.triton_support import kernels_of, runs_fused
+from octavo.ops.triton_support import runs_fused
 
-WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for one of h
+WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
 
 
 class ActivationGradient(NamedTuple):
-    """The gradient of u, quantized; the bytes of h as forward had them; the gradient in u's dtype, or empty."""
+    """The quantized gradient of u, the quantized h of forward, and the gradient in u's dtype (empty if not asked)."""
 
     du: QTensor
     h: QTensor
@@ -28,17 +27,19 @@ class ActivationGradient(NamedTuple):
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
-    """h = activation(u), quantized by row in one pass.
+    """Compute h = activation(u) and quantize it by row, in one pass.
 
     Args:
-        u: float32, bfloat16 or float16: [M, 2F], gate beside up, for kind "swiglu"; [M, F] for "gelu" (the exact one).
+        u: float32, bfloat16 or float16. [M, 2F] for kind "swiglu", the columns of gate before those of up; [M, F] for
+            kind "gelu" (the exact one, not the tanh approximation).
         cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
 
     Raises:
         ValueError: for another kind, cast, shape or dtype.
     """
     check_row_cast("activation_quantize", cast)
-    data, scale = torch.ops.octavo.activation_quantize(u, kind, cast.format, cast.scale)
+    _check(u, kind)
+    data, scale = torch.ops.octavo.activation_quantize(u, cast.spec, kind)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -54,23 +55,29 @@ def activation_backward(
     h_scale: Tensor,
     keep: bool,
 ) -> ActivationGradient:
-    """The gradient through an activation, quantized by row in the pass that makes it.
+    """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
-        dh, u: [M, F] and as in `activation_quantize`.
-        cast: of the gradient of u, as there.
+        dh, u: [M, F], and u as in `activation_quantize`.
+        cast: of the gradient of u, with the limits of `activation_quantize`.
         column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first.
-        h_cast, h_scale: what forward cast h with, and the scale, float32 [M, 1], that it got: its bytes are made again,
-            not kept.
-        keep: return the gradient in u's dtype too (for a bias).
+        h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
+            again from these instead of being saved.
+        keep: also return the gradient in u's dtype (for a bias).
 
     Raises:
         ValueError: for another kind, cast, shape or dtype.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
+    _check(u, kind)
+    m, columns = u.shape
+    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
+    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
+    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
     data, scale, h_data, wide = torch.ops.octavo.activation_backward(
-        dh, u, kind, cast.format, cast.scale, column_scale, row_scale, h_cast.format, h_scale, keep
+        dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale
     )
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)
 
@@ -85,75 +92,52 @@ def _check(u: Tensor, kind: str) -> None:
         )
 
 
-def _check_backward(dh: Tensor, u: Tensor, kind: str, column_scale: Tensor, row_scale: Tensor, h_scale: Tensor) -> None:
-    _check(u, kind)
-    m, columns = u.shape
-    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
-    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
-    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
-    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
-
-
-def _quantizes(u: Tensor, kind: str, fmt: str, scale: str) -> bool:
-    return runs_fused(u, u.shape[1] // WIDTHS[kind], fmt)
+def _quantizes(u: Tensor, spec: str, kind: str) -> bool:
+    return runs_fused(u, u.shape[1] // WIDTHS[kind], parse_cast(spec).format)
 
 
 @operation("activation_quantize", _quantizes)
-def _activation_quantize(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
-    _check(u, kind)
-    run = kernels_of("activation").activation_quantize if _quantizes(u, kind, fmt, scale) else reference_quantize
-    return run(u.contiguous(), kind, Cast(fmt, ROW, scale))
+def _activation_quantize(u: Tensor, spec: str, kind: str) -> tuple[Tensor, Tensor]:
+    if not _quantizes(u, spec, kind):
+        return activation_quantize_reference(u.contiguous(), kind, parse_cast(spec))
+    from octavo.ops.activation import kernel
+
+    return kernel.activation_quantize(u.contiguous(), kind, parse_cast(spec))
 
 
 @_activation_quantize.register_fake
-def _(u: Tensor, kind: str, fmt: str, scale: str) -> tuple[Tensor, Tensor]:
-    _check(u, kind)
-    data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=Cast(fmt).fmt.dtype)
+def _(u: Tensor, spec: str, kind: str) -> tuple[Tensor, Tensor]:
+    data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=parse_cast(spec).fmt.dtype)
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32)
 
 
-def _differentiates(
-    dh: Tensor, u: Tensor, kind: str, fmt: str, scale: str, columns: Any, rows: Any, h_fmt: str, *_: Any
-) -> bool:
-    return runs_fused(u, dh.shape[1], fmt, h_fmt)
+def _differentiates(dh: Tensor, u: Tensor, spec: str, h_spec: str, *rest: Any) -> bool:
+    return runs_fused(u, dh.shape[1], parse_cast(spec).format, parse_cast(h_spec).format)
 
 
 @operation("activation_backward", _differentiates)
 def _activation_backward(
     dh: Tensor,
     u: Tensor,
+    spec: str,
+    h_spec: str,
+    keep: bool,
     kind: str,
-    fmt: str,
-    scale: str,
     column_scale: Tensor,
     row_scale: Tensor,
-    h_fmt: str,
     h_scale: Tensor,
-    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
-    on_gpu = _differentiates(dh, u, kind, fmt, scale, column_scale, row_scale, h_fmt)
-    run = kernels_of("activation").activation_backward if on_gpu else reference_backward
+    cast, h_cast = parse_cast(spec), parse_cast(h_spec)
     dh, u, column_scale, row_scale, h_scale = (t.contiguous() for t in (dh, u, column_scale, row_scale, h_scale))
-    how, h_how = Cast(fmt, ROW, scale), Cast(h_fmt, ROW)
-    return run(dh, u, kind, how, column_scale, row_scale, h_how, h_scale, keep)
+    if not _differentiates(dh, u, spec, h_spec):
+        return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep)
+    from octavo.ops.activation import kernel
+
+    return kernel.activation_backward(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep)
 
 
 @_activation_backward.register_fake
-def _(
-    dh: Tensor,
-    u: Tensor,
-    kind: str,
-    fmt: str,
-    scale: str,
-    column_scale: Tensor,
-    row_scale: Tensor,
-    h_fmt: str,
-    h_scale: Tensor,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
-    data = u.new_empty(u.shape, dtype=Cast(fmt).fmt.dtype)
-    h_data = dh.new_empty(dh.shape, dtype=Cast(h_fmt).fmt.dtype)
-    wide = u.new_empty(u.shape if keep else 0)
-    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, wide
+def _(dh: Tensor, u: Tensor, spec: str, h_spec: str, keep: bool, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data = u.new_empty(u.shape, dtype=parse_cast(spec).fmt.dtype)
+    h_data = dh.new_empty(dh.shape, dtype=parse_cast(h_spec).fmt.dtype)
+    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, u.new_empty(u.shape if keep else 0)

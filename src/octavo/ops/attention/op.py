@@ -1,5 +1,4 @@
-"""The door of attention over a cache: checks, the registered operations with their fakes, the choice of
-implementation."""
+"""Attention over a cache: checks, the registered operations, and the choice between the kernels and the reference."""
 
 from __future__ import annotations
 
@@ -8,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.attention.reference import LARGEST, ROUNDS_TO_LARGEST, widened_attention
-from octavo.ops.attention.reference import append_kv as reference_append
-from octavo.ops.attention.reference import cached_attention as reference_attention
+from octavo.ops.attention.reference import append_kv_reference, cached_attention_reference, widened_attention
+from octavo.ops.attention.stored import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.checks import FLOATS, check_tensor
-from octavo.ops.inductor import operation, tell_inductor
-from octavo.ops.triton_support import has_kernels, kernels_of
+from octavo.ops.inductor import operation, register_lowerings
+from octavo.ops.triton_support import has_kernels
 
 STORED = (torch.bfloat16, torch.float16, torch.float32, *LARGEST)
-MOST_ROWS = 32  # queries of one head of keys that a program of the kernel holds
-MOST_DIM = 256
+MAX_ROWS = 32  # queries of one head of keys that a program of the kernel holds
+MAX_DIM = 256
 
 
 def cached_attention(
@@ -31,26 +29,30 @@ def cached_attention(
     first: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens over all that a cache holds, read as it is stored.
+    """Attention of the last T tokens over a cache of stored keys and values.
 
-    On a GPU, few queries (`MOST_ROWS` a head of keys) run on the kernel, which reads each byte once; more run on
-    PyTorch's attention over keys and values widened for the moment. No call waits for the device.
+    On a GPU, up to `MAX_ROWS` queries for each head of keys run on the kernel, which reads each stored byte once. More
+    queries run on PyTorch's attention, over keys and values that are widened to q's dtype for the call. No call waits
+    for the device.
 
     Args:
         q: [B, H, T, D], the queries of the last T tokens.
-        keys, values: [B, G, S, D], of which the first `length` tokens count; H is a multiple of G. bfloat16, float16,
-            float32, float8_e4m3fn or int8.
-        k_scale, v_scale: float32 [G], what stored numbers are multiplied by; for eight bits, and only for these.
-        length: int64, no dimension: the tokens in the cache, the T new ones included.
-        first: int32 [B], the first token that counts in each sequence (left padding); below 0, the result is NaN.
-        scale: of the products; 1 / sqrt(D) by default.
+        keys, values: [B, G, S, D] of bfloat16, float16, float32, float8_e4m3fn or int8. The first `length` of the S
+            tokens are used. H is a multiple of G.
+        k_scale, v_scale: float32 [G], multiplied into the stored numbers. Required for eight-bit dtypes, None for
+            others.
+        length: int64, no dimension: the number of tokens in the cache, the T new ones included.
+        first: int32 [B], the first token of each sequence that is not padding. A negative one makes the result NaN.
+        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
 
     Returns:
-        [B, H, T, D] in q's dtype; zeros for a query that sees nothing; NaN if `length` is more than S.
+        [B, H, T, D] in q's dtype. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
 
     Raises:
         ValueError: for another shape or dtype.
     """
+    _check_cache(keys, values, k_scale, v_scale, length)
+    _check(q, keys, first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     result: Tensor = torch.ops.octavo.cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
     return result
@@ -69,15 +71,21 @@ def append_kv(
     """Store the keys and values of new tokens in place, each number rounded once and saturated.
 
     Args:
-        k, v: [B, G, T, D], of float32, bfloat16 or float16.
-        keys, values, k_scale, v_scale: as in `cached_attention`, written to.
-        length: int64, no dimension: the tokens in the cache when this is done. On a GPU what does not fit is dropped
-            (and `cached_attention` gives NaN); on a CPU it is an IndexError.
-        clipped: int64 [2], for keys and values, raised by how many numbers saturated or were NaN.
+        k, v: [B, G, T, D] of float32, bfloat16 or float16.
+        keys, values: as in `cached_attention`, written in place.
+        k_scale, v_scale: as in `cached_attention`.
+        length: int64, no dimension: the number of tokens in the cache after this call. If it exceeds S, a GPU drops
+            the tokens that do not fit (and `cached_attention` returns NaN); a CPU raises IndexError.
+        clipped: int64 [2], for keys and values: the count of numbers that saturated or were NaN is added to it.
 
     Raises:
         ValueError: for another shape or dtype.
     """
+    _check_cache(keys, values, k_scale, v_scale, length)
+    shape = (keys.shape[0], keys.shape[1], k.shape[2] if k.ndim == 4 else 1, keys.shape[3])
+    check_tensor("k", k, shape, *FLOATS)
+    check_tensor("v", v, shape, *FLOATS)
+    check_tensor("clipped", clipped, (2,), torch.int64)
     torch.ops.octavo.append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
 
 
@@ -105,10 +113,10 @@ def _check(q: Tensor, keys: Tensor, first: Tensor | None) -> None:
     check_tensor("first", first, (batch,), torch.int32)
 
 
-def _attends(q: Tensor, keys: Tensor, *_: Any) -> bool:
+def _attends(q: Tensor, keys: Tensor, *rest: Any) -> bool:
     rows = q.shape[1] // keys.shape[1] * q.shape[2]
     dim = q.shape[3]
-    small = rows <= MOST_ROWS and dim <= MOST_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
+    small = rows <= MAX_ROWS and dim <= MAX_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
     halves = keys.dtype in LARGEST or (keys.dtype == q.dtype and q.dtype != torch.float32)
     return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device)
 
@@ -124,31 +132,23 @@ def _cached_attention(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    _check_cache(keys, values, k_scale, v_scale, length)
-    _check(q, keys, first)
-    run = reference_attention if q.device.type == "cpu" else widened_attention
     if _attends(q, keys):
-        run = kernels_of("attention").cached_attention
+        from octavo.ops.attention import kernel
+
+        run = kernel.cached_attention
+    else:
+        run = cached_attention_reference if q.device.type == "cpu" else widened_attention
     return run(q.contiguous(), keys, values, k_scale, v_scale, length, first, scale)
 
 
 @_cached_attention.register_fake
-def _(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
-    tell_inductor()
+def _(q: Tensor, *rest: Any) -> Tensor:
+    register_lowerings()
     return q.new_empty(q.shape)
 
 
-def _never(*_: Any) -> bool:
-    """Inductor calls it as it stands, since it writes to its arguments."""
+def _never(*args: Any) -> bool:
+    """Inductor calls `append_kv` and never inlines it, since it writes to its arguments."""
     return False
 
 
@@ -163,30 +163,18 @@ def _append_kv(
     length: Tensor,
     clipped: Tensor,
 ) -> None:
-    _check_cache(keys, values, k_scale, v_scale, length)
-    shape = (keys.shape[0], keys.shape[1], k.shape[2] if k.ndim == 4 else 1, keys.shape[3])
-    check_tensor("k", k, shape, *FLOATS)
-    check_tensor("v", v, shape, *FLOATS)
-    check_tensor("clipped", clipped, (2,), torch.int64)
     if k.numel() == 0:
         return
-    if has_kernels(k.device):
-        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-        limits = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
-        kernels_of("attention").append_kv(k, v, keys, values, k_scale, v_scale, length, clipped, limits)
-    else:
-        reference_append(k, v, keys, values, k_scale, v_scale, length, clipped)
+    if not has_kernels(k.device):
+        append_kv_reference(k, v, keys, values, k_scale, v_scale, length, clipped)
+        return
+    from octavo.ops.attention import kernel
+
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    limits = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
+    kernel.append_kv(k, v, keys, values, k_scale, v_scale, length, clipped, limits)
 
 
 @_append_kv.register_fake
-def _(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
-    tell_inductor()
+def _(*args: Any) -> None:
+    register_lowerings()

@@ -1,14 +1,12 @@
-"""Attention over a cache of keys and values in plain PyTorch: what the kernels must equal, and what a CPU runs.
+"""Attention over a cache of keys and values in plain PyTorch. The kernels must equal it, and a CPU runs it.
 
-The T newest of the `length` tokens in the cache ask; the query at place t of them stands at position
-p = length - T + t, and sees the keys first[b] <= j <= p:
+The queries belong to the last T of the `length` tokens in the cache. Query t has the position p = length - T + t and
+sees the keys first[b] <= j <= p:
 
     out[b,h,t] = sum_j softmax_j(scale * k_scale[g] * q[b,h,t] . k_q[b,g,j]) * v_q[b,g,j] * v_scale[g],  g = h * G / H
 
-for H query heads that share G heads of keys and values. A scale that is constant along both sums stands outside of
-them, so bytes are widened and never multiplied. A query that sees no key gets zeros.
-
-A stored number is x * (1 / scale), rounded to nearest even and saturated; INT8 is symmetric, -127 to 127.
+for H query heads that share G heads of keys and values. A scale of a whole head is constant along both sums, so it is
+multiplied outside of them, and the stored numbers are only widened. A query that sees no key gets zeros.
 """
 
 from __future__ import annotations
@@ -17,33 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.codec import cast, widen
-from octavo.numerics.formats import E4M3
-
-LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}  # of what is stored with a scale
-ROUNDS_TO_LARGEST = {torch.float8_e4m3fn: 464.0, torch.int8: 127.5}  # what is above loses more than a rounding
+from octavo.ops.attention.stored import from_stored, to_stored
 
 
-def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [B, G, T, D] with the scales [G] in the dtype of a cache, and how many of its numbers saturate or are NaN.
-
-    NaN stays NaN in E4M3 and is 0 in INT8, which has none.
-    """
-    if scale is None:
-        return x.to(dtype), torch.zeros((), dtype=torch.int64, device=x.device)
-    y = x.float() * (1 / scale).view(-1, 1, 1)
-    lost = (~(y.abs() <= ROUNDS_TO_LARGEST[dtype])).sum()
-    if dtype == torch.int8:
-        return y.nan_to_num(0, torch.inf, -torch.inf).clamp(-LARGEST[dtype], LARGEST[dtype]).round().to(dtype), lost
-    return cast(y, E4M3), lost
-
-
-def from_stored(data: Tensor) -> Tensor:
-    """What a cache stores as float32, before its scale."""
-    return widen(data) if data.dtype == torch.float8_e4m3fn else data.float()
-
-
-def append_kv(
+def append_kv_reference(
     k: Tensor,
     v: Tensor,
     keys: Tensor,
@@ -53,7 +28,7 @@ def append_kv(
     length: Tensor,
     clipped: Tensor,
 ) -> None:
-    """Store k and v [B, G, T, D] as the last T of `length` tokens; count into `clipped` [2] what saturates."""
+    """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
     new = k.shape[2]
     at = length - new + torch.arange(new, device=k.device)
     for i, (x, data, scale) in enumerate(((k, keys, k_scale), (v, values, v_scale))):
@@ -63,11 +38,11 @@ def append_kv(
 
 
 def _bytes(data: Tensor) -> Tensor:
-    """Eight-bit floats as integers, which more of PyTorch's operations take."""
+    """Eight-bit floats as integers: `index_copy_` does not take the floats."""
     return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
-def cached_attention(
+def cached_attention_reference(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -77,7 +52,7 @@ def cached_attention(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """As the door's, in float32 between the bytes and the result."""
+    """As `cached_attention` of the operation, in float32 from the stored numbers to the result."""
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
         return torch.full_like(q, torch.nan)
@@ -105,9 +80,11 @@ def widened_attention(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The same by PyTorch's attention over keys and values widened to q's dtype, for more queries than the kernel
-    takes: for the moment they are in memory once for each head of queries, since with a mask and fewer heads of keys
-    PyTorch would keep every product of a query and a key."""
+    """The same with PyTorch's attention, for more queries than the kernel takes: keys and values are widened first.
+
+    During the call they are repeated for each head of queries. Given a mask and fewer heads of keys than of queries,
+    PyTorch would instead store every product of a query and a key.
+    """
     shared = q.shape[1] // keys.shape[1]
     k, v = (
         (from_stored(data) * (1.0 if s is None else s.view(-1, 1, 1))).to(q.dtype).repeat_interleave(shared, 1)
@@ -123,7 +100,7 @@ def widened_attention(
 
 
 def _visible(new: int, keys: int, length: Tensor, first: Tensor | None) -> Tensor:
-    """Which of `keys` keys each of the `new` last queries sees, boolean [B, 1, T, S] or [1, 1, T, S]."""
+    """The mask of the last `new` queries over `keys` keys: boolean [B, 1, T, S] or [1, 1, T, S], True if seen."""
     j = torch.arange(keys, device=length.device)
     position = length - new + torch.arange(new, device=length.device)
     seen = (j <= position.unsqueeze(1)).view(1, 1, new, keys)

@@ -1,4 +1,4 @@
-"""A norm whose output is quantized as it is made, and its gradient."""
+"""Norms with a quantized output, and their gradients."""
 
 from octavo.ops.norm.op import Normed, norm_backward, norm_quantize
 

@@ -1,4 +1,4 @@
-"""The door of the norms: checks, the registered operations with their fakes, and the choice of implementation."""
+"""The norms: checks, the registered operations, and the choice between the kernels and the reference."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.numerics.cast import Cast
+from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_matrix, check_row_cast, check_tensor
 from octavo.ops.inductor import operation
-from octavo.ops.norm.reference import norm_backward as reference_backward
-from octavo.ops.norm.reference import norm_quantize as reference_quantize
-from octavo.ops.triton_support import kernels_of, runs_fused
+from octavo.ops.norm.reference import norm_backward_reference, norm_quantize_reference
+from octavo.ops.triton_support import runs_fused
 
 
 class Normed(NamedTuple):
-    """What a norm leaves: the sum it normed, its quantized output, and the statistics [M, 1] that backward needs."""
+    """The input of a norm with its residual added, the quantized output, and the statistics [M, 1] for backward."""
 
     total: Tensor
     output: QTensor
@@ -37,13 +36,13 @@ def norm_quantize(
     *,
     center: bool,
 ) -> Normed:
-    """Add, norm and quantize by row in one pass.
+    """Add a residual, norm and quantize by row, in one pass.
 
     Args:
-        x: [M, K], float32, bfloat16 or float16, as all that follow.
+        x: [M, K], float32, bfloat16 or float16, as are the next three.
         residual: [M, K], added to x first.
         weight, bias: [K].
-        eps: under the square root, rounded to float32.
+        eps: added under the square root, rounded to float32.
         cast: of the output, by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
         center: subtract the mean (layer norm) or not (root-mean-square norm).
 
@@ -51,29 +50,33 @@ def norm_quantize(
         ValueError: for another cast, shape or dtype.
     """
     check_row_cast("norm_quantize", cast)
-    total, data, scale, mean, rstd = torch.ops.octavo.norm_quantize(
-        x, residual, weight, bias, eps, cast.format, cast.scale, center
-    )
+    _check(x, residual, weight, bias)
+    total, data, scale, mean, rstd = torch.ops.octavo.norm_quantize(x, cast.spec, residual, weight, bias, eps, center)
     return Normed(x if residual is None else total, QTensor(data, scale, cast.fmt, ROW), mean, rstd)
 
 
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, *, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient through a norm.
+    """The gradients through a norm.
 
     Args:
-        dn, x: [M, K], the gradient of the output and what was normed.
+        dn, x: [M, K], the gradient of the output, and the input of the norm (its residual included).
         weight, mean, rstd: [K], and float32 [M, 1], as given to and returned by `norm_quantize`.
-        residual: [M, K], a gradient that reached x beside the norm, added to the result.
+        residual: [M, K], a gradient that reaches x on another path, added to the result.
         center: as in `norm_quantize`.
 
     Returns:
-        dx [M, K] in x's dtype, dweight [K] and dbias [K] in weight's, summed in float32 (dbias empty unless `center`).
+        dx [M, K] in x's dtype, and dweight [K] and dbias [K] in weight's, summed in float32. Without `center`, dbias is
+        empty.
 
     Raises:
         ValueError: for another shape or dtype.
     """
+    _check(x, residual, weight, None)
+    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
+    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
+    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(dn, x, weight, mean, rstd, residual, center)
     return result
 
@@ -85,59 +88,42 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
     check_tensor("bias", bias, (x.shape[1],), *FLOATS)
 
 
-def _check_backward(dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> None:
-    _check(x, residual, weight, None)
-    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
-    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
-    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
-
-
 def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _quantizes(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, fmt: str, *_: Any) -> bool:
-    return runs_fused(x, x.shape[1], fmt)
+def _quantizes(x: Tensor, spec: str, *rest: Any) -> bool:
+    return runs_fused(x, x.shape[1], parse_cast(spec).format)
 
 
 @operation("norm_quantize", _quantizes)
 def _norm_quantize(
     x: Tensor,
+    spec: str,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    fmt: str,
-    scale: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, weight, bias)
-    eps = float(np.float32(eps))  # what Triton would make of it, for the twin too
-    on_gpu = _quantizes(x, residual, weight, bias, eps, fmt)
-    run = kernels_of("norm").norm_quantize if on_gpu else reference_quantize
+    cast = parse_cast(spec)
+    eps = float(np.float32(eps))  # Triton rounds it so: the reference gets the same number
     x, residual, weight, bias = x.contiguous(), _contiguous(residual), weight.contiguous(), _contiguous(bias)
-    return run(x, residual, weight, bias, eps, Cast(fmt, ROW, scale), center)
+    if not _quantizes(x, spec):
+        return norm_quantize_reference(x, residual, weight, bias, eps, cast, center)
+    from octavo.ops.norm import kernel
+
+    return kernel.norm_quantize(x, residual, weight, bias, eps, cast, center)
 
 
 @_norm_quantize.register_fake
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    fmt: str,
-    scale: str,
-    center: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, weight, bias)
-    rows = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-    data = x.new_empty(x.shape, dtype=Cast(fmt).fmt.dtype)
-    total = x.new_empty(0) if residual is None else x.new_empty(x.shape)
-    return total, data, torch.empty_like(rows), torch.empty_like(rows), rows
+def _(x: Tensor, spec: str, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    scale, mean, rstd = (x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(3))
+    data = x.new_empty(x.shape, dtype=parse_cast(spec).fmt.dtype)
+    return x.new_empty(0 if residual is None else x.shape), data, scale, mean, rstd
 
 
-def _differentiates(dn: Tensor, x: Tensor, *_: Any) -> bool:
+def _differentiates(dn: Tensor, x: Tensor, *rest: Any) -> bool:
     return runs_fused(x, x.shape[1])
 
 
@@ -145,16 +131,15 @@ def _differentiates(dn: Tensor, x: Tensor, *_: Any) -> bool:
 def _norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dn, x, weight, mean, rstd, residual)
-    run = kernels_of("norm").norm_backward if _differentiates(dn, x) else reference_backward
     dn, x, weight, mean, rstd = (t.contiguous() for t in (dn, x, weight, mean, rstd))
-    return run(dn, x, weight, mean, rstd, _contiguous(residual), center)
+    if not _differentiates(dn, x):
+        return norm_backward_reference(dn, x, weight, mean, rstd, _contiguous(residual), center)
+    from octavo.ops.norm import kernel
+
+    return kernel.norm_backward(dn, x, weight, mean, rstd, _contiguous(residual), center)
 
 
 @_norm_backward.register_fake
-def _(
-    dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(dn, x, weight, mean, rstd, residual)
-    dweight = weight.new_empty(x.shape[1])
-    return x.new_empty(x.shape), dweight, weight.new_empty(x.shape[1] if center else 0)
+def _(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    center: bool = rest[-1]
+    return x.new_empty(x.shape), weight.new_empty(x.shape[1]), weight.new_empty(x.shape[1] if center else 0)

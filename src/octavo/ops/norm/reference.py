@@ -1,13 +1,13 @@
-"""The norm in plain PyTorch: what the kernels must equal, and what a CPU runs.
+"""The norms in plain PyTorch. The kernels must equal them, and a CPU runs them.
 
     mean = sum(x) / K (layer norm; 0 for the root mean square),  rstd = 1 / sqrt(sum((x - mean)^2) / K + eps)
     n = (x - mean) * rstd * weight + bias
 
-The two sums run over eights of neighbours in float32, in a fixed order, and over these in float64, where the order does
-not matter to the float32 mean and rstd; the rest is float32, each step rounded once. n goes to the quantizer as it is,
-without a stop in BF16.
+Each of the two sums first adds groups of 8 neighbours in float32, pairwise and in a fixed order, and then adds the
+groups in float64, where the order does not change the float32 mean and rstd. All else is float32, each step rounded
+once. n is quantized from float32, without a rounding to BF16 between.
 
-Source: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
+Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.quantization.reference import quantize
+from octavo.ops.quantization.reference import quantize_reference
 
 
-def norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, how: Cast, center: bool
+def norm_quantize_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, center: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum x + residual in x's dtype (empty if that is x), data and scale of its norm, mean and rstd [M, 1]."""
+    """x + residual in x's dtype (empty without a residual), data and scale of its norm, and mean and rstd [M, 1]."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     mean = _row_sum(wide).div(x.shape[1]).float() if center else wide.new_zeros(x.shape[0], 1)
@@ -30,22 +30,22 @@ def norm_quantize(
     normed = (wide - mean) * rstd * weight.float()
     if bias is not None:
         normed = normed + bias.float()
-    data, scale = quantize(normed, how, None, None, None)
+    data, scale = quantize_reference(normed, cast, None, None, None)
     return total if residual is not None else x.new_empty(0), data, scale, mean, rstd
 
 
 def _row_sum(x: Tensor) -> Tensor:
-    """float64 [M, 1]."""
+    """float64 sums [M, 1] of the rows of a float32 matrix."""
     x = F.pad(x, (0, -x.shape[1] % 8))
     for _ in range(3):
         x = x[:, 0::2] + x[:, 1::2]
     return x.double().sum(1, keepdim=True)
 
 
-def norm_backward(
+def norm_backward_reference(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (plus `residual`, the gradient that came to the sum directly), weight and bias."""
+    """Gradients of x (plus `residual`, a gradient that reaches x on another path), weight and bias."""
     dn = dn.float()
     unit = (x.float() - mean) * rstd
     dunit = dn * weight.float()

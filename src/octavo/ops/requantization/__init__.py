@@ -1,5 +1,5 @@
-"""The transposed bytes of what was quantized before, made again from what it was quantized from."""
+"""Requantization: the transposed data of an earlier quantization, computed again from its input and its scales."""
 
-from octavo.ops.requantization.op import recast_norm, recast_transposed
+from octavo.ops.requantization.op import requantize_norm, requantize_transposed
 
-__all__ = ["recast_norm", "recast_transposed"]
+__all__ = ["requantize_norm", "requantize_transposed"]

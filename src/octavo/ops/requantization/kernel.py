@@ -23,7 +23,7 @@ def takes(granularity: Granularity) -> bool:
     return granularity == ROW or (granularity.transposes and _side(granularity) % ROWS == 0)
 
 
-def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
+def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
     """The same as the reference, for contiguous matrices and a granularity that `takes` names."""
     k, total = tensors[0].shape[1], sum(x.shape[0] for x in tensors)
     result = scale.new_empty((k, total), dtype=fmt.dtype)
@@ -39,7 +39,7 @@ def _side(granularity: Granularity) -> int:
     return granularity.rows or _WHOLE
 
 
-def recast_norm(
+def requantize_norm(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
     """As the twin's, for x contiguous."""

@@ -1,8 +1,8 @@
-"""Casting again, in plain PyTorch: the same bytes as the first time, since the scale is the same, but transposed.
+"""Requantization in plain PyTorch: the same scale gives the same bytes as before, here transposed.
 
-Backward contracts along the rows of x and of w, whose forward bytes lie along their columns. To keep those bytes until
-then costs a byte an element; where the tensor that they came from is kept anyway (a weight, what a norm read), casting
-it again in the pass that transposes costs no more than one more byte read.
+Forward contracts x and w along their columns, backward along their rows, so backward needs the bytes transposed. Saving
+the forward bytes for it costs one byte an element. If the unquantized tensor is saved anyway (a weight, the input of a
+norm), casting it again while transposing needs no memory, and reads one byte an element more.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from octavo.numerics.formats import Format
 from octavo.numerics.granularity import Granularity
 
 
-def recast_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
-    """[K, sum of M_i] from matrices [M_i, K] and the scales of the stacked matrix that they were quantized by."""
+def requantize_transposed_reference(
+    tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity
+) -> Tensor:
+    """[K, sum of M_i] from matrices [M_i, K] and the scales of the stacked matrix."""
     x = torch.cat([x.float() for x in tensors])
     return _bytes_transposed(x, granularity.expand(scale, tuple(x.shape)), fmt)
 
 
-def recast_norm(
+def requantize_norm_reference(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
     """[K, M] from x [M, K], the statistics of its norm [M, 1] and the row scales [M, 1] of the norm's output."""

@@ -1,4 +1,4 @@
-"""Bytes transposed, with an optional exponent shift a row."""
+"""The byte transpose, with an optional exponent shift for each row."""
 
 from octavo.ops.transposition.op import transpose
 

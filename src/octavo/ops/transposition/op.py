@@ -1,4 +1,4 @@
-"""The door of the byte transpose."""
+"""The byte transpose: checks, the registered operation, and the choice between the kernel and the reference."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops.inductor import operation
-from octavo.ops.transposition.reference import transpose as reference_transpose
-from octavo.ops.triton_support import has_kernels, kernels_of
+from octavo.ops.transposition.reference import transpose_reference
+from octavo.ops.triton_support import has_kernels
 
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
-    """The bytes of an eight-bit matrix, transposed.
+    """Transpose an eight-bit matrix.
 
     Args:
         data: [M, K], an eight-bit float dtype.
@@ -21,32 +21,31 @@ def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
 
     Returns:
         [K, M], contiguous, the same dtype.
+
+    Raises:
+        ValueError: for another shape or dtype.
     """
-    result: Tensor = torch.ops.octavo.transpose(data, shift)
-    return result
-
-
-def _check(data: Tensor, shift: Tensor | None) -> None:
     if data.ndim != 2 or data.element_size() != 1:
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
+    result: Tensor = torch.ops.octavo.transpose(data, shift)
+    return result
 
 
-def _runs_kernel(data: Tensor, shift: Tensor | None) -> bool:
+def _transposes(data: Tensor, shift: Tensor | None) -> bool:
     return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
 
 
-@operation("transpose", _runs_kernel)
+@operation("transpose", _transposes)
 def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
-    _check(data, shift)
-    if not _runs_kernel(data, shift):
-        return reference_transpose(data, shift)
-    kernel = kernels_of("transposition").transpose
-    return kernel(data.contiguous(), shift)
+    if not _transposes(data, shift):
+        return transpose_reference(data, shift)
+    from octavo.ops.transposition import kernel
+
+    return kernel.transpose(data.contiguous(), shift)
 
 
 @_transpose.register_fake
 def _(data: Tensor, shift: Tensor | None) -> Tensor:
-    _check(data, shift)
     return data.new_empty((data.shape[1], data.shape[0]))

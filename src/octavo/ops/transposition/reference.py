@@ -1,7 +1,7 @@
 """The byte transpose in plain PyTorch.
 
-Multiplying a row by a power of two moves the exponents of its bytes and nothing else; only what falls below the
-smallest normal is rounded again (to nearest even), once.
+Dividing a row by a power of two changes the exponents of its numbers only. A result below the smallest normal number is
+rounded, once, to nearest even.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.numerics.codec import widen
 
 
-def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
+def transpose_reference(data: Tensor, shift: Tensor | None) -> Tensor:
     """The transpose of `data` [M, K], row m divided by 2^shift[m] first."""
     if shift is not None:
         factor = torch.exp2(-shift.clamp(max=100).float()).unsqueeze(1)  # 2^-100 of any number here is zero

@@ -1,4 +1,4 @@
-"""The GEMM of few rows on CUDA against float64 on the same quantized operands, for every path of its kernels.
+"""The GEMM of small M on CUDA against float64 on the same quantized operands, for every path of its kernels.
 
 One row is summed in float32. More run on the tensor core, whose partial sums keep about 14 bits: the bounds are those
 of test_gemm_gpu.
@@ -6,14 +6,12 @@ of test_gemm_gpu.
 
 import pytest
 import torch
-from gemm_examples import operands
+from gemm_examples import errors_and_bounds, on_gpu, operands
 from gpu_memory import poison
-from test_gemm_gpu import errors_and_bounds, on_gpu
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
-from octavo.ops.gemm import FEW_ROWS
-from octavo.ops.triton_support import kernels_of
+from octavo.ops.gemm import MAX_SMALL_M
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -29,7 +27,8 @@ PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
 def product(
     a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None
 ) -> torch.Tensor:
-    kernel = kernels_of("gemm")
+    from octavo.ops.gemm import kernel  # imports Triton, which a CPU build of PyTorch does not have
+
     poison()
     how = kernel.Tiling(*tiling) if tiling else None
     return kernel.scaled_mm(a.data, a.scale, b.data, b.scale, bias, dtype, fast, how, residual)
@@ -80,7 +79,7 @@ def test_each_column_too_and_a_wrong_scale_is_seen(m):
     assert (error <= bound).all()
     scale = b.scale.clone()
     scale[0] *= 2
-    y = product(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.layout)))
+    y = product(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.granularity)))
     error, bound = errors_and_bounds(y.t(), b, a, None, True)
     assert error[0] > bound[0]
     assert (error[1:] <= bound[1:]).all()
@@ -105,38 +104,38 @@ def test_empty_operands(m, k, n):
     assert torch.equal(product(on_gpu(a), on_gpu(b), bias.cuda()).cpu(), bias.expand(m, n))
 
 
-@pytest.mark.parametrize("m", [1, 2, FEW_ROWS])
+@pytest.mark.parametrize("m", [1, 2, MAX_SMALL_M])
 def test_what_is_not_finite_stays_so(m):
     a, b = operands("row", m, 515, 80)
     scale = a.scale.clone()
     scale[-1] = torch.nan
-    y = product(on_gpu(QTensor(a.data, scale, a.format, a.layout)), on_gpu(b)).cpu()
+    y = product(on_gpu(QTensor(a.data, scale, a.format, a.granularity)), on_gpu(b)).cpu()
     assert y[-1].isnan().all()
     assert y[:-1].isfinite().all()
 
 
-def test_the_door_sends_few_rows_here_and_more_to_cublaslt():
-    for m in (1, FEW_ROWS, FEW_ROWS + 1):
+def test_a_small_m_runs_here_and_a_larger_one_on_cublaslt():
+    for m in (1, MAX_SMALL_M, MAX_SMALL_M + 1):
         a, b = (on_gpu(q) for q in operands("row", m, 4096, 512))
-        name = find_backend(a.data.device, a.layout, b.layout, ("e4m3", "e4m3"), (m, 512)).name
-        assert name == ("triton" if m <= FEW_ROWS else "cublaslt")
+        name = find_backend(a.data.device, a.granularity, b.granularity, ("e4m3", "e4m3"), (m, 512)).name
+        assert name == ("triton" if m <= MAX_SMALL_M else "cublaslt")
         y = scaled_mm(a, b, fast_accumulation=True)
         assert torch.equal(y, product(a, b)) == (name == "triton")
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize("m", [1, FEW_ROWS])
+@pytest.mark.parametrize("m", [1, MAX_SMALL_M])
 def test_compiled_it_gives_the_same_bits(m):
     torch.compiler.reset()
     a, b = (on_gpu(q) for q in operands("row", m, 4096, 512))
 
     def run(data: torch.Tensor) -> torch.Tensor:
-        return scaled_mm(QTensor(data, a.scale, a.format, a.layout), b, fast_accumulation=True)
+        return scaled_mm(QTensor(data, a.scale, a.format, a.granularity), b, fast_accumulation=True)
 
     assert torch.equal(torch.compile(run, fullgraph=True)(a.data), run(a.data))
 
 
-@pytest.mark.parametrize("m", [1, FEW_ROWS])
+@pytest.mark.parametrize("m", [1, MAX_SMALL_M])
 def test_in_a_cuda_graph(m):
     a, b = (on_gpu(q) for q in operands("row", m, 4096, 512))
     required = scaled_mm(a, b)

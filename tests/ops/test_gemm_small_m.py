@@ -1,12 +1,12 @@
-"""Which products of few rows go to the kernel of ours, and how it cuts them up: what needs no GPU."""
+"""The choice of our kernel for GEMMs of small M, without a GPU."""
 
 import pytest
 import torch
 
 from octavo.numerics import ROW, TENSOR
 from octavo.ops import find_backend
-from octavo.ops.gemm import FEW_ROWS, backend
-from octavo.ops.gemm.backend import SQUARE, STRIP, few_rows
+from octavo.ops.gemm import MAX_SMALL_M, backend
+from octavo.ops.gemm.backend import SQUARE, STRIP, max_small_m
 
 CUDA = torch.device("cuda")
 E4M3 = ("e4m3", "e4m3")
@@ -18,18 +18,18 @@ def hopper(monkeypatch):
     monkeypatch.setattr(backend, "HAS_TRITON", True)
 
 
-@pytest.mark.parametrize("layout", [ROW, TENSOR], ids=["row", "tensor"])
-def test_few_rows_run_on_our_kernel_and_more_on_cublaslt(hopper, layout):
-    assert find_backend(CUDA, layout, layout, E4M3).name == "cublaslt"  # what a layer runs on, asked without a batch
-    for columns, most in ((1, FEW_ROWS), (4096, FEW_ROWS), (4097, 16), (8192, 16), (8193, 8), (128_256, 8)):
-        assert few_rows(columns) == most
-        for rows, name in ((0, "triton"), (1, "triton"), (most, "triton"), (most + 1, "cublaslt")):
-            found = find_backend(CUDA, layout, layout, E4M3, (rows, columns))
-            assert found.name == name
-            assert ("rows" in found.reason) == (name == "triton")
+@pytest.mark.parametrize("granularity", [ROW, TENSOR], ids=["row", "tensor"])
+def test_a_small_m_runs_on_our_kernel_and_a_larger_one_on_cublaslt(hopper, granularity):
+    assert find_backend(CUDA, granularity, granularity, E4M3).name == "cublaslt"
+    for n, largest in ((1, MAX_SMALL_M), (4096, MAX_SMALL_M), (4097, 16), (8192, 16), (8193, 8), (128_256, 8)):
+        assert max_small_m(n) == largest
+        for m, name in ((0, "triton"), (1, "triton"), (largest, "triton"), (largest + 1, "cublaslt")):
+            chosen = find_backend(CUDA, granularity, granularity, E4M3, (m, n))
+            assert chosen.name == name
+            assert ("small M" in chosen.reason) == (name == "triton")
 
 
-def test_other_layouts_and_formats_do_not(hopper):
+def test_other_granularities_and_formats_do_not(hopper):
     assert find_backend(CUDA, STRIP, SQUARE, E4M3, (1, 64)).name == "cublaslt"
     assert find_backend(CUDA, ROW, TENSOR, E4M3, (1, 64)).name == "none"
     assert find_backend(CUDA, ROW, ROW, ("e5m2", "e5m2"), (1, 64)).name == "none"
@@ -48,4 +48,4 @@ def test_the_choice_is_traced_without_a_break(hopper):
         return x + (1 if found.name == "triton" else 2)
 
     compiled = torch.compile(names, fullgraph=True, backend="eager", dynamic=False)
-    assert [compiled(torch.zeros(rows)).sum().item() / rows for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [1, 1, 2]
+    assert [compiled(torch.zeros(m)).mean().item() for m in (1, MAX_SMALL_M, MAX_SMALL_M + 1)] == [1, 1, 2]

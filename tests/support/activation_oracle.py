@@ -1,0 +1,68 @@
+"""Inputs of activations, torch's own activations and gradients in float64, and the magnitudes that meet in a result."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from fused_op_examples import NEAR
+from quantize_oracle import matrix
+from torch import Tensor
+
+KINDS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
+UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is smaller
+
+
+@cache
+def given(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """u, dh, column_scale and row_scale for h of this shape; made once: nobody here writes into them."""
+    m, f = shape
+    u = matrix((m, f * KINDS[kind]), dtype)
+    dh = (torch.randn(m, f) * torch.exp2(torch.randint(-20, 5, (m, 1)))).to(dtype)
+    return u, dh, torch.rand(1, u.shape[1]) + 0.01, 1 + torch.rand(m, 1)
+
+
+def h64(u: Tensor, kind: str) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(u)
+    gate, up = u.chunk(2, 1)
+    return F.silu(gate) * up
+
+
+def gradient64(dh: Tensor, u: Tensor, kind: str) -> Tensor:
+    u = u.double().requires_grad_()
+    h64(u, kind).backward(dh.double())
+    return u.grad
+
+
+def h_magnitude(u: Tensor, kind: str) -> Tensor:
+    """What meets in h, in units of NEAR."""
+    u = u.double()
+    if kind == "gelu":
+        return u.abs()
+    gate, up = u.chunk(2, 1)
+    return h64(u, kind).abs() * exponent_magnitude(gate) + (gate * up).abs() * (UNDERFLOW / NEAR)
+
+
+def exponent_magnitude(gate: Tensor) -> Tensor:
+    """What meets in sigmoid(gate) over itself: the exponent gate log2(e) of two is rounded to float32."""
+    return 1 + gate.abs() * (2**-24 / NEAR)
+
+
+def gradient_magnitude(dh: Tensor, u: Tensor, kind: str) -> Tensor:
+    """What meets in the gradient of u."""
+    dh, u = dh.double().abs(), u.double()
+    if kind == "gelu":
+        return dh
+    gate, up = u.chunk(2, 1)
+    sigmoid = gate.sigmoid() * exponent_magnitude(gate) + UNDERFLOW / NEAR
+    return torch.cat((dh * up.abs() * sigmoid * (1 + gate.abs()), dh * gate.abs() * sigmoid), 1)
+
+
+def on_the_border(kind: str) -> Tensor:
+    """u of 4096 rows of two: the first h is 17/448 of the second, midway between two codes of E4M3, 16 and 18."""
+    first = torch.rand(4096, KINDS[kind]) * 5 + 0.5
+    largest = h64(first.double(), kind).float() * 448 / 17
+    if kind == "gelu":
+        return torch.cat((first, largest), 1)  # beyond 6, gelu(u) is u
+    gate, up = first.chunk(2, 1)
+    return torch.cat((gate, torch.full_like(gate, 128.0), up, largest / 128), 1)
