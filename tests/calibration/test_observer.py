@@ -10,8 +10,8 @@ from torch import nn
 
 from octavo.artifact.files import ArtifactError
 from octavo.calibration.observer import Observer, check_seen
-from octavo.hf.block_by_block import BlockModel, open_model
-from octavo.nn import convert
+from octavo.hf.block_by_block import BlockModel
+from octavo.nn import select_linears
 
 KINDS = ["gpt2", *MODELS]
 
@@ -24,7 +24,7 @@ def some_batches():
 def in_parts(folder, batches):
     """Everything that an observer sees of a model that runs block by block, and what the last block returns."""
     parts = BlockModel(folder, "cpu")
-    linears = convert(open_model(folder).model, "rowwise").converted
+    linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
     observer = Observer(parts.model, linears)
     with observer.watch(), parts.loaded_frame():
         hidden = [parts.embed(ids, observer.looking) for ids in batches]
@@ -185,12 +185,12 @@ def test_what_is_not_supported_says_so(cls, config, message, tmp_path):
     config.architectures = [cls]
     config.save_pretrained(tmp_path)
     with pytest.raises(ArtifactError, match=f"config.json: {cls} cannot be calibrated, {message}.*Llama, Mistral"):
-        open_model(tmp_path)
+        BlockModel(tmp_path, "cpu")
 
 
 def test_descriptions_that_cannot_be_followed(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        open_model(tmp_path)
+        BlockModel(tmp_path, "cpu")
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(ArtifactError, match="calibrate the BF16 model that it was packed from"):
-        open_model(tmp_path)
+        BlockModel(tmp_path, "cpu")

@@ -51,8 +51,8 @@ def test_transformers_weights_and_config_load_here(config: LlamaConfig) -> None:
     hf = HFConfig(**config.to_hf(), initializer_range=0.3)
     theirs = LlamaForCausalLM(hf).eval()
     found = from_hf_config(hf.to_diff_dict())
-    assert found == (Llama, config)
-    ours = build(found[1])
+    assert found == config
+    ours = build(found)
     ours.load_state_dict(theirs.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=1e-5)

@@ -22,7 +22,7 @@ def stored_bytes(folder: Path) -> int:
 def test_sizes_of_a_folder(tmp_path: Path) -> None:
     report = pack(make_model(tmp_path / "model", "llama"), tmp_path / "out", layers={"*.o_proj": "block"})
     read = read_bytes(tmp_path / "out")
-    sizes = measure_sizes(read, check_folder(read, required_by(transformers_meta_model(tmp_path / "out"))))
+    sizes = measure_sizes(read, check_folder(read, required_by(transformers_meta_model(read.config, tmp_path / "out"))))
     assert (sizes.packed, sizes.packed_bf16) == (report.packed_bytes, report.bf16_bytes)
     assert sizes.whole_bf16 == stored_bytes(tmp_path / "model")
     assert sizes.whole == stored_bytes(tmp_path / "out")

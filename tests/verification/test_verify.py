@@ -353,7 +353,7 @@ def test_layouts_of_other_writers(models: dict[str, Path], tmp_path: Path) -> No
     calibrate(models["mistral"], [str(models["text"])], tmp_path / "c", prompts=PromptOptions(8, 64))
     pack(models["mistral"], tmp_path / "ours", scheme="static", calibration=tmp_path / "c")
     ours = read_bytes(tmp_path / "ours")
-    required = required_by(transformers_meta_model(tmp_path / "ours"))
+    required = required_by(transformers_meta_model(ours.config, tmp_path / "ours"))
     ids = torch.randint(256, (2, 20))
 
     def logits(read: Bytes) -> Tensor:

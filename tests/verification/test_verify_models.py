@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from verify_examples import make_model, write_text
 
+from octavo.artifact.files import read_json
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
 from octavo.hf.meta_model import compute_buffers, transformers_meta_model
@@ -32,7 +33,8 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -
 
 
 def test_weights_that_are_filled_are_not_initialized_again(tmp_path: Path) -> None:
-    model = transformers_meta_model(make_model(tmp_path / "model", "gemma2")).model
+    folder = make_model(tmp_path / "model", "gemma2")
+    model = transformers_meta_model(read_json(folder / "config.json"), folder).model
     embedding = model.get_input_embeddings()
     embedding.weight = nn.Parameter(torch.ones(embedding.weight.shape))
     with pytest.raises(RuntimeError, match="Gemma2TextScaledWordEmbedding would be initialized again"):

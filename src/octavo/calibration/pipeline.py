@@ -33,8 +33,8 @@ from octavo.calibration.folder import Calibration, describe, from_tensors, hash_
 from octavo.calibration.observer import Observed, Observer, check_seen
 from octavo.device import choose_device
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
-from octavo.hf.block_by_block import BlockModel, open_model
-from octavo.nn import convert
+from octavo.hf.block_by_block import BlockModel
+from octavo.nn import select_linears
 from octavo.progress import Progress, no_progress
 from octavo.version import __version__
 
@@ -82,7 +82,7 @@ def calibrate(
     work = _Work(out.parent / f".{out.name}.calibrating", chosen.tokens)
     with locked_folder(work.path):
         work.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
-        linears = convert(open_model(model).model, "rowwise").converted  # the layers that packing would pack
+        linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
         observed = _run_all(parts, linears, chosen.batches(prompts.batch), work, progress)
         settings["data"] = chosen.report.to_dict()
         calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)

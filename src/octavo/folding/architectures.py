@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.hf.source import Source
-from octavo.models import GPT2Config
+from octavo.models import GPT2
 
 ROTATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED = f"{', '.join(ROTATED)}; and to smooth, OPTForCausalLM and BERT-like encoders"
@@ -68,7 +68,7 @@ def read_map(source: Source, *, rotate: bool) -> Map:
     where = source.description / "config.json"
     config = read_json(where)
     architecture = str((config.get("architectures") or ["of no named architecture"])[0])
-    if isinstance(source.meta_model.config, GPT2Config):
+    if isinstance(source.meta_model.model, GPT2):
         raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {SUPPORTED}")
     names = {name for name, _ in source.meta_model.model.named_modules()}
     if architecture in ROTATED:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.safetensors_files import Spec
 from octavo.extras import import_extra
 from octavo.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
@@ -83,10 +83,9 @@ def export_gguf(
         raise FileExistsError(f"{out} exists already: choose another file, or remove it first")
     gguf = _package()
     opened = open_source(source, step)
-    config = read_json(opened.description / "config.json")
-    model = _Model(gguf, opened, config, weights)
+    model = _Model(gguf, opened, weights)
     rows = model.specs["token_embd.weight"].shape[0]
-    words = read_gguf_tokenizer(opened.description, config, rows) if tokenizer else None
+    words = read_gguf_tokenizer(opened.description, opened.config, rows) if tokenizer else None
     size = write_file(gguf, out, model.architecture, _metadata(model, words), model.content(progress))
     return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
 
@@ -98,8 +97,9 @@ def _package() -> Any:
 class _Model:
     """The tensors of the file, by their names there, known before a number is read."""
 
-    def __init__(self, gguf: Any, source: Source, config: Mapping[str, Any], weights: str) -> None:
-        self.gguf, self.source, self.config = gguf, source, config
+    def __init__(self, gguf: Any, source: Source, weights: str) -> None:
+        self.gguf, self.source, self.config = gguf, source, source.config
+        config = self.config
         self.architecture = _architecture(config, source.description)
         self.heads = int(self.required("num_attention_heads"))
         self.key_heads = int(config.get("num_key_value_heads") or self.heads)

@@ -11,8 +11,7 @@ given the stored hidden states in its place, and what it returns ends the call. 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -31,18 +30,15 @@ _OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # of a LayerNorm in BERT's f
 Looking = Callable[[], AbstractContextManager[None]]
 
 
-def open_model(folder: Path) -> MetaModel:
-    """The model that `folder`/config.json describes, of transformers, in BF16 on the meta device.
+def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
+    """The model of transformers that the parsed config.json of `folder` describes.
 
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ArtifactError: it is packed already, or of an architecture that cannot run block by block; the message says why.
-        ImportError: transformers is not installed.
+    Raises an ArtifactError if it is packed already, or of an architecture that cannot run block by block.
     """
     where = folder / "config.json"
-    if read_json(where).get("quantization_config"):
+    if config.get("quantization_config"):
         raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")
-    meta_model = transformers_meta_model(folder)
+    meta_model = transformers_meta_model(config, folder)
     model: Any = meta_model.model
     model.config.use_cache = False
     if reason := _unsupported(model):
@@ -51,10 +47,11 @@ def open_model(folder: Path) -> MetaModel:
 
 
 def _unsupported(model: Any) -> str:
-    conv1d = importlib.import_module("transformers.pytorch_utils").Conv1D
+    from transformers.pytorch_utils import Conv1D
+
     if model.config.is_encoder_decoder:
         return "it has an encoder and a decoder"
-    if any(isinstance(module, conv1d) for module in model.modules()):
+    if any(isinstance(module, Conv1D) for module in model.modules()):
         return "its layers are Conv1D, which are not packed (but for GPT-2's, which is read as OPT)"
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3]:
         return f"its experts are one tensor ({fused[0]}) and no linear layers"
@@ -90,16 +87,19 @@ class BlockModel:
         context: the positions that the model has.
 
     Raises:
-        FileNotFoundError, ArtifactError, ImportError: see `open_model` and `ShardReader`; and for a tensor that is in
-            no file, or has another shape there.
+        FileNotFoundError: there is no config.json, or a file of tensors is missing.
+        ArtifactError: the model is packed already, its architecture cannot run block by block, or a tensor is in no
+            file or has another shape there; the message says which.
+        ImportError: transformers is not installed.
     """
 
     def __init__(self, folder: Path, device: str | torch.device) -> None:
-        meta_model = open_model(folder)
+        config = read_json(folder / "config.json")
+        meta_model = _meta_model(config, folder)
         self.model = cast(Any, meta_model.model)
         self.context = meta_model.context
         self.device = torch.device(device)
-        self._files = open_tensors(folder, folder)
+        self._files = open_tensors(folder, config)
         [stack] = _stacks(self.model)
         modules: Any = self.model.get_submodule(stack)
         self._modules: list[Any] = list(modules)

@@ -13,7 +13,6 @@ Which file tensors make which stack, and what else has another name in the files
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,12 +28,14 @@ class ExpertFiles:
     """The names that the tensors of a model have in files, where experts are stacked.
 
     Attributes:
+        shapes: of each tensor of the model.
         parts: the file tensors of each tensor of the model, in order; one, but for stacks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
         named = (*model.named_parameters(), *model.named_buffers())
+        self.shapes = {name: tuple(t.shape) for name, t in named}
         meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
         self.parts = {name: list(self._revert(name, tensor)) for name, tensor in meta.items()}
         self._stack_of = {part: name for name in self.stacks for part in self.parts[name]}
@@ -155,11 +156,10 @@ class ExpertReader(ShardReader):
         super().__init__(folder)
         in_files, self.specs = self.specs, {}
         self._get, names = files.in_model(super().get, in_files)
-        shapes = dict(files._model.named_parameters())
         for name in names:
             parts = [part for part in files.parts.get(name, [name]) if part in in_files]
             dtype = in_files[parts[0] if parts else name].dtype
-            shape = tuple(shapes[name].shape) if len(parts) > 1 else in_files[parts[0] if parts else name].shape
+            shape = files.shapes[name] if len(parts) > 1 else in_files[parts[0] if parts else name].shape
             self.specs[name] = Spec(dtype, shape)
 
     def get(self, name: str) -> Tensor:
@@ -172,6 +172,6 @@ class ExpertReader(ShardReader):
 
 
 def _transformers() -> tuple[Any, Any]:
-    return importlib.import_module("transformers.core_model_loading"), importlib.import_module(
-        "transformers.conversion_mapping"
-    )
+    from transformers import conversion_mapping, core_model_loading
+
+    return core_model_loading, conversion_mapping

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.safetensors_files import ShardReader, Spec
 from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
@@ -51,32 +51,28 @@ _BLOCK = {
 _MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # older files hold the causal mask
 
 
-def is_gpt2(folder: Path) -> bool:
-    """Whether `folder`/config.json is of a GPT-2. Raises a FileNotFoundError or an ArtifactError if it is no such
-    file."""
-    return read_json(folder / "config.json").get("model_type") == "gpt2"
+def is_gpt2(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json is that of a GPT-2."""
+    return config.get("model_type") == "gpt2"
 
 
-def describe_model(folder: Path) -> dict[str, Any]:
-    """`folder`/config.json, of a GPT-2 as OPT's.
+def open_tensors(folder: Path, config: Mapping[str, Any]) -> ShardReader:
+    """The tensors in `folder`, those of a GPT-2 under OPT's names.
 
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ArtifactError: it is no JSON object, or of a GPT-2 that OPT cannot be; the message names the setting.
-    """
-    config = read_json(folder / "config.json")
-    return _as_opt(config, folder / "config.json") if is_gpt2(folder) else config
-
-
-def open_tensors(folder: Path, description: Path) -> ShardReader:
-    """The tensors in `folder`, of a GPT-2 (says the config.json in `description`) under OPT's names.
+    Args:
+        folder: with safetensors files.
+        config: the parsed config.json of the model, as it is stored.
 
     Raises what `ShardReader` raises.
     """
-    return Conv1DReader(folder) if is_gpt2(description) else ShardReader(folder)
+    return Conv1DReader(folder) if is_gpt2(config) else ShardReader(folder)
 
 
-def _as_opt(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+def config_as_opt(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The config.json of the OPT that computes the same as the GPT-2 of `config`.
+
+    Raises an ArtifactError, which names the setting and the file `where`, if no OPT does.
+    """
     if (named := config.get("architectures") or ["GPT2LMHeadModel"]) != ["GPT2LMHeadModel"]:
         raise ArtifactError(f"{where}: of GPT-2's classes GPT2LMHeadModel is supported, got {', '.join(named)}")
     if missing := [key for key in _SIZES if not isinstance(config.get(key), int)]:

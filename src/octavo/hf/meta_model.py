@@ -1,10 +1,11 @@
-"""A model without its numbers: the modules that a config.json describes, on the meta device, and their names on disk.
+"""The model that a config.json describes, on the meta device: its modules, without memory for its weights.
 
-Packing needs it to know which tensors are weights of linear layers, loading to know which tensors must be there.
+Packing learns from it which tensors are weights of linear layers, and loading which tensors the files must have.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
-from octavo.extras import import_extra, open_local
+from octavo.extras import import_extra
 from octavo.hf.experts import ExpertFiles, expert_files
-from octavo.hf.gpt2_as_opt import describe_model, is_gpt2
-from octavo.models import Config, build, from_hf_config
+from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
+from octavo.models import build, from_hf_config
 
 
 @dataclass(frozen=True, eq=False)
 class MetaModel:
     """A model in BF16 on the meta device.
 
-    `config` is ours for an architecture of `octavo.models`, and None for a model of transformers, which has on disk the
-    names that it has in memory, but for those that `experts` knows. `context`: the tokens that the model can see.
+    Attributes:
+        model: of `octavo.models`, or of transformers.
+        config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.gpt2_as_opt`).
+        context: the number of tokens that the model can see.
+        experts: the names of its tensors in files, where experts are stacked; None for other models, whose tensors have
+            one name.
     """
 
     model: nn.Module
-    config: Config | None
+    config: Mapping[str, Any]
     context: int
     experts: ExpertFiles | None = None
 
@@ -51,47 +56,60 @@ class MetaModel:
         return [self.file_name(name) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def read_skeleton(folder: Path) -> MetaModel:
-    """The model that `folder`/config.json describes: of `octavo.models` if it is there, else of transformers.
+def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
+    """The model of the parsed config.json of `folder`: of `octavo.models` if it is there, else of transformers.
+
+    Raises what `transformers_meta_model` raises.
+    """
+    try:
+        ours = our_meta_model(config)
+    except ValueError:  # the architecture is ours, a feature of it is not
+        ours = None
+    return ours or transformers_meta_model(config, folder)
+
+
+def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
+    """The model of `octavo.models` that a parsed config.json describes; None if its architecture is not there.
+
+    Raises a ValueError if the architecture is there, and a feature of it is not.
+    """
+    found = from_hf_config(config)
+    if found is None:
+        return None
+    with torch.device("meta"):
+        return MetaModel(build(found).to(UNQUANTIZED_DTYPE).eval(), config, found.context)
+
+
+def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
+    """The model of transformers that the parsed config.json of `folder` describes.
+
+    Its class is the one in `architectures`, or a causal language model if that names none. A GPT-2 is read as OPT
+    (`octavo.hf.gpt2_as_opt`).
 
     Raises:
-        FileNotFoundError: there is no config.json.
-        ArtifactError: it is not JSON, or says nothing of a context.
-        ImportError: transformers is needed and not installed.
+        ArtifactError: transformers does not implement the model, or the context is not stated.
+        ImportError: transformers is not installed.
     """
-    hf = read_json(folder / "config.json")
-    try:
-        found = from_hf_config(hf)
-    except ValueError:  # the architecture is ours, a feature of it is not
-        found = None
-    return transformers_meta_model(folder) if found is None else our_meta_model(found[1])
-
-
-def our_meta_model(config: Config) -> MetaModel:
-    """The meta model of a model of `octavo.models`."""
-    with torch.device("meta"):
-        return MetaModel(build(config).to(UNQUANTIZED_DTYPE).eval(), config, config.context)
-
-
-def transformers_meta_model(folder: Path) -> MetaModel:
-    """The model of transformers that `folder`/config.json describes, on the meta device. Its class is the one in
-    `architectures`, or a causal language model if it names none. A GPT-2 is OPT (`octavo.hf.gpt2_as_opt`)."""
-    purpose = f"{folder / 'config.json'} describes a model that runs through transformers"
-    transformers = import_extra("transformers", "hf", purpose)
-    if is_gpt2(folder):
-        config = transformers.AutoConfig.for_model(**describe_model(folder))
-    else:
-        config = open_local(transformers.AutoConfig, folder)
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    where = folder / "config.json"
+    transformers = import_extra("transformers", "hf", f"{where} describes a model that runs through transformers")
+    config = config_as_opt(config, where) if is_gpt2(config) else config
+    if (kind := config.get("model_type")) not in transformers.CONFIG_MAPPING:
+        raise ArtifactError(
+            f"{where} has the model_type {kind!r}, which transformers {transformers.__version__} does not implement, "
+            "and octavo runs no code of a model folder (auto_map): upgrade transformers, or use another model"
+        )
+    settings: Any = copy.deepcopy(dict(config)) | {"name_or_path": str(folder)}  # transformers edits what it is given
+    described = transformers.AutoConfig.for_model(**settings)
+    named = [getattr(transformers, name, None) for name in described.architectures or ()]
+    context = getattr(described.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):
-        raise ArtifactError(f"{folder / 'config.json'} must state max_position_embeddings, got {context!r}")
+        raise ArtifactError(f"{where} must state max_position_embeddings, got {context!r}")
     with torch.device("meta"):
         if named and named[0] is not None:
-            model = named[0]._from_config(config, dtype=UNQUANTIZED_DTYPE)
+            model = named[0]._from_config(described, dtype=UNQUANTIZED_DTYPE)
         else:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=UNQUANTIZED_DTYPE)
-    return MetaModel(model.eval(), None, context, expert_files(model))
+            model = transformers.AutoModelForCausalLM.from_config(described, dtype=UNQUANTIZED_DTYPE)
+    return MetaModel(model.eval(), config, context, expert_files(model))
 
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
@@ -118,14 +136,13 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
-    """The meta model with `tensors`, named as in it, themselves and not copies, on the CPU; nothing asks for gradients.
+    """The model with `tensors`, by their names in it, on the CPU. They are not copied, and none requires a gradient.
 
     Raises:
         ArtifactError: a tensor of the model is in no file, and transformers does not compute it.
     """
     model: Any = meta_model.model
-    if meta_model.config is None:
-        compute_buffers(model, "cpu")
+    compute_buffers(model, "cpu")
     model.load_state_dict(tensors, strict=False, assign=True)  # strict: a tied head is not stored
     model.tie_weights()
     if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:

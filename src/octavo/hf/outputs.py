@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.hf.source import Source
+from octavo.models.decoder import Decoder
 
 
 def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
@@ -28,5 +29,5 @@ def is_language_model(model: Any) -> bool:
 
 
 def gives_logits(source: Source) -> bool:
-    """Whether it is a language model: of ours, or of transformers and not an encoder."""
-    return source.meta_model.config is not None or is_language_model(source.meta_model.model)
+    """Whether the model of `source` is a language model: one of ours, or one of transformers that is no encoder."""
+    return isinstance(source.meta_model.model, Decoder) or is_language_model(source.meta_model.model)

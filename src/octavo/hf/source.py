@@ -1,4 +1,4 @@
-"""What is packed: a run of `octavo train`, or a model folder of Hugging Face's, read one tensor at a time."""
+"""The source of packing: a run of `octavo train` or a Hugging Face model folder, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from octavo.artifact.safetensors_files import ShardReader, Spec
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, our_meta_model, transformers_meta_model
-from octavo.models import BUILT_IN_MODELS, from_hf_config
+from octavo.models import BUILT_IN_MODELS
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model whose numbers are still in its files.
+    """A model whose tensors are still in its files.
 
     Args:
-        origin: where these are.
+        origin: the folder with the files of tensors.
         description: the folder with its config.json and its tokenizer.
-        meta_model: the model without its numbers; tensors are named as in it.
-        recipe: of the run, or nothing.
-        skip: globs of the layers that its maker left in BF16.
+        meta_model: the model on the meta device; tensors are named as in it.
+        recipe: of the run; "" for a model folder.
+        skip: globs of the layers that training left in BF16.
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
         trained_as: the name that a layer had in training, by its name here, where the two differ.
@@ -45,6 +45,11 @@ class Source:
     left_out: Sequence[str] = ()
     trained_as: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The parsed config.json of the model; that of a GPT-2 of transformers as OPT's."""
+        return self.meta_model.config
+
     def get(self, name: str) -> Tensor:
         """A tensor of the model.
 
@@ -58,18 +63,19 @@ class Source:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """What each tensor of the model is in the files."""
+        """The dtype and shape of each tensor of the model in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def folded(self) -> dict[str, Any]:
-        """What `octavo fold` says in octavo.json that it folded into the model; of packed weights it is as true."""
+        """The entry of octavo.json in which `octavo fold` says what it folded into the model; it holds for the packed
+        weights too."""
         path = self.description / "octavo.json"
         found = read_json(path) if path.is_file() else {}
         return {key: found[key] for key in ("folded",) if key in found}
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """The run in the folder `path`, or the model.
+    """Open a run or a model folder. Nothing is read but the headers of its files.
 
     Args:
         path: a run of `octavo train`, or a folder with a config.json and safetensors files; a GPT-2 of transformers is
@@ -85,15 +91,15 @@ def open_source(path: Path, step: int | None = None) -> Source:
         raise FileNotFoundError(
             f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
         )
-    settings = read_json(path / "config.json")
+    config = read_json(path / "config.json")  # of a run: the settings of its training
     if (path / "model" / "config.json").is_file():
-        return _run(path, settings, step)
+        return _run(path, config, step)
     if step is not None:
         raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
-    if "quantization_config" in settings:
+    if "quantization_config" in config:
         raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
-    meta_model = transformers_meta_model(path)
-    reader = open_tensors(path, path) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
+    meta_model = transformers_meta_model(config, path)
+    reader = open_tensors(path, config) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
     required = model_tensors(meta_model.model)
     stored = meta_model.on_disk({name: _meta(spec) for name, spec in reader.specs.items()})
     needed = meta_model.on_disk(required)
@@ -106,8 +112,9 @@ def open_source(path: Path, step: int | None = None) -> Source:
 def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     folder = RunFolder(path)
     checkpoint = folder.chosen(step)
-    meta_model = _meta_model(folder, settings)
-    reader = open_tensors(checkpoint, folder.model)
+    config = read_json(folder.model / "config.json")
+    meta_model = _meta_model(folder.model, config, settings)
+    reader = open_tensors(checkpoint, config)
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
     check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
@@ -122,13 +129,11 @@ def _meta(spec: Spec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
-def _meta_model(run: RunFolder, settings: Mapping[str, Any]) -> MetaModel:
+def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> MetaModel:
     """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours."""
     if settings.get("model") not in BUILT_IN_MODELS:
-        return transformers_meta_model(run.model)
-    found = from_hf_config(read_json(run.model / "config.json"))
+        return transformers_meta_model(config, folder)
+    found = our_meta_model(config)
     if found is None:
-        raise ArtifactError(
-            f"{run.model / 'config.json'} is not of a {settings['model']}, which the run's config.json names"
-        )
-    return our_meta_model(found[1])
+        raise ArtifactError(f"{folder / 'config.json'} must be of a {settings['model']}, the model of the run")
+    return found

@@ -37,14 +37,12 @@ def build(config: Config) -> Llama | GPT2:
     return Llama(config) if isinstance(config, LlamaConfig) else GPT2(config)
 
 
-def from_hf_config(hf: Mapping[str, Any]) -> tuple[type[Llama] | type[GPT2], Config] | None:
-    """The model class and configuration that a config.json names, or None if its architecture is not one of ours.
+def from_hf_config(hf: Mapping[str, Any]) -> Config | None:
+    """The configuration of the model of ours that a parsed config.json names, or None if it names another one.
 
     Raises ValueError if the architecture is ours, but with features that our implementation does not have.
     """
     architectures = hf.get("architectures") or []
     if llama.ARCHITECTURE in architectures:
-        return Llama, LlamaConfig.from_hf(hf)
-    if gpt2.ARCHITECTURE in architectures:
-        return GPT2, GPT2Config.from_hf(hf)
-    return None
+        return LlamaConfig.from_hf(hf)
+    return GPT2Config.from_hf(hf) if gpt2.ARCHITECTURE in architectures else None

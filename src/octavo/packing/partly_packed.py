@@ -21,6 +21,7 @@ from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.hf.meta_model import fill_model
 from octavo.hf.outputs import gives_logits, outputs
 from octavo.hf.source import Source
+from octavo.models.decoder import Decoder
 from octavo.runtime.packed_linear import PackedLinear
 
 
@@ -104,7 +105,7 @@ def _fill(source: Source) -> nn.Module:
     tensors = {name: source.get(name) for name in source.specs}
     rounded = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
     model: Any = fill_model(source.meta_model, rounded)
-    if source.meta_model.config is None:
+    if not isinstance(model, Decoder):
         model.config.use_cache = False
     filled: nn.Module = model
     return filled

@@ -33,7 +33,6 @@ from octavo.artifact.safetensors_files import SHARD_BYTES, Spec, write_shards
 from octavo.calibration.folder import load_calibration
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.hf.fused_groups import check_groups, groups
-from octavo.hf.gpt2_as_opt import describe_model
 from octavo.hf.source import Source, open_source
 from octavo.nn import convert
 from octavo.nn.coverage import find_coverage
@@ -232,7 +231,7 @@ class _Plan:
     def check_split(self, degrees: Sequence[int]) -> None:
         """Raise a ValueError unless the layers can be split over each of so many devices."""
         sizes = {name: (spec.shape[0], spec.shape[1]) for name in self.packing.schemes if (spec := self._weight(name))}
-        check_degrees(self.packing.schemes, sizes, describe_model(self.source.description), degrees)
+        check_degrees(self.packing.schemes, sizes, self.source.config, degrees)
 
     def _weight(self, disk: str) -> Spec:
         return self.specs[f"{disk}.weight"]
@@ -266,7 +265,7 @@ class _Plan:
 def _describe(plan: _Plan, target: PackedFolder) -> None:
     """config.json, and beside it what else describes the model: the tokenizer."""
     folder = plan.source.description
-    config = describe_model(folder)
+    config = dict(plan.source.config)
     config.pop("torch_dtype", None)  # the older name of "dtype"
     disks = plan.source.meta_model.linears()
     if (experts := plan.source.meta_model.experts) is not None:

@@ -24,7 +24,7 @@ from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_sc
 from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.device import choose_device
-from octavo.hf.meta_model import MetaModel, fill_model, read_skeleton
+from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.runtime.fused import fuse
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
@@ -57,18 +57,20 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     """
     place = choose_device(device)
     path = Path(folder)
-    meta_model = read_skeleton(path)
+    meta_model = read_meta_model(PackedFolder(path).read_config(), path)
     return Loaded(fill(meta_model, path, place), load_tokenizer(path), meta_model.context)
 
 
 def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.Module:
-    """The model of a packed folder on `device`, its norms and MLPs fused, from its meta model; raises as `load`."""
+    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs.
+
+    Raises what `load_packed` raises.
+    """
     packed = PackedFolder(folder)
-    config = packed.read_config()
     disks = meta_model.linears()
     reader = ShardReader(packed.path)
     experts = _packed_experts(meta_model, reader)
-    packing = read_packing(config, [*disks, *experts], packed.config, _plain(disks, reader))
+    packing = read_packing(meta_model.config, [*disks, *experts], packed.config, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, packed.config))
     tensors = _read_tensors(packing, reader, disks)
     _widen_experts(tensors, packing, experts)

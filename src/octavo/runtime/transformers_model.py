@@ -12,14 +12,13 @@ cache every shape is fixed, and the model goes through torch.compile and into CU
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.artifact.files import read_json
+from octavo.artifact.packed.layouts import PackedFolder
 from octavo.device import choose_device
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.ops.gemm import MAX_SMALL_M
@@ -44,11 +43,11 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu") ->
     """
     place = choose_device(device)
     path = Path(folder)
-    read_json(path / "config.json")  # transformers would take a folder that is not there for a name on its hub
-    model: Any = fill(transformers_meta_model(path), path, place)
+    model: Any = fill(transformers_meta_model(PackedFolder(path).read_config(), path), path, place)
     if (path / "generation_config.json").is_file() and model.can_generate():
-        generation: Any = importlib.import_module("transformers").GenerationConfig
-        model.generation_config = generation.from_pretrained(path, local_files_only=True)
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
 
 

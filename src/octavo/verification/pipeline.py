@@ -107,7 +107,7 @@ def _check(read: Bytes, model: Against, report: Report, progress: Progress) -> d
     if not read.config or not read.shapes:
         return {}
     try:
-        required = required_by(transformers_meta_model(read.folder))
+        required = required_by(transformers_meta_model(read.config, read.folder))
     except ImportError:
         raise
     except Exception as error:  # of a config.json that may say anything
@@ -156,7 +156,7 @@ class _Work:
     def consumers(self) -> None:
         """Open the folder with all that is installed."""
         self.progress(0, 4, "opening with every consumer")
-        meta_model = transformers_meta_model(self.read.folder)
+        meta_model = transformers_meta_model(self.read.config, self.read.folder)
         rows = meta_model.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         ids = probe(self.batches, int(rows), meta_model.context)
         if int(ids.max()) >= rows:

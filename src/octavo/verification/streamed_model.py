@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.artifact.files import read_json
 from octavo.hf.experts import ExpertReader
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.hf.outputs import gives_logits, is_language_model, outputs
@@ -66,7 +67,7 @@ class StreamedModel:
         dtype: torch.dtype = torch.float32,
         cache: Callable[[], Any] | None = None,
     ) -> None:
-        meta_model = transformers_meta_model(folder)
+        meta_model = transformers_meta_model(read_json(folder / "config.json"), folder)
         model: Any = meta_model.model.to(dtype)
         if meta_model.experts is not None:
             get, stored = meta_model.experts.in_model(get, stored)
