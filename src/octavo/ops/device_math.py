@@ -1,7 +1,7 @@
-"""Device functions of the Triton kernels: amax, scale and cast, each step rounded as the twins round it.
+"""Device functions of the Triton kernels: amax, scale and sums, each step rounded as in the references.
 
-An amax is taken over the bits of |x| as integers: their order is that of the numbers, with inf and every NaN on top, so
-that a block which holds one is known by its amax.
+An amax is the maximum of the bits of |x| as integers. They have the order of the numbers, with inf and every NaN above,
+so the amax of a block also tells whether the block holds inf or NaN.
 """
 
 import triton
@@ -14,7 +14,7 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def amax_bits(x, axis: tl.constexpr):
-    """The bits of the largest |x| along `axis`, int32."""
+    """The bits of the largest |x| along `axis`, as int32."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
 
 
@@ -25,7 +25,7 @@ def ceil_power_of_two(x):
 
 @triton.jit
 def scale_from_amax(bits, largest, POWER_OF_TWO: tl.constexpr):
-    """The float32 scale that maps an amax, given by its bits, onto `largest`; NaN where it is not finite."""
+    """The float32 scale that maps an amax (given as bits) onto `largest`; NaN if the amax is not finite."""
     scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), largest), SMALLEST_SCALE)
     if POWER_OF_TWO:
         scale = ceil_power_of_two(scale)
@@ -39,29 +39,29 @@ def inverse(scale):
 
 
 @triton.jit
-def store_scale(pointer, scale, mask, E8M0: tl.constexpr):
-    """Store scales as float32, or a power of two as its exponent's byte."""
+def store_scale(scale_ptr, scale, mask, E8M0: tl.constexpr):
+    """Store scales as float32, or with E8M0 as the byte of the exponent."""
     if E8M0:
-        tl.store(pointer, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask)
+        tl.store(scale_ptr, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask)
     else:
-        tl.store(pointer, scale, mask)
+        tl.store(scale_ptr, scale, mask)
 
 
 @triton.jit
 def add(x, y):
-    """x + y, rounded by itself: never contracted with a product. (libdevice's add_rn would flush subnormals.)"""
+    """x + y, never contracted with a product into one FMA. (libdevice's add_rn would flush subnormals.)"""
     return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def add_neighbours(x):
-    """[R, C] -> [R, C / 2], each column with the one to its right."""
+def add_pairs(x):
+    """[R, C] -> [R, C / 2]: the sum of each two adjacent columns."""
     left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     return add(left, right)
 
 
 @triton.jit
 def row_sum(x):
-    """float64 sums of the rows of a float32 tile: neighbours added three times in float32, their sums in float64."""
-    eighths = add_neighbours(add_neighbours(add_neighbours(x)))
-    return tl.sum(eighths.to(tl.float64), 1)
+    """float64 sums of the rows of a float32 tile: groups of 8 are added pairwise in float32, the groups in float64."""
+    sums_of_8 = add_pairs(add_pairs(add_pairs(x)))
+    return tl.sum(sums_of_8.to(tl.float64), 1)

@@ -1,17 +1,16 @@
 """Attention over a cache of keys and values as Triton kernels, for few queries: bound by the bytes of the cache.
 
-Split over the keys so that every multiprocessor has work (flash-decoding; Dao et al. 2023): a program takes one head
-of keys, all queries that read it, and one part of the tokens, and keeps a running maximum m, sum l and result
+The tokens are split into parts so that every multiprocessor has work (flash-decoding; Dao et al. 2023). A program takes
+one head of keys, all queries that read it, and one part of the tokens. It keeps a running maximum m, sum l and result
 
     m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = l * 2^(m - m') + sum_j p_j    acc' = acc * 2^(m - m') + p v
 
-(Milakov and Gimelshein, arXiv:1805.02867); where there is more than one part, a second kernel puts them together. How
-many tokens there are is read on the device: one launch serves every step, and the parts are of equal length whatever
-that is.
+(Milakov and Gimelshein, arXiv:1805.02867). If there is more than one part, a second kernel combines them. The device
+reads the number of tokens and divides it into parts of equal length, so that one CUDA graph serves every step.
 
-Bytes are widened in registers to float16, which holds each number of E4M3 and INT8; queries are brought into its range
-by a power of two a row. BF16 is multiplied as BF16. Sums are float32. Values are read as words of four bytes: Triton
-would otherwise fetch each byte of them by itself, to have it where the tensor core wants it.
+Bytes are widened in registers to float16, which holds every number of E4M3 and INT8. A power of two for each row brings
+the queries into the range of float16. BF16 is multiplied as BF16. Sums are float32. Values are loaded as words of four
+bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from octavo.ops.device_math import SMALLEST_SCALE, add, ceil_power_of_two, inver
 from octavo.ops.inductor import launcher
 from octavo.ops.triton_support import power_of_two_above
 
-TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes an element -> keys of a tile, warps, stages
-PROGRAMS_PER_SM = 2  # what fits beside each other: three stages of 32 KiB each
+TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes of an element -> BLOCK_N, warps, stages
+PROGRAMS_PER_SM = 2  # the memory of two programs fits: three stages of 32 KiB each
 LOG2_E = math.log2(math.e)
 
 
@@ -43,33 +42,33 @@ def cached_attention(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """As the twin's, for tensors that are contiguous."""
-    batch, heads, new, dim = q.shape
-    kv_heads, room = keys.shape[1:3]
-    pairs, rows = batch * kv_heads, heads // kv_heads * new
-    tile, warps, stages = TILES[keys.element_size()]
+    """As `cached_attention_reference`, for contiguous tensors."""
+    batch, heads, num_new, dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
+    block_n, warps, stages = TILES[keys.element_size()]
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = splits_of(pairs, room, tile, PROGRAMS_PER_SM * multiprocessors)
+    splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors)
     result = torch.empty_like(q)
-    alone = splits == 1
-    part = result if alone else q.new_empty((pairs, splits, rows, dim), dtype=torch.float32)
-    largest, total = (None if alone else q.new_empty((pairs, splits, rows), dtype=torch.float32) for _ in range(2))
-    block = max(power_of_two_above(dim), 16)
+    one_split = splits == 1
+    partial = result if one_split else q.new_empty((pairs, splits, num_rows, dim), dtype=torch.float32)
+    m_i, l_i = (None if one_split else q.new_empty((pairs, splits, num_rows), dtype=torch.float32) for _ in range(2))
+    block_d = max(power_of_two_above(dim), 16)
     launcher(_part_kernel, (splits, pairs))(
-        q, keys, values, k_scale, v_scale, length, first, part, largest, total, kv_heads, room, rows, new,
-        DIM=dim, SCALE=scale * LOG2_E, ROWS=max(power_of_two_above(rows), 16), TILE=tile, BLOCK=block, ALONE=alone,
-        num_warps=warps, num_stages=stages,
+        q, keys, values, k_scale, v_scale, length, first, partial, m_i, l_i, kv_heads, capacity, num_rows, num_new,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=max(power_of_two_above(num_rows), 16), BLOCK_N=block_n,
+        BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if alone:
+    if one_split:
         return result
-    launcher(_combine_kernel, (rows, pairs))(
-        part, largest, total, length, first, result, kv_heads, room, rows, splits,
-        DIM=dim, SPLITS=power_of_two_above(splits), BLOCK=block, num_warps=4,
+    launcher(_combine_kernel, (num_rows, pairs))(
+        partial, m_i, l_i, length, first, result, kv_heads, capacity, num_rows, splits,
+        HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
 
 
-# 0x6400 + u is the float16 1024 + u for u in 0..255: four signed bytes, moved up by 128, in five instructions.
+# 0x6400 + u is the float16 number 1024 + u, for u in 0..255. Four signed bytes, with 128 added, take five instructions.
 _INT8 = tl.constexpr(
     "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; "
     "prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342; "
@@ -88,7 +87,7 @@ _E4M3_WORD = tl.constexpr(
 
 @triton.jit
 def _widen(x):
-    """Stored bytes as float16, exactly; other dtypes as they are."""
+    """Eight-bit numbers as float16, exactly; other dtypes unchanged."""
     if x.dtype == tl.int8:
         x = tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
     elif x.dtype == tl.float8e4nv:
@@ -98,7 +97,7 @@ def _widen(x):
 
 @triton.jit
 def _widen_words(x, E4M3: tl.constexpr):
-    """Four stored bytes in each int32 [R, C] as float16 [R, 4 C]."""
+    """int32 [R, C] with four stored bytes each, as float16 [R, 4 C]."""
     asm: tl.constexpr = _E4M3_WORD if E4M3 else _INT8_WORD
     a, b, c, d = tl.inline_asm_elementwise(
         asm, "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
@@ -108,119 +107,120 @@ def _widen_words(x, E4M3: tl.constexpr):
 
 @triton.jit
 def _part_kernel(
-    q, keys, values, k_scale, v_scale, length, first, part, largest, total, kv_heads, room, rows, new,
-    DIM: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    ALONE: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr, m_ptr, l_ptr,
+    kv_heads, capacity, num_rows, num_new,
+    HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
 ):  # fmt: skip
     split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     head = pair % kv_heads
-    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    used = tl.load(length).to(tl.int32)
-    position = used - new + row % new
-    lowest = 0
-    if first is not None:
-        lowest = tl.load(first + pair // kv_heads)
-    end = tl.minimum(used, room)
-    share = tl.cdiv(tl.cdiv(end, splits), TILE) * TILE
-    begin = split * share
-    end = tl.minimum(end, begin + share)
-    here = (row < rows)[:, None] & (col < DIM)[None, :]
-    x = tl.load(q + (pair.to(tl.int64) * rows + row)[:, None] * DIM + col[None, :], here, other=0.0)
-    factor = tl.full((ROWS,), SCALE, tl.float32)
-    if k_scale is not None:
-        wide = x.to(tl.float32)
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    length = tl.load(length_ptr).to(tl.int32)
+    position = length - num_new + offs_m % num_new
+    first = 0
+    if first_ptr is not None:
+        first = tl.load(first_ptr + pair // kv_heads)
+    end = tl.minimum(length, capacity)
+    split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
+    begin = split * split_tokens
+    end = tl.minimum(end, begin + split_tokens)
+    mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    factor = tl.full((BLOCK_M,), SCALE, tl.float32)
+    if k_scale_ptr is not None:
+        wide = q.to(tl.float32)
         power = tl.maximum(ceil_power_of_two(tl.max(tl.abs(wide), 1)), SMALLEST_SCALE)
-        x = (wide * inverse(power)[:, None]).to(tl.float16)
-        factor = factor * power * tl.load(k_scale + head)
+        q = (wide * inverse(power)[:, None]).to(tl.float16)
+        factor = factor * power * tl.load(k_scale_ptr + head)
     else:
-        x = x.to(keys.dtype.element_ty)
-    m = tl.full((ROWS,), -1e30, tl.float32)  # finite: -inf less -inf would be NaN
-    mass = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK), tl.float32)
-    keys += pair.to(tl.int64) * room * DIM
-    values += pair.to(tl.int64) * room * DIM
-    whole = begin + tl.maximum(end - begin, 0) // TILE * TILE
-    for start in range(begin, whole, TILE):
-        m, mass, acc = _tile(x, factor, keys, values, start, lowest, end, position, m, mass, acc,
-                             DIM, TILE, BLOCK, False)  # fmt: skip
-    if whole < end:
-        m, mass, acc = _tile(x, factor, keys, values, whole, lowest, end, position, m, mass, acc,
-                             DIM, TILE, BLOCK, True)  # fmt: skip
-    if v_scale is not None:
-        acc = acc * tl.load(v_scale + head)
-    place = (pair * splits + split).to(tl.int64) * rows + row
-    if ALONE:
-        acc = _normalized(acc, mass[:, None], length, room, first, pair // kv_heads)
+        q = q.to(keys_ptr.dtype.element_ty)
+    m_i = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: -inf less -inf would be NaN
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    full_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    for start in range(begin, full_end, BLOCK_N):
+        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+                                      HEAD_DIM, BLOCK_N, BLOCK_D, False)  # fmt: skip
+    if full_end < end:
+        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position, m_i, l_i, acc,
+                                      HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
+    if v_scale_ptr is not None:
+        acc = acc * tl.load(v_scale_ptr + head)
+    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
+    if ONE_SPLIT:
+        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
     else:
-        tl.store(largest + place, m, row < rows)
-        tl.store(total + place, mass, row < rows)
-    tl.store(part + place[:, None] * DIM + col[None, :], acc.to(part.dtype.element_ty), here)
+        tl.store(m_ptr + offs_out, m_i, offs_m < num_rows)
+        tl.store(l_ptr + offs_out, l_i, offs_m < num_rows)
+    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def _tile(
-    x, factor, keys, values, start, lowest, end, position, m, mass, acc,
-    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+def _attend_block(
+    q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and result after TILE more keys; only in the last tile are some of them beyond the end."""
-    key, col = tl.arange(0, TILE), tl.arange(0, BLOCK)
-    j = start + key
-    keys += tl.cast(start, tl.int64) * DIM
-    at = key[:, None] * DIM + col[None, :]
-    if LAST or DIM != BLOCK:
-        k = tl.load(keys + at, (j < end)[:, None] & (col < DIM)[None, :], other=0.0)
+    """Maximum, sum and result after BLOCK_N more keys. Only the last block may reach beyond the end."""
+    offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    token = start + offs_n
+    keys_ptr += tl.cast(start, tl.int64) * HEAD_DIM
+    offs = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    if LAST or HEAD_DIM != BLOCK_D:
+        k = tl.load(keys_ptr + offs, (token < end)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     else:
-        k = tl.load(keys + at)
-    if keys.dtype.element_ty.primitive_bitwidth == 8:
-        word = tl.arange(0, BLOCK // 4)
-        words = values.to(tl.pointer_type(tl.int32)) + tl.cast(start, tl.int64) * (DIM // 4)
-        at = key[:, None] * (DIM // 4) + word[None, :]
-        if LAST or DIM != BLOCK:
-            v = tl.load(words + at, (j < end)[:, None] & (word < DIM // 4)[None, :], other=0)
+        k = tl.load(keys_ptr + offs)
+    if keys_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        offs_word = tl.arange(0, BLOCK_D // 4)
+        words_ptr = values_ptr.to(tl.pointer_type(tl.int32)) + tl.cast(start, tl.int64) * (HEAD_DIM // 4)
+        offs = offs_n[:, None] * (HEAD_DIM // 4) + offs_word[None, :]
+        if LAST or HEAD_DIM != BLOCK_D:
+            v = tl.load(words_ptr + offs, (token < end)[:, None] & (offs_word < HEAD_DIM // 4)[None, :], other=0)
         else:
-            v = tl.load(words + at)
-        v = _widen_words(v, keys.dtype.element_ty == tl.float8e4nv)
+            v = tl.load(words_ptr + offs)
+        v = _widen_words(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
     else:
-        values += tl.cast(start, tl.int64) * DIM
-        if LAST or DIM != BLOCK:
-            v = tl.load(values + at, (j < end)[:, None] & (col < DIM)[None, :], other=0.0)
+        values_ptr += tl.cast(start, tl.int64) * HEAD_DIM
+        if LAST or HEAD_DIM != BLOCK_D:
+            v = tl.load(values_ptr + offs, (token < end)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
         else:
-            v = tl.load(values + at)
-    s = tl.dot(x, tl.trans(_widen(k))) * factor[:, None]  # [rows, D] @ [TILE, D]^T
-    seen = (j >= lowest)[None, :] & (j < end)[None, :] & (j[None, :] <= position[:, None])
-    s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - top[:, None])
-    shrink = tl.exp2(m - top)
-    acc = tl.dot(p.to(x.dtype), v, acc * shrink[:, None])  # [rows, TILE] @ [TILE, D]
-    return top, mass * shrink + tl.sum(p, 1), acc
+            v = tl.load(values_ptr + offs)
+    qk = tl.dot(q, tl.trans(_widen(k))) * factor[:, None]  # [M, D] @ [N, D]^T
+    mask = (token >= first)[None, :] & (token < end)[None, :] & (token[None, :] <= position[:, None])
+    qk = tl.where(mask, qk, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(qk, 1))
+    p = tl.exp2(qk - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None])  # [M, N] @ [N, D]
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
 @triton.jit
 def _combine_kernel(
-    part, largest, total, length, first, result, kv_heads, room, rows, splits,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    partial_ptr, m_ptr, l_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
-    split, col = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
-    place = (pair * splits + split).to(tl.int64) * rows + row
-    m = tl.load(largest + place, split < splits, other=-1e30)
-    weight = tl.exp2(m - tl.max(m, 0))
-    mass = tl.sum(weight * tl.load(total + place, split < splits, other=0.0), 0)
-    here = (split < splits)[:, None] & (col < DIM)[None, :]
-    acc = tl.load(part + place[:, None] * DIM + col[None, :], here, other=0.0)
-    y = _normalized(tl.sum(acc * weight[:, None], 0), mass, length, room, first, pair // kv_heads)
-    at = (pair.to(tl.int64) * rows + row) * DIM + col
-    tl.store(result + at, y.to(result.dtype.element_ty), col < DIM)
+    offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+    offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row
+    m_i = tl.load(m_ptr + offs, offs_split < splits, other=-1e30)
+    alpha = tl.exp2(m_i - tl.max(m_i, 0))
+    l_i = tl.sum(alpha * tl.load(l_ptr + offs, offs_split < splits, other=0.0), 0)
+    mask = (offs_split < splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    acc = tl.load(partial_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    y = _normalized(tl.sum(acc * alpha[:, None], 0), l_i, length_ptr, capacity, first_ptr, pair // kv_heads)
+    offs_out = (pair.to(tl.int64) * num_rows + row) * HEAD_DIM + offs_d
+    tl.store(result_ptr + offs_out, y.to(result_ptr.dtype.element_ty), offs_d < HEAD_DIM)
 
 
 @triton.jit
-def _normalized(acc, mass, length, room, first, sequence):
-    """acc / mass; zeros where nothing was seen, NaN where the cache is too long or the padding is not on the left."""
-    y = tl.where(mass == 0, 0.0, acc / mass)
-    bad = tl.load(length) > room
-    if first is not None:
-        bad |= tl.load(first + sequence) < 0
+def _normalized(acc, l_i, length_ptr, capacity, first_ptr, sequence):
+    """acc / l: zeros if no key was seen; NaN if `length` exceeds the capacity or `first` is negative."""
+    y = tl.where(l_i == 0, 0.0, acc / l_i)
+    bad = tl.load(length_ptr) > capacity
+    if first_ptr is not None:
+        bad |= tl.load(first_ptr + sequence) < 0
     return tl.where(bad, float("nan"), y)
 
 
@@ -235,60 +235,62 @@ def append_kv(
     clipped: Tensor,
     limits: tuple[float, float],
 ) -> None:
-    """As the twin's, for caches that are contiguous and k and v whose last dimension is; `limits` are the largest
-    number stored and the largest that rounds to it."""
-    batch, kv_heads, new, dim = k.shape
-    block = max(power_of_two_above(dim), 16)
-    tokens = max(1, min(power_of_two_above(new), 2048 // block))
-    launcher(_append_kernel, (triton.cdiv(new, tokens), batch * kv_heads, 2))(
+    """As `append_kv_reference`, for contiguous caches, and k and v whose last dimension is contiguous.
+
+    limits: the largest number stored, and the largest that rounds to it.
+    """
+    batch, kv_heads, num_new, dim = k.shape
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
+    launcher(_append_kernel, (triton.cdiv(num_new, block_t), batch * kv_heads, 2))(
         k, v, keys, values, k_scale, v_scale, length, clipped, *k.stride()[:3], *v.stride()[:3],
-        kv_heads, keys.shape[2], new,
-        DIM=dim, LARGEST=limits[0], LIMIT=limits[1], TOKENS=tokens, BLOCK=block, num_warps=4,
+        kv_heads, keys.shape[2], num_new,
+        HEAD_DIM=dim, LARGEST=limits[0], LIMIT=limits[1], BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _append_kernel(
-    k, v, keys, values, k_scale, v_scale, length, clipped, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    kv_heads, room, new,
-    DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    k_ptr, v_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, clipped_ptr,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, capacity, num_new,
+    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1).to(tl.int64)
-    b, head = pair // kv_heads, pair % kv_heads
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    start = tl.load(length) - new
+    batch, head = pair // kv_heads, pair % kv_heads
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start = tl.load(length_ptr) - num_new
     if tl.program_id(2) == 0:
-        source = k + b * k_batch + head * k_head
-        _append(source, k_token, keys, k_scale, clipped, start, token, pair, head, room, new,
-                DIM, LARGEST, LIMIT, BLOCK)  # fmt: skip
+        source_ptr = k_ptr + batch * stride_kb + head * stride_kh
+        _append(source_ptr, stride_kt, keys_ptr, k_scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity,
+                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
     else:
-        source = v + b * v_batch + head * v_head
-        _append(source, v_token, values, v_scale, clipped + 1, start, token, pair, head, room, new,
-                DIM, LARGEST, LIMIT, BLOCK)  # fmt: skip
+        source_ptr = v_ptr + batch * stride_vb + head * stride_vh
+        _append(source_ptr, stride_vt, values_ptr, v_scale_ptr, clipped_ptr + 1, start, offs_t, pair, head, capacity,
+                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
 def _append(
-    source, stride, data, scale, clipped, start, token, pair, head, room, new,
-    DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    source_ptr, stride_t, data_ptr, scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity, num_new,
+    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    col = tl.arange(0, BLOCK)
-    here = (token < new)[:, None] & (col < DIM)[None, :]
-    y = tl.load(source + token.to(tl.int64)[:, None] * stride + col[None, :], here, other=0.0).to(tl.float32)
-    if scale is not None:
-        s = tl.load(scale + head + tl.zeros((1,), tl.int32))
-        y = y * inverse(s)[:, None]
-        lost = tl.sum(tl.sum((here & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + head + tl.zeros((1,), tl.int32))
+        y = y * inverse(scale)[:, None]
+        lost = tl.sum(tl.sum((mask & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
         if lost > 0:
-            tl.atomic_add(clipped, lost.to(tl.int64))
+            tl.atomic_add(clipped_ptr, lost.to(tl.int64))
         nan = y != y
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-        if data.dtype.element_ty == tl.int8:  # 1.5 * 2^23 + y has no place for a fraction: rounded to even
+        if data_ptr.dtype.element_ty == tl.int8:  # 1.5 * 2^23 + y has no bits for a fraction: rounds to even
             y = tl.where(nan, 0.0, add(add(y, tl.full(y.shape, 12582912.0, tl.float32)),
                                        tl.full(y.shape, -12582912.0, tl.float32)))  # fmt: skip
         else:
             y = tl.where(nan, float("nan"), y)
-    place = start + token
-    at = (pair * room + place)[:, None] * DIM + col[None, :]
-    fits = here & ((place >= 0) & (place < room))[:, None]
-    tl.store(data + at, y.to(data.dtype.element_ty), fits)
+    position = start + offs_t
+    offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
+    store_mask = mask & ((position >= 0) & (position < capacity))[:, None]
+    tl.store(data_ptr + offs, y.to(data_ptr.dtype.element_ty), store_mask)

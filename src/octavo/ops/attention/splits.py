@@ -1,14 +1,17 @@
-"""Into how many parts the tokens of a cache are cut, so that every multiprocessor has work."""
+"""The number of parts that the tokens of a cache are split into, so that every multiprocessor has work."""
 
 from __future__ import annotations
 
-MOST_SPLITS = 128
+MAX_SPLITS = 128
 
 
-def splits_of(pairs: int, room: int, tile: int, programs: int) -> int:
-    """Into how many parts to cut `room` tokens for `pairs` heads of sequences, `programs` running at a time: the fewest
-    whose last wave leaves at most a tenth of the device idle, else those that leave least."""
-    most = max(1, min(MOST_SPLITS, room // tile))
+def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
+    """The number of parts for `pairs` heads of sequences with `capacity` tokens, `programs` running at a time.
+
+    The smallest number whose last wave leaves at most a tenth of the device idle; if there is none, the one that leaves
+    the least idle.
+    """
+    most = max(1, min(MAX_SPLITS, capacity // block_n))
 
     def busy(splits: int) -> float:
         return pairs * splits / (-(-pairs * splits // programs) * programs)

@@ -1,11 +1,12 @@
-"""The scaled GEMM of few rows, as Triton kernels: its time is that of reading b [N, K], once.
+"""The scaled GEMM of small M as Triton kernels. It takes as long as reading b [N, K] once.
 
     y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
 
-One row of a: a program multiplies whole rows of b with it in float32 registers, and adds up at the end. More rows: the
-tensor core takes rows of b as the side that must be long, a^T [K, M] as the other, padded to 16 columns; where N has
-too few tiles for the multiprocessors the reduction is cut, and a second launch adds the parts in their order, so that
-the result does not depend on who was first.
+M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers, and sums at the end.
+
+Larger M: the tensor core computes b @ a^T, because its first operand needs at least 64 rows; the columns of a^T are
+padded to 16. If N has too few tiles for the multiprocessors, K is split (split-K), and a second launch adds the partial
+sums. It adds them in a fixed order, so the result does not depend on which program ends first.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from torch import Tensor
 from octavo.ops.inductor import launcher
 from octavo.ops.triton_support import power_of_two_above
 
-COMBINED = 256  # columns of y that a program of the second launch adds up
-MOST_SPLITS = 8
+COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
+MAX_SPLIT_K = 8
 
 
 class Tiling(NamedTuple):
-    """Of a program: rows of b, terms at a time, loads in flight, warps. And the parts that a reduction is cut into."""
+    """Rows of b and elements of K in a tile, loads in flight, warps of a program, and parts that K is split into."""
 
-    rows: int
-    terms: int
+    block_n: int
+    block_k: int
     stages: int
     warps: int
-    splits: int = 1
+    split_k: int = 1
 
 
 def scaled_mm(
@@ -45,129 +46,139 @@ def scaled_mm(
     tiling: Tiling | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As the door's, for scales by tensor or by row, few rows of a and a contiguous residual; `tiling`: None chooses
-    one."""
+    """As `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual.
+
+    tiling: None chooses one.
+    """
     (m, k), n = a.shape, b.shape[0]
     a, b, scale_a, scale_b = (t.contiguous() for t in (a, b, scale_a, scale_b))
     y = a.new_empty((m, n), dtype=out_dtype)
     if y.numel() == 0 or k == 0:
         y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
         return y if residual is None else y + residual
-    steps = {"STEP_A": int(scale_a.shape[0] > 1), "STEP_B": int(scale_b.shape[0] > 1)}
+    strides = {"STRIDE_SCALE_A": int(scale_a.shape[0] > 1), "STRIDE_SCALE_B": int(scale_b.shape[0] > 1)}
     tiling = tiling or choose(m, n, k, a.device)
-    tile = {"ROWS": tiling.rows, "TERMS": tiling.terms, "STAGES": tiling.stages, "num_warps": tiling.warps}
-    tiles = triton.cdiv(n, tiling.rows)
+    block_n, block_k, stages, warps, split_k = tiling
+    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps}
+    tiles = triton.cdiv(n, block_n)
     if m == 1:
-        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **steps, **tile)
+        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
         return y
-    blocks = triton.cdiv(triton.cdiv(k, tiling.terms), tiling.splits)  # of a part
-    splits = triton.cdiv(k, blocks * tiling.terms)
-    parts = y.new_empty((splits, m, n), dtype=torch.float32) if splits > 1 else None
-    promote = 0 if fast_accumulation else min(128, tiling.terms)  # terms; 0: never
-    launcher(_tile_kernel, (tiles, splits))(
-        a, b, scale_a, scale_b, bias, residual, y, parts, m, n,
-        K=k, PART=blocks * tiling.terms, COLUMNS=max(16, power_of_two_above(m)), PROMOTE=promote, **steps, **tile,
+    k_per_split = triton.cdiv(triton.cdiv(k, block_k), split_k) * block_k
+    split_k = triton.cdiv(k, k_per_split)
+    partials = y.new_empty((split_k, m, n), dtype=torch.float32) if split_k > 1 else None
+    promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
+    launcher(_tile_kernel, (tiles, split_k))(
+        a, b, scale_a, scale_b, bias, residual, y, partials, m, n,
+        K=k, K_PER_SPLIT=k_per_split, BLOCK_M=max(16, power_of_two_above(m)), PROMOTE=promote, **strides, **tile,
     )  # fmt: skip
-    if parts is not None:
-        launcher(_combine_kernel, (triton.cdiv(n, COMBINED), m))(
-            parts, scale_a, scale_b, bias, residual, y, m, n, SPLITS=splits, BLOCK=COMBINED, **steps, num_warps=4
-        )
+    if partials is not None:
+        launcher(_combine_kernel, (triton.cdiv(n, COMBINE_BLOCK_N), m))(
+            partials, scale_a, scale_b, bias, residual, y, m, n,
+            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
+        )  # fmt: skip
     return y
 
 
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
-    """The tiling for these sizes."""
+    """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
-        return Tiling(rows=8, terms=_terms(k, 512), stages=4, warps=4)
-    rows, terms = 64, _terms(k, 256 if m <= 32 else 128)
+        return Tiling(block_n=8, block_k=_block_k(k, 512), stages=4, warps=4)
+    block_n, block_k = 64, _block_k(k, 256 if m <= 32 else 128)
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles, blocks = -(-n // rows), -(-k // terms)
+    tiles, steps = -(-n // block_n), -(-k // block_k)
 
-    def time(splits: int) -> int:  # of the programs that one multiprocessor runs, in blocks of the reduction
-        return -(-tiles * splits // programs) * -(-blocks // splits)
+    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles
+        return -(-tiles * split_k // programs) * -(-steps // split_k)
 
-    return Tiling(rows, terms, stages=4, warps=4, splits=min(range(1, MOST_SPLITS + 1), key=time))
+    return Tiling(block_n, block_k, stages=4, warps=4, split_k=min(range(1, MAX_SPLIT_K + 1), key=time))
 
 
-def _terms(k: int, most: int) -> int:
-    """A power of two, at most `most`: a divisor of `k` where that has one worth it, so that nothing is masked."""
+def _block_k(k: int, most: int) -> int:
+    """A power of two up to `most`. If `k` has a divisor that is large enough, that one: then no load is masked."""
     divisor = k & -k
     return min(most, divisor) if 4 * divisor >= most else min(most, max(32, power_of_two_above(k)))
 
 
 @triton.jit
 def _row_kernel(
-    a, b, scale_a, scale_b, bias, residual, y, n,
-    K: tl.constexpr, STEP_A: tl.constexpr, STEP_B: tl.constexpr,
-    ROWS: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
+    K: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), n - 1)
-    term = tl.arange(0, TERMS)
-    begin = b + row.to(tl.int64) * K
-    sums = tl.zeros((ROWS, TERMS), tl.float32)
-    for k in tl.range(0, K, TERMS, num_stages=STAGES):
-        if K % TERMS == 0:
-            u = tl.load(a + k + term)
-            v = tl.load(begin[:, None] + (k + term)[None, :])
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptr + k + offs_k)
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
         else:
-            here = k + term < K
-            u = tl.load(a + k + term, here, other=0.0)
-            v = tl.load(begin[:, None] + (k + term)[None, :], here[None, :], other=0.0)
-        sums += v.to(tl.float32) * u.to(tl.float32)[None, :]
-    total = tl.sum(sums, 1) * tl.load(scale_a)
-    _store(total, 0, row, y, scale_b, bias, residual, n, STEP_B)
+            mask_k = k + offs_k < K
+            a = tl.load(a_ptr + k + offs_k, mask_k, other=0.0)
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
+        acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1) * tl.load(scale_a_ptr)
+    _store(total, 0, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
 
 
 @triton.jit
 def _tile_kernel(
-    a, b, scale_a, scale_b, bias, residual, y, parts, m, n,
-    K: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, PROMOTE: tl.constexpr,
-    STEP_A: tl.constexpr, STEP_B: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N,
+    K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, PROMOTE: tl.constexpr,
+    STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), n - 1)
-    token = tl.arange(0, COLUMNS)
-    here = token < m
-    term = tl.arange(0, TERMS)
-    rows = b + row.to(tl.int64) * K
-    columns = a + tl.minimum(token, m - 1) * K  # what is computed beyond m is not stored
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    begin = tl.program_id(1) * PART
-    for k in tl.range(begin, tl.minimum(begin + PART, K), TERMS, num_stages=STAGES):
-        if K % TERMS == 0:
-            v = tl.load(rows[:, None] + (k + term)[None, :])
-            u = tl.load(columns[None, :] + (k + term)[:, None])
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    offs_k = tl.arange(0, BLOCK_K)
+    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    a_row_ptr = a_ptr + tl.minimum(offs_m, M - 1) * K  # rows beyond M are computed, and not stored
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    start_k = tl.program_id(1) * K_PER_SPLIT
+    for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
+            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None])
         else:
-            v = tl.load(rows[:, None] + (k + term)[None, :], (k + term < K)[None, :], other=0.0)
-            u = tl.load(columns[None, :] + (k + term)[:, None], (k + term < K)[:, None], other=0.0)
-        sums = tl.dot(v, u, sums, max_num_imprecise_acc=PROMOTE if PROMOTE else None)  # [N,K] @ [K,M]
-    if parts is not None:
-        at = (tl.program_id(1) * m + token).to(tl.int64)[None, :] * n + row[:, None]
-        tl.store(parts + at, sums, here[None, :])
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], (k + offs_k < K)[None, :], other=0.0)
+            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None], (k + offs_k < K)[:, None], other=0.0)
+        acc = tl.dot(b, a, acc, max_num_imprecise_acc=PROMOTE if PROMOTE else None)  # [N,K] @ [K,M]
+    if partials_ptr is not None:
+        offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
+        tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
-        sums *= tl.load(scale_a + token * STEP_A, here, other=0.0)[None, :]
-        _store(sums, token[None, :], row[:, None], y, scale_b, bias, residual, n, STEP_B, here[None, :])
+        acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
+        _store(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
+               STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
-    parts, scale_a, scale_b, bias, residual, y, m, n,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STEP_A: tl.constexpr, STEP_B: tl.constexpr,
+    partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1)
-    column = tl.minimum(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), n - 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(SPLITS):
-        total += tl.load(parts + (part * m + token).to(tl.int64) * n + column)
-    _store(total * tl.load(scale_a + token * STEP_A), token, column, y, scale_b, bias, residual, n, STEP_B)
+    m = tl.program_id(1)
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials_ptr + (split * M + m).to(tl.int64) * N + offs_n)
+    _store(acc * tl.load(scale_a_ptr + m * STRIDE_SCALE_A), m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
+           STRIDE_SCALE_B)  # fmt: skip
 
 
 @triton.jit
-def _store(total, token, column, y, scale_b, bias, residual, n, STEP_B: tl.constexpr, here=None):
-    """Store sums, scaled by s_a already, to y[token, column]. Programs write a last column several times, the same."""
-    total *= tl.load(scale_b + column * STEP_B)
-    if bias is not None:
-        total += tl.load(bias + column).to(tl.float32)
-    at = token * n + column
-    if residual is not None:
-        total = total.to(y.dtype.element_ty).to(tl.float32) + tl.load(residual + at, here).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), here)
+def _store(acc, offs_m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B: tl.constexpr, mask=None):
+    """Store sums, already multiplied by s_a, to y[offs_m, offs_n].
+
+    Where offs_n is clamped to the last column, several lanes store the same value there.
+    """
+    acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_n).to(tl.float32)
+    offs = offs_m * N + offs_n
+    if residual_ptr is not None:
+        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)
+    tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask)

@@ -1,8 +1,8 @@
 """The norms as Triton kernels: a program holds whole rows in registers.
 
-Forward reads x (and the residual) once and writes the sum and one byte an element. Backward lets each program walk
-over many rows and keep its part of the gradients of weight and bias in registers until the end; a second launch adds
-the parts, in a fixed order.
+Forward reads x (and the residual) once, and writes the sum and one byte an element. In backward each program loops over
+many rows, and adds up its part of the gradients of weight and bias in registers. A second launch adds the parts, in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -21,118 +21,121 @@ PROGRAMS_PER_SM = 2  # of the backward pass
 
 
 def norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, how: Cast, center: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, center: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the twin's, for tensors that are contiguous and an eps that is a float32."""
+    """As `norm_quantize_reference`, for contiguous tensors and an eps that is a float32."""
     m, k = x.shape
     total = torch.empty_like(x) if residual is not None else x.new_empty(0)
-    data = torch.empty_like(x, dtype=how.fmt.dtype)
+    data = torch.empty_like(x, dtype=cast.fmt.dtype)
     scale, mean, rstd = (x.new_empty((m, 1), dtype=torch.float32) for _ in range(3))
-    block, rows, _ = row_tile(k)
-    warps = max(4, block // 1024)  # fewer than a plain quantizer wants: there are three sums over the row
-    launcher(_norm_kernel, (triton.cdiv(m, rows),))(
+    block_k, block_m, _ = row_tile(k)
+    warps = max(4, block_k // 1024)  # fewer than for quantization alone: there are three sums over the row
+    launcher(_norm_kernel, (triton.cdiv(m, block_m),))(
         x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
-        EPS=eps, FORMAT_MAX=how.fmt.max, CENTER=center, POWER_OF_TWO=how.power_of_two,
-        BLOCK=block, ROWS=rows, num_warps=warps,
+        EPS=eps, FORMAT_MAX=cast.fmt.max, CENTER=center, POWER_OF_TWO=cast.power_of_two,
+        BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
     return total, data, scale, mean, rstd
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, total_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, M, K,
     EPS: tl.constexpr, FORMAT_MAX: tl.constexpr, CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    here = (row < m)[:, None] & (col < k)[None, :]
-    at = row[:, None] * k + col[None, :]
-    v = tl.load(x + at, here, other=0.0).to(tl.float32)
-    if residual is not None:
-        v = (v + tl.load(residual + at, here, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, v, here)
-        v = v.to(tl.float32)
-    count = tl.full((ROWS,), k, tl.float64)
-    mu = tl.zeros((ROWS,), tl.float32)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    offs = offs_m[:, None] * K + offs_k[None, :]
+    x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x = (x + tl.load(residual_ptr + offs, mask, other=0.0).to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + offs, x, mask)
+        x = x.to(tl.float32)
+    count = tl.full((BLOCK_M,), K, tl.float64)
+    mean = tl.zeros((BLOCK_M,), tl.float32)
     if CENTER:
-        mu = (row_sum(v) / count).to(tl.float32)
-        v = tl.where(here, v - mu[:, None], 0.0)
-    tl.store(mean + row, mu, row < m)
-    r = (1.0 / tl.sqrt(row_sum(v * v) / count + EPS)).to(tl.float32)
-    tl.store(rstd + row, r, row < m)
-    n = v * r[:, None] * tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        n = add(n, tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :])
-    s = scale_from_amax(amax_bits(n, 1), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(data + at, (n * inverse(s)[:, None]).to(data.dtype.element_ty), here)
-    tl.store(scale + row, s, row < m)
+        mean = (row_sum(x) / count).to(tl.float32)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    tl.store(mean_ptr + offs_m, mean, offs_m < M)
+    rstd = (1.0 / tl.sqrt(row_sum(x * x) / count + EPS)).to(tl.float32)
+    tl.store(rstd_ptr + offs_m, rstd, offs_m < M)
+    normed = x * rstd[:, None] * tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        normed = add(normed, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])
+    scale = scale_from_amax(amax_bits(normed, 1), FORMAT_MAX, POWER_OF_TWO)
+    tl.store(data_ptr + offs, (normed * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), mask)
+    tl.store(scale_ptr + offs_m, scale, offs_m < M)
 
 
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the twin's, for tensors that are contiguous."""
+    """As `norm_backward_reference`, for contiguous tensors."""
     m, k = x.shape
     dx = torch.empty_like(x)
     programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    parts = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
+    partials = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
     dweight, dbias = (weight.new_empty(size) for size in (k, k if center else 0))
-    block, _, warps = row_tile(k)
+    block_k, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
-        dn, x, weight, mean, rstd, residual, dx, parts, m, k,
-        CENTER=center, BLOCK=block, num_warps=warps,
+        dn, x, weight, mean, rstd, residual, dx, partials, m, k,
+        CENTER=center, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    launcher(_sum_kernel, (triton.cdiv(parts.shape[1], 32),))(
-        parts, dweight, dbias, programs, k, CENTER=center, ROWS=32, COLS=32
+    launcher(_sum_kernel, (triton.cdiv(partials.shape[1], 32),))(
+        partials, dweight, dbias, programs, k, CENTER=center, BLOCK_M=32, BLOCK_N=32
     )
     return dx, dweight, dbias
 
 
 @triton.jit
 def _backward_kernel(
-    dn, x, weight, mean, rstd, residual, dx, parts, m, k,
-    CENTER: tl.constexpr, BLOCK: tl.constexpr,
+    dn_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, residual_ptr, dx_ptr, partials_ptr, M, K,
+    CENTER: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    col = tl.arange(0, BLOCK)
-    here = col < k
-    w = tl.load(weight + col, here, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK,), tl.float32)
-    db = tl.zeros((BLOCK,), tl.float32)
-    for row in range(tl.program_id(0), m, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * k + col
-        g = tl.load(dn + at, here, other=0.0).to(tl.float32)
-        r = tl.load(rstd + row)
-        unit = tl.load(x + at, here, other=0.0).to(tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = offs_k < K
+    weight = tl.load(weight_ptr + offs_k, mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_K,), tl.float32)
+    dbias = tl.zeros((BLOCK_K,), tl.float32)
+    for m in range(tl.program_id(0), M, tl.num_programs(0)):
+        offs = tl.cast(m, tl.int64) * K + offs_k
+        dn = tl.load(dn_ptr + offs, mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + m)
+        x_hat = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
         if CENTER:
-            unit = tl.where(here, unit - tl.load(mean + row), 0.0)
-            db += g
-        unit *= r
-        dw += g * unit
-        dunit = g * w
-        d = dunit - unit * (tl.sum(unit * dunit, 0) / k)
+            x_hat = tl.where(mask, x_hat - tl.load(mean_ptr + m), 0.0)
+            dbias += dn
+        x_hat *= rstd
+        dweight += dn * x_hat
+        dx_hat = dn * weight
+        dx = dx_hat - x_hat * (tl.sum(x_hat * dx_hat, 0) / K)
         if CENTER:
-            d -= tl.sum(dunit, 0) / k
-        d *= r
-        if residual is not None:
-            d += tl.load(residual + at, here, other=0.0).to(tl.float32)
-        tl.store(dx + at, d.to(dx.dtype.element_ty), here)
-    part = parts + tl.program_id(0).to(tl.int64) * (2 * k if CENTER else k) + col
-    tl.store(part, dw, here)
+            dx -= tl.sum(dx_hat, 0) / K
+        dx *= rstd
+        if residual_ptr is not None:
+            dx += tl.load(residual_ptr + offs, mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask)
+    partial_ptr = partials_ptr + tl.program_id(0).to(tl.int64) * (2 * K if CENTER else K) + offs_k
+    tl.store(partial_ptr, dweight, mask)
     if CENTER:
-        tl.store(part + k, db, here)
+        tl.store(partial_ptr + K, dbias, mask)
 
 
 @triton.jit
-def _sum_kernel(parts, dweight, dbias, count, k, CENTER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    width = 2 * k if CENTER else k
-    row = tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    sums = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, count, ROWS):
-        here = (start + row < count)[:, None] & (col < width)[None, :]
-        sums += tl.load(parts + (start + row)[:, None] * width + col[None, :], here, other=0.0)
-    total = tl.sum(sums, 0)
-    tl.store(dweight + col, total.to(dweight.dtype.element_ty), col < k)
+def _sum_kernel(
+    partials_ptr, dweight_ptr, dbias_ptr, num_partials, K,
+    CENTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    width = 2 * K if CENTER else K
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, num_partials, BLOCK_M):
+        mask = (start + offs_m < num_partials)[:, None] & (offs_n < width)[None, :]
+        acc += tl.load(partials_ptr + (start + offs_m)[:, None] * width + offs_n[None, :], mask, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(dweight_ptr + offs_n, total.to(dweight_ptr.dtype.element_ty), offs_n < K)
     if CENTER:
-        tl.store(dbias + col - k, total.to(dbias.dtype.element_ty), (col >= k) & (col < width))
+        tl.store(dbias_ptr + offs_n - K, total.to(dbias_ptr.dtype.element_ty), (offs_n >= K) & (offs_n < width))

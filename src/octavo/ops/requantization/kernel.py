@@ -1,6 +1,6 @@
-"""Casting again as a Triton kernel: one tile a program, as in the byte transpose, and for the same reason.
+"""Requantization as a Triton kernel: one tile a program, for the same reason as in the byte transpose.
 
-Smaller tiles than there, and fewer warps: of those measured on an H100 the quickest.
+The size of the tile and the number of warps are the fastest of those measured on an H100.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.device_math import add, inverse
 from octavo.ops.inductor import launcher
 
-ROWS, COLS = 64, 64
-_WHOLE = 1 << 30  # rows and columns of the block that a tensor is
+BLOCK_M, BLOCK_K = 64, 64
+_WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
 
 
 def takes(granularity: Granularity) -> bool:
-    """Whether the kernel reads such scales: one a row, one a tensor, or square blocks of whole tiles."""
-    return granularity == ROW or (granularity.transposes and _side(granularity) % ROWS == 0)
+    """Whether the kernel takes scales of this granularity: by row, by tensor, or by square blocks of whole tiles."""
+    return granularity == ROW or (granularity.transposes and _side(granularity) % BLOCK_M == 0)
 
 
 def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
-    """The same as the reference, for contiguous matrices and a granularity that `takes` names."""
+    """As `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
     k, total = tensors[0].shape[1], sum(x.shape[0] for x in tensors)
     result = scale.new_empty((k, total), dtype=fmt.dtype)
-    first = 0
+    first_row = 0
     for x in tensors:
-        _launch(x, None, None, None, None, scale, result, first, 0 if granularity == ROW else _side(granularity))
-        first += x.shape[0]
+        _launch(x, None, None, None, None, scale, result, first_row, 0 if granularity == ROW else _side(granularity))
+        first_row += x.shape[0]
     return result
 
 
 def _side(granularity: Granularity) -> int:
-    """Rows and columns of a square block."""
+    """The rows, and columns, of a square block."""
     return granularity.rows or _WHOLE
 
 
 def requantize_norm(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
-    """As the twin's, for x contiguous."""
+    """As `requantize_norm_reference`, for a contiguous x."""
     result = scale.new_empty((x.shape[1], x.shape[0]), dtype=fmt.dtype)
     _launch(x, mean, rstd, weight, bias, scale, result, 0, 0)
     return result
@@ -56,36 +56,36 @@ def _launch(
     bias: Tensor | None,
     scale: Tensor,
     result: Tensor,
-    first: int,
+    first_row: int,
     side: int,
 ) -> None:
     m, k = x.shape
-    launcher(_recast_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
-        x, mean, rstd, weight, bias, scale, result, m, k, first, result.shape[1], scale.shape[1],
-        SIDE=side, ROWS=ROWS, COLS=COLS, num_warps=2,
+    launcher(_requantize_kernel, (triton.cdiv(k, BLOCK_K), triton.cdiv(m, BLOCK_M)))(
+        x, mean, rstd, weight, bias, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
+        SIDE=side, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit
-def _recast_kernel(
-    x, mean, rstd, weight, bias, scale, result, m, k, first, total, scales_across,
-    SIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def _requantize_kernel(
+    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr, M, K, first_row, total_rows, stride_scale,
+    SIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
-    here = (row < m)[:, None] & (col < k)[None, :]
-    v = tl.load(x + row[:, None] * k + col[None, :], here, other=0.0).to(tl.float32)
-    if weight is not None:
-        if mean is not None:
-            v -= tl.load(mean + row, row < m, other=0.0)[:, None]
-        v *= tl.load(rstd + row, row < m, other=0.0)[:, None]
-        v *= tl.load(weight + col, col < k, other=0.0).to(tl.float32)[None, :]
-        if bias is not None:
-            v = add(v, tl.load(bias + col, col < k, other=0.0).to(tl.float32)[None, :])
-    if SIDE == 0:  # a scale for each row
-        s = tl.load(scale + first + row, row < m, other=1.0)
-    else:  # a tile lies within one block
-        block = (tl.program_id(1) * ROWS // SIDE) * scales_across + tl.program_id(0) * COLS // SIDE
-        s = tl.load(scale + block + tl.zeros_like(row))
-    q = (v * inverse(s)[:, None]).to(result.dtype.element_ty)
-    tl.store(result + col[:, None] * total + (first + row)[None, :], tl.trans(q), tl.trans(here))
+    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + offs_m, offs_m < M, other=0.0)[:, None]
+        x *= tl.load(rstd_ptr + offs_m, offs_m < M, other=0.0)[:, None]
+        x *= tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None:
+            x = add(x, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])
+    if SIDE == 0:  # one scale for each row
+        scale = tl.load(scale_ptr + first_row + offs_m, offs_m < M, other=1.0)
+    else:  # a tile lies within one square block
+        block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
+        scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
+    q = (x * inverse(scale)[:, None]).to(result_ptr.dtype.element_ty)
+    tl.store(result_ptr + offs_k[:, None] * total_rows + (first_row + offs_m)[None, :], tl.trans(q), tl.trans(mask))

@@ -1,6 +1,6 @@
-"""The byte transpose as a Triton kernel: one tile a program, since a loop over transposed stores lost bytes.
+"""The byte transpose as a Triton kernel. Each program moves one tile, since a loop over transposed stores lost bytes.
 
-(Triton 3.6, H100: the wrong bytes moved from run to run, pipelined or not: docs/log.md.)
+(Triton 3.6 on an H100: the wrong bytes differed from run to run, with and without pipelining; see docs/log.md.)
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from torch import Tensor
 
 from octavo.ops.inductor import launcher
 
-ROWS, COLS = 64, 256
+BLOCK_M, BLOCK_K = 64, 256
 
 
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
-    """As the twin's `transpose`, for data [M, K] contiguous."""
+    """As `transpose_reference`, for contiguous data [M, K]."""
     m, k = data.shape
     result = data.new_empty((k, m))
-    launcher(_transpose_kernel, (triton.cdiv(k, COLS), triton.cdiv(m, ROWS)))(
-        data, result, shift, m, k, ROWS=ROWS, COLS=COLS, num_warps=8
+    launcher(_transpose_kernel, (triton.cdiv(k, BLOCK_K), triton.cdiv(m, BLOCK_M)))(
+        data, result, shift, m, k, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=8
     )
     return result
 
 
 @triton.jit
-def _transpose_kernel(data, result, shift, m, k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
-    here = (row < m)[:, None] & (col < k)[None, :]
-    v = tl.load(data + row[:, None] * k + col[None, :], here)
-    if shift is not None:
-        places = tl.load(shift + row, row < m, other=0)[:, None]
-        if data.dtype.element_ty == tl.float8e4nv:  # float16 holds its products exactly; beyond 2^-24 all of them are 0
-            v = (v.to(tl.float16) * _power_of_two(-tl.minimum(places, 24)).to(tl.float16)).to(v.dtype)
+def _transpose_kernel(data_ptr, result_ptr, shift_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    data = tl.load(data_ptr + offs_m[:, None] * K + offs_k[None, :], mask)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + offs_m, offs_m < M, other=0)[:, None]
+        if data_ptr.dtype.element_ty == tl.float8e4nv:  # exact in float16; divided by more than 2^24, all are 0
+            data = (data.to(tl.float16) * _power_of_two(-tl.minimum(shift, 24)).to(tl.float16)).to(data.dtype)
         else:
-            wide = v.to(tl.float32)
-            shifted = (wide * _power_of_two(-tl.minimum(places, 100))).to(v.dtype)
-            v = tl.where(tl.abs(wide) == float("inf"), v, shifted)  # the cast saturates inf
-    tl.store(result + col[:, None] * m + row[None, :], tl.trans(v), tl.trans(here))
+            wide = data.to(tl.float32)
+            shifted = (wide * _power_of_two(-tl.minimum(shift, 100))).to(data.dtype)
+            data = tl.where(tl.abs(wide) == float("inf"), data, shifted)  # the cast saturates inf
+    tl.store(result_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(data), tl.trans(mask))
 
 
 @triton.jit
