@@ -1,268 +1,315 @@
-"""Does a 124M GPT trained in FP8 end where BF16 ends, and what is a step of it worth? On one GPU, on real text.
+"""Does a GPT of 124 million parameters trained in FP8 end where BF16 ends, and what does a step cost? On one GPU.
 
-For each seed every mode starts from the same weights and sees the same batches, so that the gap, final loss over BF16's
-less 1, is paired; its 95 % interval over n seeds is mean ± t(n - 1) * s / sqrt(n). Beside it stands the spread between
-the BF16 seeds. Every evaluation runs in the mode that is trained. A run is a file; --merge makes the result of all.
+The text is the Python source on the machine itself (the standard library and the installed packages), so nothing is
+downloaded. For each seed every mode starts from the same weights and sees the same batches. The gap of a run is its
+final loss over that of BF16 with the same seed, less 1; the interval of the mean gap over seeds is Student's.
 
-    gpt_parity --time-steps bf16,rowwise,torchao --out FOLDER                      interleaved step times
-    gpt_parity --runs bf16:0,rowwise:0 --cache CORPUS --out FOLDER --deadline 560  training runs, MODE:SEED
-    gpt_parity --merge FOLDER                                                      bench/results/gpt_parity.json
+A mode is a recipe of octavo, or torchao; `_if_faster` at its end stands for `only_if_faster`. Each run writes one file
+to --out, and a run whose file is there is skipped, so a long measurement can be done in several calls:
+
+    python -m bench.gpu.gpt_parity --time bf16,rowwise,torchao --out FOLDER                    steps, in turns
+    python -m bench.gpu.gpt_parity --runs bf16:0,rowwise:0 --steps 400 --seconds 560 --out FOLDER        MODE:SEED
+    python -m bench.gpu.gpt_parity --merge FOLDER              all files below FOLDER to bench/results/gpt_parity.json
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import hashlib
+import importlib
 import json
 import math
 import statistics
+import sysconfig
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from rich.console import Console
+from torch import Tensor, nn
 
 from bench import record
-from bench.gpu import gpt_corpus
-from bench.gpu.gpt_student import CONFIG, MODES, RANDOM_BATCHES, Student, check, random_batches, synchronize
+from bench.gpu.timing import interleaved, summary
+from octavo.artifact.lock import FolderLock
+from octavo.artifact.run import RunFolder
+from octavo.evaluation.metrics import ratio
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from octavo.nn import cast_once
+from octavo.text import ReadReport, read_text
+from octavo.train.checkpoint import TrainState
 from octavo.train.config import Config
+from octavo.train.data import Batches, Corpus, build_corpus
+from octavo.train.evaluation import next_token_loss
+from octavo.train.loop import Trainer
+from octavo.train.model import convert_model, make_model
+from octavo.train.optimizer import make_optimizer
 
-SETTINGS = (  # those of a Config that are read here
-    *("layers", "width", "heads", "context", "vocabulary", "tied", "batch", "steps", "learning_rate"),
-    *("min_learning_rate", "schedule", "warmup", "weight_decay", "beta1", "beta2", "clip", "evaluate_every"),
-    *("evaluate_batches", "precision", "compile"),
+CONFIG = Config(
+    model="gpt2",
+    layers=12,
+    width=768,
+    heads=12,
+    context=1024,
+    tokenizer="bpe",
+    vocabulary=50_257,
+    validation_fraction=0.05,
+    batch=32,
+    accumulate=2,
+    steps=800,
+    learning_rate=6e-4,
+    min_learning_rate=6e-5,
+    warmup=40,
+    evaluate_batches=64,
+    compile=True,
 )
-FINAL_BATCHES = 32  # of the last evaluation: 2.1 million tokens
-CURVE_STEPS = 10  # steps that one point of the loss curve is the mean of
-ROUNDS, ROUND_STEPS = 12, RANDOM_BATCHES  # of the step times
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # by freedom
+SETTINGS = ("layers", "width", "heads", "context", "vocabulary", "batch", "accumulate", "steps", "learning_rate")
+CHARACTERS = 220_000_000  # of the text; the tokenizer is trained on the first
+SAMPLE = 30_000_000
+LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
+CURVE_STEPS = 10  # a point of the loss curve is the mean of so many steps
+# The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
+GRADIENT_ERRORS = 0.02, 0.5
+
+
+class Data(NamedTuple):
+    corpus: Corpus
+    tokenizer: Tokenizer
+    report: ReadReport
 
 
 def main() -> None:
-    began = time.perf_counter()
-    options = parse()
-    if options.merge:
-        print(merge(options.merge))
-        return
-    torch.set_float32_matmul_precision("high")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = dataclasses.replace(CONFIG, steps=options.steps)
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", metavar="MODE:SEED,...", help="runs to train, in this order")
+    parser.add_argument("--time", metavar="MODES", help="modes whose steps to time; the first is the base")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
+    parser.add_argument("--steps", type=int, default=CONFIG.steps, help="optimizer steps of a run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt_parity"), help="folder of the files")
+    options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64
+    config = CONFIG.change(steps=options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.time_steps:
-        result = time_steps(options.time_steps.split(","), config, device)
+    if options.time:
+        result = time_steps(options.time.split(","), config)
         (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
     if options.runs:
-        corpus = gpt_corpus.load_or_build(options.cache, gpt_corpus.installed(), gpt_corpus.Plan())
         plan = [(mode, int(seed)) for mode, _, seed in (run.partition(":") for run in options.runs.split(","))]
-        if failed := train_all(plan, config, corpus, device, options.out, began + options.deadline):
-            raise SystemExit(f"failed: {', '.join(failed)}")
+        train_all(plan, config, read_data(config), options.out, began + options.seconds)
+    if options.merge:
+        print(record.write("gpt_parity", merge(options.merge)))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-steps", metavar="MODES", help="modes to time, of " + ", ".join(MODES))
-    parser.add_argument("--runs", help="MODE:SEED, in this order")
-    parser.add_argument("--steps", type=int, default=CONFIG.steps, help="optimizer steps of a run")
-    parser.add_argument("--cache", type=Path, default=Path("runs/gpt_corpus"), help="folder of the tokens")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which no run may end")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt_parity"), help="folder of the files")
-    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below a folder")
-    return parser.parse_args()
+# --- Data ------------------------------------------------------------------------------------------------------
+
+
+def read_data(config: Config) -> Data:
+    """The Python source on this machine as tokens."""
+    reading = read_text(["stdlib", f"{sysconfig.get_path('purelib')}/**/*.py"])
+    texts = [text for text in set(reading.texts) if len(text) <= LARGEST_FILE]
+    texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+    texts = list(first(texts, CHARACTERS))
+    tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary)
+    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+    print(f"{len(texts)} documents, {len(corpus.train):,} tokens to train on", flush=True)
+    return Data(corpus, tokenizer, reading.report)
+
+
+def first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts from the start until they have so many characters together."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
+
+
+def random_data(config: Config) -> Data:
+    """Random tokens, for timing."""
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, 1 << 20, dtype=np.uint16)
+    return Data(Corpus(tokens, tokens, "random"), ByteTokenizer(), ReadReport((), 0, 0, 0, {}, ()))
 
 
 # --- Training --------------------------------------------------------------------------------------------------
 
 
-def train_all(
-    plan: Sequence[tuple[str, int]],
-    config: Config,
-    corpus: gpt_corpus.Corpus,
-    device: torch.device,
-    out: Path,
-    deadline: float,
-) -> list[str]:
-    """The runs (mode, seed) in order, each written when it ends; a list of those that failed.
+def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
+    """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = "bf16" if mode == "torchao" else mode.removesuffix("_if_faster")
+    config = config.change(recipe=recipe, only_if_faster=mode.endswith("_if_faster"))
+    model = make_model(config, padded(config), Path()).to(device)
+    converted = len(convert_model(model, config).converted)
+    if mode == "torchao":
+        converted = convert_torchao(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
+    parts = data.corpus.train, data.corpus.validation
+    training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
+    folder = Path("unused")  # `step` and `evaluate` write nothing
+    places = RunFolder(folder), FolderLock(folder), Console(quiet=True)
+    return Trainer(config, state, training, held_out, data.tokenizer, data.report, *places), converted
 
-    Runs that `out` holds are left out. None is started that, lasting as long as the one before, would miss `deadline`.
-    A mode that fails is left out from then on, for the others' sake: time on the machine is short.
+
+def padded(config: Config) -> int:
+    """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
+    return -(-config.vocabulary // 128) * 128
+
+
+def convert_torchao(model: nn.Module) -> int:
+    float8: Any = importlib.import_module("torchao.float8")
+    names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    settings = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in names)
+    return len(names)
+
+
+def restart(trainer: Trainer, data: Data, seed: int) -> None:
+    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors."""
+    config, state = trainer.config, trainer.state
+    torch.manual_seed(seed)
+    state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
+    state.optimizer, state.step = make_optimizer(state.model, config), 0
+    trainer.training = Batches(data.corpus.train, config.context, config.batch, seed)
+
+
+def train_all(plan: Sequence[tuple[str, int]], config: Config, data: Data, out: Path, deadline: float) -> None:
+    """The runs (mode, seed) in order, without those that `out` holds.
+
+    No run is started that, lasting as long as the longest before it, would end after `deadline`.
     """
-    students: dict[str, Student] = {}
-    failed: list[str] = []
-    compiling = training = 0.0  # seconds that the last of each took
+    trainers: dict[str, tuple[Trainer, int]] = {}
+    longest = 0.0
     for mode, seed in plan:
         path = out / f"{mode}-{seed}.json"
-        if path.exists() or any(name.startswith(f"{mode}:") for name in failed):
+        if path.exists():
             continue
-        needs = training + (0.0 if mode in students else compiling)
-        if time.perf_counter() + needs > deadline:
-            print(f"{mode}:{seed} and what follows is not started: it needs {needs:.0f} s", flush=True)
-            break
-        try:
-            if mode not in students:
-                students[mode] = Student(mode, config, device)
-                compiling = students[mode].compile()
-            began = time.perf_counter()
-            result = train(students[mode], seed, corpus, device)
-            training = time.perf_counter() - began
-        except Exception:
-            traceback.print_exc()
-            failed.append(f"{mode}:{seed}")
-            continue
+        began = time.monotonic()
+        if began + longest > deadline:
+            print(f"{mode}:{seed} and the runs after it are not started: one takes {longest:.0f} s", flush=True)
+            return
+        trainer, converted = trainers[mode] = trainers.get(mode) or make_trainer(mode, config, data)
+        restart(trainer, data, seed)
         facts = {"machine": record.facts(), "mode": mode, "seed": seed, "settings": settings(config)}
-        path.write_text(json.dumps({**facts, "compile_seconds": compiling, **result}, indent=2) + "\n")
-        print(f"{mode}:{seed} ends at {result['final']:.4f} after {training:.0f} s", flush=True)
-    return failed
+        result = {**facts, "converted": converted, **train(trainer)}
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        longest = max(longest, time.monotonic() - began)
+        print(f"{mode}:{seed} ends at {result['final']:.4f} after {time.monotonic() - began:.0f} s", flush=True)
 
 
-def train(student: Student, seed: int, corpus: gpt_corpus.Corpus, device: torch.device) -> dict[str, Any]:
-    """One run: its loss curve, its evaluations by step, and how fast it went."""
-    config = student.config
-    student.restart(seed)
-    mark = student.weights_mark()
-    batches = gpt_corpus.Batches(corpus.train, config, device, config.steps, seed)
-    held_out = gpt_corpus.Batches(corpus.validation, config, device, FINAL_BATCHES, None)
-    losses: list[Tensor] = []
-    evaluations: dict[int, float] = {}
-    seconds: list[float] = []  # a step, from one evaluation to the next
-    synchronize(device)
-    began = time.perf_counter()
-    for index in range(config.steps):
-        losses.append(student.step(index, *batches.at(index)))
-        done = index + 1
-        if done % config.evaluate_every == 0 or done == config.steps:
-            synchronize(device)
-            steps = done - max(evaluations, default=0)
-            seconds.append((time.perf_counter() - began) / steps)
-            count = FINAL_BATCHES if done == config.steps else config.evaluate_batches
-            evaluations[done] = evaluate(student, held_out, count)
-            print(f"  step {done}: {evaluations[done]:.4f}  {1e3 * seconds[-1]:.1f} ms a step", flush=True)
-            began = time.perf_counter()
-    curve = torch.stack(losses).tolist()
+def train(trainer: Trainer) -> dict[str, Any]:
+    """One run: its loss curve and its final loss on text held out."""
+    config = trainer.config
+    with cast_once(trainer.model):
+        losses = torch.stack([trainer.step()[0] for _ in range(config.steps)]).tolist()
+        final = trainer.evaluate()
+    if not math.isfinite(final):
+        raise RuntimeError(f"the run has diverged: its final loss is {final}")
+    tokens = config.steps * config.batch * config.accumulate * config.context
     return {
-        "corpus": corpus.facts,
-        "epochs": batches.epochs,
-        "converted": len(student.converted),
-        "initial_weights": mark,
-        "curve": [statistics.fmean(curve[i : i + CURVE_STEPS]) for i in range(0, len(curve), CURVE_STEPS)],
-        "evaluations": evaluations,
-        "final": evaluations[config.steps],
-        "tokens": config.steps * config.batch * config.context,
-        "tokens_per_second": config.batch * config.context / statistics.median(seconds),
-        "graph_breaks": graph_breaks(),
+        "corpus": {"fingerprint": trainer.state.fingerprint},
+        "tokens": tokens,
+        "epochs": tokens / (trainer.training.sequences * config.context),
+        "curve": [statistics.fmean(losses[i : i + CURVE_STEPS]) for i in range(0, len(losses), CURVE_STEPS)],
+        "final": final,
     }
 
 
-def evaluate(student: Student, batches: gpt_corpus.Batches, count: int) -> float:
-    """The mean loss of the first `count` batches held out; ends a run whose loss is no number.
-
-    With gradients on, though none is computed: without, torch.compile would make a second program of the same forward.
-    """
-    losses = [student.loss(*batches.at(index)).detach() for index in range(count)]
-    loss = float(torch.stack(losses).mean())
-    if not math.isfinite(loss):
-        raise RuntimeError(f"the evaluation loss is {loss}: this run has diverged")
-    return loss
+def settings(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in SETTINGS}
 
 
 # --- Step times ------------------------------------------------------------------------------------------------
 
 
-def time_steps(modes: Sequence[str], config: Config, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a whole step (forward, backward, clipping, AdamW), the modes interleaved in one process."""
-    students, compiling = {}, {}
-    for mode in modes:  # one after the other: torchao, last, patches Inductor when it converts
-        students[mode] = Student(mode, config, device)
-        compiling[mode] = students[mode].compile()
-    errors = check(students)
-    batches = random_batches(config, device)
-    seconds: dict[str, list[float]] = {mode: [] for mode in students}
-    for index in range(ROUNDS + 1):
-        for mode, student in students.items():
-            synchronize(device)
-            began = time.perf_counter()
-            for step in range(ROUND_STEPS):
-                student.step(step, *batches.at(step))
-            synchronize(device)
-            if index:  # the first round warms up
-                seconds[mode].append((time.perf_counter() - began) / ROUND_STEPS)
+def time_steps(modes: Sequence[str], config: Config) -> dict[str, Any]:
+    """Milliseconds of a whole optimizer step, the modes taking turns in one process."""
+    data = random_data(config)
+    trainers = {mode: make_trainer(mode, config, data) for mode in modes}  # torchao last: it patches Inductor
+    errors = gradient_errors(trainers, data)
+    with ExitStack() as stack:
+        for trainer, _ in trainers.values():
+            stack.enter_context(cast_once(trainer.model))
+        times = interleaved({mode: trainer.step for mode, (trainer, _) in trainers.items()}, rounds=12, repeat=3)
+    base = summary(times[modes[0]])["median"]
     rows = []
-    base = statistics.median(seconds[modes[0]])
-    for mode, student in students.items():
-        low, median, high = statistics.quantiles(seconds[mode], n=4)
-        row = {"mode": mode, "converted": len(student.converted), "milliseconds": 1e3 * median}
-        row |= {"quartiles": [1e3 * low, 1e3 * high], "ratio": median / base, "compile_seconds": compiling[mode]}
-        rows.append(row | {"gradient_error": errors.get(mode)})
-        print(f"{mode:18} {1e3 * median:7.1f} ms  {median / base:.3f} of {modes[0]}", flush=True)
-    facts = {"machine": record.facts(), "settings": settings(config), "rounds": ROUNDS, "round_steps": ROUND_STEPS}
-    return {**facts, "base": modes[0], "graph_breaks": graph_breaks(), "steps": rows}
+    for mode, (_, converted) in trainers.items():
+        found = summary(times[mode])
+        row = {"mode": mode, "converted": converted, "milliseconds": found["median"], "ratio": found["median"] / base}
+        rows.append(row | {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)})
+        print(f"{mode:18} {found['median']:7.1f} ms  {found['median'] / base:.3f} of {modes[0]}", flush=True)
+    return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
+
+
+def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Data) -> dict[str, float]:
+    """The relative error of each mode's worst weight gradient, against the first mode's on the same weights and batch.
+
+    Raises:
+        RuntimeError: an error outside GRADIENT_ERRORS, as of a wrong gradient or of a mode that does not run in FP8.
+    """
+    (_, (first_trainer, _)), *others = trainers.items()
+    expected = gradients(first_trainer, data)
+    errors = {}
+    for mode, (trainer, converted) in others:
+        actual = gradients(trainer, data)
+        gaps = {name: float((actual[name] - exact).norm() / exact.norm()) for name, exact in expected.items()}
+        worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
+        errors[mode] = gaps[worst]
+        least, most = GRADIENT_ERRORS if converted else (0.0, GRADIENT_ERRORS[0])
+        if not least <= gaps[worst] <= most:
+            raise RuntimeError(f"{mode}: the gradient of {worst} must be off by {least} to {most}, is by {gaps[worst]}")
+    return errors
+
+
+def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
+    """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
+    restart(trainer, data, 0)
+    model, config = trainer.model.train(), trainer.config
+    next_token_loss(trainer.compiled, trainer.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
+    linears = {
+        name: m.weight.grad for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    }
+    model.zero_grad()
+    return {name: grad for name, grad in linears.items() if grad is not None}
 
 
 # --- The result ------------------------------------------------------------------------------------------------
 
 
-def merge(folder: Path) -> Path:
-    """Combine the run files below `folder`, and steps.json where it is there, to results/gpt_parity.json."""
+def merge(folder: Path) -> dict[str, Any]:
+    """The files below `folder` as one result: the runs, the gaps of each mode, and steps.json where it is there."""
     files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
     runs = [content for content in files.values() if "seed" in content]
-    shared = check_same(runs)
     final = {(run["mode"], run["seed"]): run["final"] for run in runs}
     bf16 = [loss for (mode, _), loss in final.items() if mode == "bf16"]
+    if not bf16 or len(final) < len(runs):
+        raise ValueError(f"{folder} must hold each run once, those of bf16 among them; it holds {sorted(final)}")
+    for run in runs:
+        for key in ("settings", "corpus"):
+            if run[key] != runs[0][key]:
+                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
     modes = sorted({mode for mode, seed in final if ("bf16", seed) in final} - {"bf16"})
-    result = {
-        **shared,
+    shared = ("machine", "settings", "corpus", "tokens", "epochs")
+    return {
+        **{key: runs[0][key] for key in shared},
         "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
         "gaps": {mode: gaps(final, mode) for mode in modes},
         "bf16_spread": (max(bf16) - min(bf16)) / statistics.mean(bf16),
-        "bf16_deviation": statistics.stdev(bf16) / statistics.mean(bf16) if len(bf16) > 1 else None,
         "step_times": next((content for path, content in files.items() if path.name == "steps.json"), None),
     }
-    path = record.RESULTS / "gpt_parity.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    return path
-
-
-def check_same(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all runs must have in common: machine, settings, corpus, and per seed the weights they start from."""
-    if not any(run["mode"] == "bf16" for run in runs):
-        raise ValueError("the gaps are to BF16, and there is no file of a bf16 run: train bf16 on the same seeds")
-    first, names = runs[0], [(run["mode"], run["seed"]) for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"a run stands in two files: {sorted(names)}")
-    starts: dict[int, float] = {}
-    for run, name in zip(runs, names, strict=True):
-        start = starts.setdefault(run["seed"], run["initial_weights"])
-        if not math.isclose(start, run["initial_weights"], rel_tol=1e-9):
-            raise ValueError(f"{name} starts from other weights than the other runs of its seed")
-        for what, key in (("machine", "gpu"), ("corpus", "fingerprint")):
-            if run[what][key] != first[what][key]:
-                raise ValueError(f"{name} has the {key} {run[what][key]}, {names[0]} has {first[what][key]}")
-        if run["settings"] != first["settings"]:
-            raise ValueError(f"{name} has other settings than {names[0]}: {run['settings']}, {first['settings']}")
-    return {key: first[key] for key in ("machine", "settings", "corpus", "tokens", "epochs")}
 
 
 def gaps(final: dict[tuple[str, int], float], mode: str) -> dict[str, Any]:
     """The relative gaps of a mode by seed, their mean and its 95 % interval (None with one seed)."""
     seeds = sorted(seed for each, seed in final if each == mode and ("bf16", seed) in final)
     by_seed = [final[mode, seed] / final["bf16", seed] - 1 for seed in seeds]
-    mean, interval = statistics.fmean(by_seed), None
-    if len(seeds) > 1:
-        half = T_975[len(seeds) - 1] * statistics.stdev(by_seed) / math.sqrt(len(seeds))
-        interval = [mean - half, mean + half]
-    return {"seeds": seeds, "gaps": by_seed, "mean": mean, "interval": interval}
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """What of `config` has a say here."""
-    return {key: value for key, value in config.to_dict().items() if key in SETTINGS}
-
-
-def graph_breaks() -> int:
-    """How often torch.compile has split a program in this process: 0 is wanted."""
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
+    mean = ratio(by_seed, [1.0] * len(by_seed))
+    interval = None if mean.low is None else [mean.low, mean.high]
+    return {"seeds": seeds, "gaps": by_seed, "mean": mean.value, "interval": interval}
 
 
 if __name__ == "__main__":
