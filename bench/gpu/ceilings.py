@@ -1,6 +1,6 @@
-"""What this GPU can do at best: copy bandwidth, GEMM rates at the stack's shapes, attention; what accumulation costs.
+"""The ceilings of this GPU: copy bandwidth, GEMM rates at the stack's shapes, and the time of attention.
 
-The error of the tensor core's two ways to accumulate is measured against float64 on the same eight-bit operands.
+The errors of fast and of promoted accumulation are measured too, against float64 on the same eight-bit operands.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from bench import record
-from bench.gpu.timing import interleaved, sqnr, summary
+from bench.gpu.llama import CONFIG, GEMMS, MLP_WIDTH, TOKENS
+from bench.gpu.timing import decibels, interleaved, summary
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
 
-T, K, F_, KV = 8192, 4096, 14336, 1024
-LAYERS = {"qkv": (K + 2 * KV, K), "o": (K, K), "gate_up": (2 * F_, K), "down": (K, F_)}  # (N, K) of the stack's GEMMs
-TOKENS = T
 CASTS = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "1x128 by 128x128": (group(128), block(128, 128))}
 
 
@@ -29,7 +27,7 @@ def main() -> None:
 
 def copy_bandwidth() -> float:
     """Bytes read and written a second, in TB/s."""
-    x = torch.randn(T * 2 * F_, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(TOKENS * 2 * MLP_WIDTH, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     ms = summary(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4)["copy"])["median"]
     print(f"copy {4 * x.numel() / ms / 1e9:.2f} TB/s")
@@ -39,8 +37,8 @@ def copy_bandwidth() -> float:
 def gemms() -> list[dict[str, Any]]:
     """TFLOP/s of the three GEMMs of each layer, in each way."""
     rows = []
-    for name, (n, k) in LAYERS.items():
-        for which, (a, b, inner) in {"y": (T, n, k), "dx": (T, k, n), "dw": (n, k, T)}.items():
+    for name, (n, k) in GEMMS.items():
+        for which, (a, b, inner) in {"y": (TOKENS, n, k), "dx": (TOKENS, k, n), "dw": (n, k, TOKENS)}.items():
             times = interleaved(ways(a, b, inner), rounds=5, repeat=4)
             rate = {way: 2 * a * b * inner / summary(t)["median"] / 1e9 for way, t in times.items()}
             rows.append({"layer": name, "gemm": which, "shape": [a, b, inner], "tflops": rate})
@@ -62,7 +60,9 @@ def ways(m: int, n: int, k: int) -> dict[str, Any]:
 
 def attention() -> float:
     """Milliseconds of causal attention, forward and backward: 32 query and 8 key heads of 128, 8,192 tokens."""
-    q, k, v = (torch.randn(1, T, h, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (32, 8, 8))
+    heads, kv_heads, d = CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim
+    shapes = ((1, TOKENS, n, d) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     dy = torch.randn_like(q)
 
@@ -94,7 +94,7 @@ def accumulation() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"data": data, "k": k}
             for name, fast in (("fast", True), ("promoted", False)):
                 y = scaled_mm(a, b, out_dtype=torch.float32, fast_accumulation=fast)
-                row[name] = {"gemm": sqnr(same, y), "whole": sqnr(exact, y)}
+                row[name] = {"gemm": decibels(same, y), "whole": decibels(exact, y)}
             rows.append(row)
             print(data, k, row["fast"], row["promoted"], flush=True)
     return rows

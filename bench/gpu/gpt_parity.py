@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import math
 import statistics
@@ -33,6 +32,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from bench import record
+from bench.gpu.peers import use_torchao
 from bench.gpu.timing import interleaved, summary
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
@@ -145,7 +145,7 @@ def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
     model = make_model(config, padded(config), Path()).to(device)
     converted = len(convert_model(model, config).converted)
     if mode == "torchao":
-        converted = convert_torchao(model)
+        converted = use_torchao(model, "rowwise")
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
     parts = data.corpus.train, data.corpus.validation
@@ -158,14 +158,6 @@ def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
 def padded(config: Config) -> int:
     """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
     return -(-config.vocabulary // 128) * 128
-
-
-def convert_torchao(model: nn.Module) -> int:
-    float8: Any = importlib.import_module("torchao.float8")
-    names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
-    settings = float8.Float8LinearConfig.from_recipe_name("rowwise")
-    float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in names)
-    return len(names)
 
 
 def restart(trainer: Trainer, data: Data, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Each kernel against a copy that moves as many bytes as it must, in the same run and timed in the same way.
+"""Each kernel against a copy of as many bytes as the kernel must move, in the same run and timed in the same way.
 
 First every byte is compared with the reference's on the same device.
 """
@@ -28,7 +28,7 @@ T = 8192
 
 
 class Kernel(NamedTuple):
-    """A kernel at one size: the operation, its reference, and the bytes an element that it must move."""
+    """A kernel at one size: the operation, its reference, and the bytes that it must move for an element."""
 
     name: str
     run: Callable[[], Any]
@@ -59,7 +59,7 @@ def copy_ms(moved: int) -> float:
 
 
 def check(kernel: Kernel) -> None:
-    """A benchmark of wrong bytes is worth nothing."""
+    """Raise an AssertionError unless the bytes are the reference's."""
     for found, required in zip(flat(kernel.run()), flat(kernel.reference()), strict=False):
         if found.element_size() == 1 or found.dtype == torch.int32:
             wrong = int((found.view(torch.uint8) != required.view(torch.uint8)).sum())
@@ -83,7 +83,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def kernels(k: int) -> Iterator[Kernel]:
-    """Those that run on [8192, k]."""
+    """The kernels on tensors [8192, k]."""
     recipe = rowwise()
     x_cast, w_cast, dy_cast = recipe.y.x, recipe.y.w, recipe.dx.dy
     assert x_cast is not None

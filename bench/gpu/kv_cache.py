@@ -23,7 +23,7 @@ from torch import Tensor
 from bench import record
 from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import CACHE_BF16, CACHE_FP8, CACHE_TORCH
-from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
+from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.numerics import QTensor
@@ -94,7 +94,7 @@ def check(q: Tensor, cache: LayerKVCache) -> None:
     found = cache.attend(q)[:1]
     held = (cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
     exact = widened_attention(q[:1].float(), *held, None, DIM**-0.5)
-    assert sqnr(exact, found) > 40, f"{cache.dtype}: {sqnr(exact, found):.1f} dB"
+    assert decibels(exact, found) > 40, f"{cache.dtype}: {decibels(exact, found):.1f} dB"
 
 
 def tune() -> None:
@@ -206,7 +206,7 @@ def decode() -> dict[str, Any]:
     token = torch.randint(VOCABULARY, (BATCH,), device="cuda")
     logits = {name: model.step(token, caches[kind], attend).clone() for name, (kind, attend) in MODES.items()}
     exact = logits[CACHE_BF16]
-    found = {name: sqnr(exact, y) for name, y in logits.items() if y is not exact}
+    found = {name: decibels(exact, y) for name, y in logits.items() if y is not exact}
     print("dB against a BF16 cache, ours:", found, flush=True)
     assert all(db > 10 for db in found.values()), found  # NaN is not
     graphs = {name: capture(model, token, caches[kind], attend) for name, (kind, attend) in MODES.items()}

@@ -1,8 +1,10 @@
-"""Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K and outputs N: where FP8 pays.
+"""Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K, outputs N: the sizes where FP8 pays.
 
-Every cell compiles every mode anew, which costs more than measuring it: the cells come in an order that covers the
-range first, and the run ends after `--seconds`. The result holds the rounds of the cells that were measured, for modes
-are compared round by round: the time of a short step is the host's, which wavers more than they differ.
+Compiling the modes of a cell takes longer than measuring them. So the cells come in an order that covers the range
+first, and the run ends after `--seconds`. The result holds every round, since modes are compared round by round: the
+host takes most of the time of a short step, and its speed varies by more than the modes differ.
+
+    python -m bench.gpu.layer [--seconds 3600]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu.modes import speedup
+from bench.gpu.peers import use_torchao
 from bench.gpu.timing import interleaved, own_code
 from octavo.nn import NormLinear
 
@@ -50,7 +53,7 @@ def main() -> None:
 
 
 def order() -> list[tuple[int, int, int]]:
-    """All cells: the corners and the middle first, then at random, always the same."""
+    """All cells: the corners and the middle first, then the others in an order that is random but fixed."""
     cells = [(m, k, n) for m in SIZES for k in SIZES for n in SIZES]
     random.Random(0).shuffle(cells)
     ends = {SIZES[0], SIZES[3], SIZES[-1]}
@@ -64,7 +67,7 @@ def cell(m: int, k: int, n: int) -> dict[str, list[float]]:
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     steps = {name: step(convert, m, x, dy) for name, convert in MODES.items() if name != "torchao" or HAS_TORCHAO}
-    share = (1 << 41) // (m * k * n)  # of a time that is long enough
+    share = (1 << 41) // (m * k * n)  # cells with little work get more repetitions
     times = interleaved(steps, rounds=max(5, min(30, share)), repeat=max(2, min(20, share)))
     return {name: [round(ms, 4) for ms in found] for name, found in times.items()}
 
@@ -86,18 +89,12 @@ def step(convert: Callable[[nn.Module, int], Any], m: int, x: Tensor, dy: Tensor
     return run
 
 
-def torchao(layer: nn.Module, _: int) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name("rowwise"))
-
-
 HAS_TORCHAO = bool(record.installed("torchao"))
 MODES: dict[str, Callable[[nn.Module, int], Any]] = {
     "bf16": lambda layer, m: None,
     "ours": lambda layer, m: octavo.convert(layer, "rowwise"),
     "ours, only if faster": lambda layer, m: octavo.convert(layer, "rowwise", only_if_faster=True, tokens=m),
-    "torchao": torchao,
+    "torchao": lambda layer, m: use_torchao(layer, "rowwise"),
 }
 
 

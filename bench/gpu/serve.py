@@ -32,7 +32,7 @@ from bench.gpu.serve_models import (
     held,
     quantized_caches,
 )
-from bench.gpu.timing import Captured, interleaved, replayed, sqnr, summary
+from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.numerics import ROW, Cast
 from octavo.ops import find_backend, quantize
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
@@ -76,13 +76,13 @@ def check(wide: Any, packed: Any) -> dict[str, float]:
     ids = torch.randint(0, wide.config.vocab_size, (4, 64), device="cuda")
     exact, apart = forward(wide, ids), forward(packed, ids)
     with torch.no_grad():
-        assert sqnr(wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0], exact) > 40, (
+        assert decibels(wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0], exact) > 40, (
             "this forward is not transformers'"
         )
     fuse(packed)
     fused = forward(packed, ids)
-    found = {"fused against bf16": sqnr(exact, fused), "fused against layer by layer": sqnr(apart, fused)}
-    found["layer by layer against bf16"] = sqnr(exact, apart)
+    found = {"fused against bf16": decibels(exact, fused), "fused against layer by layer": decibels(apart, fused)}
+    found["layer by layer against bf16"] = decibels(exact, apart)
     assert all(db > 10 for db in found.values()), found
     return found
 
@@ -104,7 +104,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
         compile_layers(model)
     steps: dict[str, Step] = {name: partial(forward, model, ids) for name, model in models.items()}
     exact = steps[BASE]()
-    quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
+    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not
     steps[SERVE_GRAPH] = Captured(steps[SERVE])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
@@ -124,7 +124,7 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     steps[SERVE_FP8_CACHE] = Captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
     packed.set_attn_implementation(attention)  # as what is measured next has it
     exact = steps[BASE]().clone()
-    quality = {name: sqnr(exact, step()) for name, step in steps.items() if name != BASE}
+    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not
     times = interleaved(dict(steps), rounds=8, repeat=8, warmup=2)
     backend = " and ".join(sorted({runs(batch, n) for n, _ in SHAPES}))
@@ -170,7 +170,7 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
 
     y = scaled_mm_triton(a.data, a.scale, bs[0].data, bs[0].scale, None, torch.bfloat16, True)
     exact = (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
-    assert sqnr(exact, y) > 40, f"{m} x {n} x {k}: {sqnr(exact, y)} dB"
+    assert decibels(exact, y) > 40, f"{m} x {n} x {k}: {decibels(exact, y)} dB"
     moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))
     times = {
         name: 1e3 * replayed(step, calls=2) / count

@@ -1,10 +1,11 @@
 """Four layers of Llama-3-8B's shape, 8,192 tokens, BF16 weights, forward and backward: every mode in one process.
 
-A mode's step is charged with casting its weights, as after every optimizer step; only "kept" leaves that out, as the
-further micro-batches of an accumulation do (`octavo.cast_once`). First the check: outputs and gradients of each mode of
-ours against BF16. Then times (interleaved), peak memory (one mode alive at a time), kernels by category, and the floor:
-the mode's GEMMs and the attention at the rates that `gpu_ceilings` measured, and the bytes of all else at the speed of
-a copy.
+A step includes the cast of the weights, as after every optimizer step; only "kept" leaves it out, as the later
+micro-batches of an accumulation do (`octavo.cast_once`). The order: peak memory of each mode; outputs and gradients of
+each mode against BF16; times, the modes taking turns; kernels by category; and the floor, which is the time of the
+GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other bytes at the speed of a copy.
+
+    python -m bench.gpu.stack [--quick]
 """
 
 from __future__ import annotations
@@ -12,109 +13,41 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import octavo
 from bench import record
-from bench.gpu.ceilings import F_, KV, LAYERS, K, T
-from bench.gpu.modes import BASE, FUSED, FUSED_GRAPH, PLAIN
-from bench.gpu.timing import Captured, interleaved, own_code, sqnr, summary
-from bench.gpu.transformer_engine import RECIPES, transformer_engine
-from octavo.models.cache import causal_attention
-from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
+from bench.gpu import llama
+from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
+from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
+from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
+from bench.gpu.timing import Captured, decibels, interleaved, own_code, summary
+from octavo.models.llama import LlamaConfig, rope_tables
 
-DEPTH = 4
-CONFIG = LlamaConfig(
-    vocabulary=256, layers=DEPTH, width=K, heads=32, kv_heads=KV // 128, mlp_width=F_, context=T, rope_theta=5e5
-)
+CONFIG = replace(llama.CONFIG, layers=4)
 
 
-class Fused(nn.Module):
-    """The blocks of our Llama, which norm, activate and quantize in one pass once they are converted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(CONFIG, layer) for layer in range(DEPTH))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        delta = None
-        for block in self.layers:
-            x, delta = block(x, delta, cos, sin, None)
-        return x if delta is None else x + delta
-
-
-class PlainBlock(nn.Module):
-    """The same mathematics in plain modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(K, eps=1e-5), nn.RMSNorm(K, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(K, n, bias=False) for n in (K, KV, KV, K))
-        self.gate, self.up = (nn.Linear(K, F_, bias=False) for _ in range(2))
-        self.down = nn.Linear(F_, K, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        n = self.norm1(x)
-        q, k, v = (y.view(*y.shape[:2], -1, 128) for y in (self.q(n), self.k(n), self.v(n)))
-        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        x = x + self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
-        n = self.norm2(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(PlainBlock() for _ in range(DEPTH))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        for block in self.layers:
-            x = block(x, cos, sin)
-        return x
-
-
-class Engine(Plain):
-    """`Plain`, once its blocks are Transformer Engine's."""
-
-    autocast: Callable[[], AbstractContextManager[None]]
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        with self.autocast():
-            return Plain.forward(self, x, cos, sin)
-
-
-def ours(model: nn.Module, recipe: str) -> None:
-    octavo.convert(model, recipe)
-
-
-def torchao(model: nn.Module, recipe: str) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
-Mode = tuple[type[nn.Module], Callable[[nn.Module, str], None] | None, str, bool]
+Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, str], Any] | None, str, bool]
 MODES: dict[str, Mode] = {
     "bf16, eager": (Plain, None, "", False),
-    "bf16, compile": (Plain, None, "", True),
-    "ours fused: rowwise, compile": (Fused, ours, "rowwise", True),
-    "ours fused: rowwise, eager": (Fused, ours, "rowwise", False),
-    "ours plain: rowwise, compile": (Plain, ours, "rowwise", True),
-    "ours plain: rowwise, eager": (Plain, ours, "rowwise", False),
-    "ours plain: tensorwise, compile": (Plain, ours, "tensorwise", True),
-    "ours plain: delayed, compile": (Plain, ours, "delayed", True),
-    "ours plain: rowwise_dw_bf16, compile": (Plain, ours, "rowwise_dw_bf16", True),
-    "ours plain: blockwise, compile": (Plain, ours, "blockwise", True),
-    "torchao: tensorwise, compile": (Plain, torchao, "tensorwise", True),
-    "torchao: rowwise_with_gw_hp, compile": (Plain, torchao, "rowwise_with_gw_hp", True),
-    "torchao: rowwise, compile": (Plain, torchao, "rowwise", True),
-    **{f"Transformer Engine: {how}, compile": (Engine, transformer_engine, how, True) for how in RECIPES},
+    BASE: (Plain, None, "", True),
+    FUSED: (Fused, octavo.convert, "rowwise", True),
+    FUSED_EAGER: (Fused, octavo.convert, "rowwise", False),
+    PLAIN: (Plain, octavo.convert, "rowwise", True),
+    "ours plain: rowwise, eager": (Plain, octavo.convert, "rowwise", False),
+    "ours plain: tensorwise, compile": (Plain, octavo.convert, "tensorwise", True),
+    "ours plain: delayed, compile": (Plain, octavo.convert, "delayed", True),
+    "ours plain: rowwise_dw_bf16, compile": (Plain, octavo.convert, "rowwise_dw_bf16", True),
+    "ours plain: blockwise, compile": (Plain, octavo.convert, "blockwise", True),
+    "torchao: tensorwise, compile": (Plain, use_torchao, "tensorwise", True),
+    "torchao: rowwise_with_gw_hp, compile": (Plain, use_torchao, "rowwise_with_gw_hp", True),
+    "torchao: rowwise, compile": (Plain, use_torchao, "rowwise", True),
+    **{f"Transformer Engine: {recipe}, compile": (Engine, use_transformer_engine, recipe, True) for recipe in RECIPES},
 }
 NEEDS = {"torchao": "torchao", "Transformer Engine": "transformer-engine"}  # packages of the modes that begin so
 PROFILED = (BASE, FUSED, PLAIN)
@@ -124,23 +57,23 @@ class Runner:
     """A mode's model and its step."""
 
     def __init__(self, name: str) -> None:
-        cls, convert, recipe, compiled = MODES[name]
+        make, convert, recipe, compiled = MODES[name]
         with torch.device("cuda"):
-            self.model = cls().to(torch.bfloat16)
-        torch.manual_seed(0)  # the matrices of both classes come in the same order
+            self.model = make(CONFIG).to(torch.bfloat16)
+        torch.manual_seed(0)  # the matrices of all models come in the same order
         for p in self.model.parameters():
             if p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
         if convert is not None:
             convert(self.model, recipe)
-        self.delayed = convert is ours and recipe == "delayed"
-        self.model.__class__ = own_code(cls)
+        self.delayed = convert is octavo.convert and recipe == "delayed"
+        self.model.__class__ = own_code(type(self.model))
         self.call = torch.compile(self.model) if compiled else self.model
         generator = torch.Generator("cuda").manual_seed(1)
-        shape = (1, T, K)
+        shape = (1, TOKENS, WIDTH)
         self.x = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
         self.dy = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
-        self.tables = rope_tables(CONFIG, 0, T, torch.device("cuda"))
+        self.tables = rope_tables(CONFIG, 0, TOKENS, torch.device("cuda"))
 
     def step(self) -> None:
         """Forward and backward; the gradients are dropped, as `zero_grad` does."""
@@ -202,20 +135,21 @@ def categories(step: Callable[[], None], steps: int = 3) -> dict[str, Any]:
 def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[str, float]:
     """Milliseconds below which a fused rowwise step cannot come, by the measured ceilings.
 
-    `way` names the measured GEMM of y, dx and dw. Bytes a layer, in units of T * K elements where nothing else is said:
+    `way` names the measured GEMM of y, dx and dw. The bytes of a layer below are in units of TOKENS * WIDTH elements.
     """
     rates = {(row["layer"], row["gemm"]): row["tflops"] for row in ceilings["gemm"]}
-    flops = {name: 2 * T * n * k for name, (n, k) in LAYERS.items()}
-    gemm = sum(flops[name] / rates[name, which][way[which]] / 1e9 for name in LAYERS for which in way)
-    f, qkv = F_ / K, (K + 2 * KV) / K
-    forward = 7 + 4 * (1 + KV / K) + 3 + 7 + 5 * f  # norm, rope, cast of attention's output, norm, SwiGLU
+    flops = {name: 2 * TOKENS * n * k for name, (n, k) in GEMMS.items()}
+    gemm = sum(flops[name] / rates[name, which][way[which]] / 1e9 for name in GEMMS for which in way)
+    f, qkv = MLP_WIDTH / WIDTH, (WIDTH + 2 * KV_WIDTH) / WIDTH
+    forward = 7 + 4 * (1 + KV_WIDTH / WIDTH) + 3 + 7 + 5 * f  # norm, rope, cast of attention's output, norm, SwiGLU
     incoming = 3 + 3 + 3 * qkv  # casts of the gradients of y at down, o and q, k, v
     backward = 9 * f + f + 8 + 8 + 4 * qkv  # SwiGLU and its output again, two norms, rope
     turned = 2 * (1 + 1 + qkv + 2 * f) + 2 * (f + 1) + 2 * 3  # gradients; h, attention's output; the norms' outputs
-    weights = sum(n * k for n, k in LAYERS.values()) * ((3 if cast else 0) + (3 if cast else 2))
-    moved = (forward + incoming + backward + turned) * T * K + weights
+    weights = sum(n * k for n, k in GEMMS.values()) * ((3 if cast else 0) + (3 if cast else 2))
+    moved = (forward + incoming + backward + turned) * TOKENS * WIDTH + weights
     rest = moved / ceilings["copy"] / 1e9
-    parts = {"gemm": DEPTH * gemm, "attention": DEPTH * ceilings["attention_ms"], "rest": DEPTH * rest}
+    depth = CONFIG.layers
+    parts = {"gemm": depth * gemm, "attention": depth * ceilings["attention_ms"], "rest": depth * rest}
     return parts | {"total": sum(parts.values()), "gigabytes_a_layer": moved / 1e9}
 
 
@@ -253,7 +187,7 @@ def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
     exact = runners[BASE].gradients()
     for name, runner in runners.items():
         if name != BASE:
-            found[name] = [sqnr(e, g) for e, g in zip(exact, runner.gradients(), strict=True)]
+            found[name] = [decibels(e, g) for e, g in zip(exact, runner.gradients(), strict=True)]
             assert all(db > 6 for db in found[name]), f"{name} is off: {found[name]} dB"
             print(
                 f"{name:40} output {found[name][0]:.1f} dB, gradient of the input {found[name][1]:.1f} dB", flush=True

@@ -1,8 +1,7 @@
-"""How the GPU benchmarks measure: variants take turns in one process, several steps at a time, medians of the rounds.
+"""Timing on a GPU: variants take turns in one process, several steps at a time; a figure is the median of the rounds.
 
-Steps follow each other without a synchronization, as in training, so that a variant whose host code is ahead of the
-device is not charged for it; and every variant is timed on a device that the others have warmed, in an order drawn anew
-each round: what ran before, and how much power it drew, sets the clock.
+Steps follow each other without a synchronization, as in training, so that host code that runs ahead of the device costs
+nothing. The order is drawn anew each round, because the work before, and the power that it drew, sets the clock.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from octavo.evaluation.metrics import energies, sqnr
 
 Step = Callable[[], Any]
 
@@ -34,7 +35,7 @@ def interleaved(steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: 
 
 
 def own_code(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with a forward of its own: torch.compile keeps what it compiles, and counts it, by code object."""
+    """A subclass whose forward is a code object of its own, by which torch.compile counts and keeps compilations."""
     forward = cls.forward
     copy = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
     return type(cls.__name__, (cls,), {"forward": copy})
@@ -53,9 +54,9 @@ def once(step: Step, repeat: int) -> float:
 
 
 class Captured:
-    """A step as one CUDA graph, after a few calls as they are; what it returns is overwritten by the next call.
+    """A step as one CUDA graph, after a few ordinary calls. Each call overwrites the result of the one before.
 
-    It holds the step, whose memory the graph reads and writes and does not keep.
+    The object holds the step, because the graph does not hold the memory that the step reads and writes.
     """
 
     def __init__(self, step: Step) -> None:
@@ -67,27 +68,26 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         self.step, self.graph = step, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.found = step()
+            self.result = step()
 
     def __call__(self) -> Any:
         self.graph.replay()
-        return self.found
+        return self.result
 
 
 def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
-    """Median milliseconds of a small piece of device work, launch costs excluded: a CUDA graph of a few calls.
+    """Median milliseconds of a small piece of device work without its launch: a CUDA graph of a few calls.
 
-    What the L2 cache keeps from call to call counts; compare with something that moves as many bytes, timed alike.
+    What the L2 cache keeps from call to call counts; compare with work that moves as many bytes, timed alike.
     """
-    step()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def repeat() -> None:
         for _ in range(calls):
-            step()
-    graph.replay()
-    return statistics.median(once(graph.replay, 4) for _ in range(rounds)) / calls  # in a row: the first waits for us
+            step()  # its result is dropped, so that each call writes to the same memory
+
+    graph = Captured(repeat)
+    graph()
+    return statistics.median(once(graph, 4) for _ in range(rounds)) / calls
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -96,7 +96,6 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
-def sqnr(exact: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to quantization noise in dB."""
-    exact, found = exact.double(), found.double()
-    return float(10 * torch.log10(exact.square().sum() / (found - exact).square().sum()))
+def decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
+    """The SQNR of `actual`."""
+    return sqnr(*energies(exact, actual))

@@ -14,7 +14,7 @@ from bench.gpu.serve_models import (
     held,
     quantized_caches,
 )
-from bench.gpu.timing import sqnr
+from bench.gpu.timing import decibels
 from octavo.runtime.fused import fuse
 
 SMALL = {
@@ -45,9 +45,9 @@ def test_a_token_at_the_end_of_a_full_cache_gives_what_the_whole_text_gives(wide
     filled = wide(text[:, :15], use_cache=True).past_key_values
     for ours, theirs in zip(kept, filled.layers, strict=True):
         ours.keys[:, :, :15], ours.values[:, :, :15] = theirs.keys, theirs.values
-    assert sqnr(required, forward(wide, text[:, 15:], 15, kept)) > 30
+    assert decibels(required, forward(wide, text[:, 15:], 15, kept)) > 30
     kept[1].keys[:, :, 3].add_(1)
-    assert sqnr(required, forward(wide, text[:, 15:], 15, kept)) < 30
+    assert decibels(required, forward(wide, text[:, 15:], 15, kept)) < 30
 
 
 def test_packed_it_is_near_and_half_as_large(wide):
@@ -55,7 +55,7 @@ def test_packed_it_is_near_and_half_as_large(wide):
     exact, apart = forward(wide, text), forward(packed, text)
     fuse(packed)
     fused = forward(packed, text)
-    assert min(sqnr(exact, fused), sqnr(exact, apart)) > 15
+    assert min(decibels(exact, fused), decibels(exact, apart)) > 15
     linears = 3 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert held(wide, linears=True) == 2 * linears
     assert linears < held(packed, linears=True) < 1.02 * linears
@@ -70,12 +70,12 @@ def test_keys_and_values_in_fp8_are_those_of_the_full_cache(wide):
     exact = forward(packed, text, 15, kept)
     held_in_fp8 = quantized_caches(packed, kept)
     found = forward_again(packed, text, 15, held_in_fp8)
-    assert 20 < sqnr(exact, found) < 60
+    assert 20 < decibels(exact, found) < 60
     assert {layer.store.keys.dtype for layer in held_in_fp8} == {torch.float8_e4m3fn}
     assert {int(layer.store.length) for layer in held_in_fp8} == {15}
     compile_layers(packed, backend="aot_eager")
     for _ in range(2):
-        assert sqnr(found, forward_again(packed, text, 15, held_in_fp8)) > 60
+        assert decibels(found, forward_again(packed, text, 15, held_in_fp8)) > 60
     assert wide.config._attn_implementation == "sdpa"
 
 

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.gpu import stack
-from bench.gpu.transformer_engine import RECIPES, transformer_engine
+from bench.gpu.llama import Engine, Fused, Plain
+from bench.gpu.peers import RECIPES, EngineBlock, use_transformer_engine
 from bench.report.plots import OWNERS, owner
 from octavo.models.llama import LlamaConfig, rope_tables
 
-WIDTH, KV, MLP, TOKENS = 256, 128, 384, 16
+CONFIG = LlamaConfig(vocabulary=8, layers=2, width=256, heads=2, kv_heads=1, mlp_width=384, context=16)
 
 
 class LayerNormLinear(nn.Linear):
@@ -75,27 +76,30 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     recipes.__dict__.update({name: type(name, (), {}) for name in RECIPES.values()})
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
-    for name, size in (("K", WIDTH), ("KV", KV), ("F_", MLP)):
-        monkeypatch.setattr(stack, name, size)
     return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_of_transformer_engine_compute_what_the_plain_ones_do(entered: list[object], recipe: str) -> None:
     torch.manual_seed(0)
-    model = stack.Engine()
+    model = Engine(CONFIG)
     for p in model.parameters():
         nn.init.normal_(p, std=0.1, mean=float(p.ndim == 1))
-    config = LlamaConfig(
-        vocabulary=8, layers=1, width=WIDTH, heads=2, kv_heads=1, mlp_width=MLP, context=TOKENS, rope_theta=1e4
-    )
-    x, tables = torch.randn(1, TOKENS, WIDTH), rope_tables(config, 0, TOKENS, torch.device("cpu"))
-    required = stack.Plain.forward(model, x, *tables)
-    transformer_engine(model, recipe)
-    found = model(x, *tables)
-    torch.testing.assert_close(found, required)
-    assert [type(how).__name__ for how in entered] == [RECIPES[recipe]]
-    assert not any(isinstance(block, stack.PlainBlock) for block in model.layers)
+    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, 0, 16, torch.device("cpu"))
+    expected = Plain.forward(model, x, *tables)
+    use_transformer_engine(model, recipe)
+    torch.testing.assert_close(model(x, *tables), expected)
+    assert [type(each).__name__ for each in entered] == [RECIPES[recipe]]
+    assert {type(block) for block in model.layers} == {EngineBlock}
+
+
+def test_plain_and_fused_blocks_compute_the_same() -> None:
+    plain, fused = Plain(CONFIG), Fused(CONFIG)
+    matrices = [[p for p in model.parameters() if p.ndim == 2] for model in (plain, fused)]
+    for p, q in zip(*matrices, strict=True):
+        q.data.copy_(p.data)
+    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, 0, 16, torch.device("cpu"))
+    torch.testing.assert_close(fused(x, *tables), plain(x, *tables))
 
 
 def test_every_mode_has_a_colour() -> None:

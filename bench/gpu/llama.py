@@ -1,0 +1,88 @@
+"""The Llama that the GPU benchmarks measure: Llama-3-8B's shape, and stacks of its blocks for a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.models.cache import causal_attention
+from octavo.models.llama import Block, LlamaConfig, rotate
+
+CONFIG = LlamaConfig(
+    vocabulary=128_256, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, context=8192, tied=False,
+    rope_theta=5e5,
+)  # fmt: skip
+TOKENS = 8192
+WIDTH, KV_WIDTH, MLP_WIDTH = CONFIG.width, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.mlp_width
+GEMMS = {  # (outputs N, inputs K) of a layer, with q, k, v and gate, up as one
+    "qkv": (WIDTH + 2 * KV_WIDTH, WIDTH),
+    "o": (WIDTH, WIDTH),
+    "gate_up": (2 * MLP_WIDTH, WIDTH),
+    "down": (WIDTH, MLP_WIDTH),
+}
+
+
+class Fused(nn.Module):
+    """The blocks of our Llama. Once they are converted, they norm, activate and quantize in one pass."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, width] and the tables of `rope_tables`."""
+        delta = None
+        for block in self.layers:
+            x, delta = block(x, delta, cos, sin, None)
+        return x if delta is None else x + delta
+
+
+class PlainBlock(nn.Module):
+    """The same mathematics in plain PyTorch modules."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, kv_width = config.width, config.kv_heads * config.head_dim
+        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=config.norm_eps) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
+        self.gate, self.up = (nn.Linear(width, config.mlp_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(config.mlp_width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in self.projections(x))
+        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        x = x + self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q [B, T, width], k and v [B, T, kv_width]."""
+        n = self.norm1(x)
+        return self.q(n), self.k(n), self.v(n)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        n = self.norm2(x)
+        return self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+
+
+class Plain(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return x
+
+
+class Engine(Plain):
+    """`Plain`, once `use_transformer_engine` has replaced its blocks."""
+
+    autocast: Callable[[], AbstractContextManager[None]]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        with self.autocast():
+            return Plain.forward(self, x, cos, sin)

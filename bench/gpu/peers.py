@@ -1,0 +1,67 @@
+"""Models for other FP8 libraries: torchao, and Transformer Engine.
+
+Transformer Engine replaces the plain blocks of the layer stack by modules of its own, with the same weights. Its fused
+modules take the norms and the MLP; rope, attention and the residual sums stay PyTorch's. This was written from the
+sources of Transformer Engine 2.20 and has run with a stand-in for the library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.llama import PlainBlock
+
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+
+
+def use_torchao(model: nn.Module, recipe: str) -> int:
+    """Convert the linear layers of `model` but an output head to torchao's FP8 training; returns how many."""
+    float8: Any = importlib.import_module("torchao.float8")
+    names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
+    return len(names)
+
+
+def use_transformer_engine(model: nn.Module, recipe: str) -> None:
+    """Replace the `PlainBlock`s of an `Engine`. Its forward runs under `autocast`."""
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+    layers: Any = model.layers
+    model.layers = nn.ModuleList(EngineBlock(te, layer) for layer in layers)
+    chosen = getattr(recipes, RECIPES[recipe])()
+    object.__setattr__(model, "autocast", lambda: te.autocast(enabled=True, recipe=chosen))
+
+
+class EngineBlock(PlainBlock):
+    """Norm with q, k, v; o; norm with the SwiGLU MLP: three modules of Transformer Engine."""
+
+    def __init__(self, te: Any, plain: PlainBlock) -> None:
+        nn.Module.__init__(self)
+        q, k, v, o, down = (layer.weight for layer in (plain.q, plain.k, plain.v, plain.o, plain.down))
+        inner = torch.cat((plain.gate.weight, plain.up.weight))
+        options: dict[str, Any] = {"bias": False, "params_dtype": q.dtype, "device": q.device}
+        normed = options | {"eps": plain.norm1.eps, "normalization": "RMSNorm"}
+        width = q.shape[1]
+        self.sizes = [q.shape[0], k.shape[0], v.shape[0]]
+        self.qkv = te.LayerNormLinear(width, sum(self.sizes), **normed)
+        self.o = te.Linear(o.shape[1], width, **options)
+        self.mlp = te.LayerNormMLP(width, down.shape[1], activation="swiglu", **normed)
+        copies = (
+            (self.qkv.layer_norm_weight, plain.norm1.weight), (self.qkv.weight, torch.cat((q, k, v))),
+            (self.o.weight, o), (self.mlp.layer_norm_weight, plain.norm2.weight),
+            (self.mlp.fc1_weight, inner), (self.mlp.fc2_weight, down),
+        )  # fmt: skip
+        with torch.no_grad():
+            for target, source in copies:
+                target.copy_(source)
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).split(self.sizes, 2)  # type: ignore[no-any-return]
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)  # type: ignore[no-any-return]
