@@ -1,18 +1,18 @@
 """Decoding with keys and values in BF16, E4M3 and INT8, at Llama-3-8B's shape with random weights.
 
-First the attention alone, over contexts and batches, beside a copy that moves as many bytes as the cache has, and
-PyTorch's attention over BF16, which reads the cache as it is (gqa) or expanded to the heads of the queries. Each result
-is first compared with PyTorch's attention in float32 over the same bytes. Then whole steps of 32 layers, batch 8, a
-context of 32,768 tokens: one CUDA graph a step, from token to token, with the same GEMMs, of weights in FP8 as packed
-models have them; keys and values are random, and the caches hold the same ones.
+First the attention alone, over contexts and batches, beside a copy of as many bytes as the cache has, and beside
+PyTorch's attention over BF16, which reads the cache unchanged (gqa) or expanded to the heads of the queries. Each
+result is compared with PyTorch's attention in float32 over the same bytes. Then whole steps of a packed model of 32
+layers with batch 8 and a context of 32,768 tokens, as CUDA graphs. All caches hold the same random tokens.
 
-`--tune` times the attention over sizes of its tiles instead, and writes nothing.
+    python -m bench.gpu.kv_cache [--tune]       --tune times the attention over tile sizes instead, and writes nothing
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,37 +21,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
+from bench.gpu import llama
 from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import CACHE_BF16, CACHE_FP8, CACHE_TORCH
+from bench.gpu.serve_models import (
+    PlainCache,
+    build_bf16,
+    build_fp8,
+    compile_layers,
+    filled,
+    forward,
+    forward_again,
+    octavo_caches,
+    random_stores,
+)
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
-from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
-from octavo.numerics import QTensor
-from octavo.ops import quantize, scaled_mm
 from octavo.ops.attention import kernel
 from octavo.ops.attention.reference import widened_attention
+from octavo.runtime.fused import fuse
 
-HEADS, KV_HEADS, DIM, WIDTH, MLP, LAYERS, VOCABULARY = 32, 8, 128, 4096, 14336, 32, 128256
+HEADS, KV_HEADS, DIM = llama.CONFIG.heads, llama.CONFIG.kv_heads, llama.CONFIG.head_dim
 CONTEXTS, BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)
-CONTEXT, BATCH, STEPS = 32768, 8, 256  # of the whole steps, of which there are fewer than STEPS
+CONTEXT, BATCH = 32768, 8  # of the whole steps
 TUNED = [(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
 def main() -> None:
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64
     if "--tune" in sys.argv:
-        return tune()
+        tune()
+        return
     rows = [row for batch in BATCHES for context in CONTEXTS for row in attention(batch, context)]
     result: dict[str, Any] = {"attention": rows}
     print(record.write("gpu_kv_cache", result), flush=True)
     torch.cuda.empty_cache()
-    with torch.no_grad():
-        result["decode"] = decode()
+    result["decode"] = decode()
     print(record.write("gpu_kv_cache", result))
-    return None
 
 
-# ---- the attention alone
+# --- The attention alone -----------------------------------------------------------------------------------------
 
 
 def attention(batch: int, context: int) -> Iterator[dict[str, Any]]:
@@ -78,15 +88,6 @@ def row(name: str, batch: int, context: int, run: Callable[[], Tensor], moved: i
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def filled(dtype: str, k: Tensor, v: Tensor, room: int = 0) -> LayerKVCache:
-    """A cache of these keys and values, its scales frozen."""
-    batch, heads, context, dim = k.shape
-    cache = LayerKVCache((batch, heads, context + room, dim), dtype, device=k.device)
-    cache.append(k, v)
-    cache.freeze()
-    return cache
 
 
 def check(q: Tensor, cache: LayerKVCache) -> None:
@@ -118,126 +119,37 @@ def tune() -> None:
             print(f"batch {batch} context {context} {dtype}: {best}; now {before}", flush=True)
 
 
-# ---- whole steps
+# --- Whole steps -----------------------------------------------------------------------------------------------
 
 
-class Layer:
-    """The weights of a layer, and its halves before and after the attention, which all layers share compiled."""
-
-    def __init__(self) -> None:
-        self.norm1, self.norm2 = (torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.qkv, self.o = packed(WIDTH + 2 * KV_HEADS * DIM, WIDTH), packed(WIDTH, WIDTH)
-        self.gate_up, self.down = packed(2 * MLP, WIDTH), packed(WIDTH, MLP)
-
-
-Weight = tuple[Tensor, Tensor]  # data and scale
-
-
-def weight(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).mul_(columns**-0.5)
-
-
-def packed(rows: int, columns: int) -> Weight:
-    q = quantize(weight(rows, columns), CHANNEL.weight)
-    return q.data, q.scale
-
-
-def linear(x: Tensor, w: Weight) -> Tensor:
-    """[B, K] @ [N, K]^T, x scaled by token."""
-    w_q = QTensor(*w, CHANNEL.weight.fmt, CHANNEL.weight.granularity)
-    return scaled_mm(quantize(x, CHANNEL.inputs), w_q, fast_accumulation=True)
-
-
-@torch.compile
-def before_attention(x: Tensor, norm: Tensor, qkv: Weight, angle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, H, 1, D], k and v [B, G, 1, D] of x [B, WIDTH], rotated by `angle` [D / 2]."""
-    heads = linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), qkv).view(x.shape[0], -1, 1, DIM)
-    low, high = heads[:, : HEADS + KV_HEADS].float().chunk(2, 3)
-    turned = torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), 3).bfloat16()
-    return turned[:, :HEADS], turned[:, HEADS:], heads[:, HEADS + KV_HEADS :]
-
-
-@torch.compile
-def after_attention(x: Tensor, y: Tensor, o: Weight, norm: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    x = x + linear(y.flatten(1), o)
-    gate, up = linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), gate_up).chunk(2, 1)
-    return x + linear(F.silu(gate) * up, down)
-
-
-class Model:
-    """Llama-3-8B's shape; a step reads the last tokens and leaves the next ones in `token`."""
-
-    def __init__(self) -> None:
-        self.layers = [Layer() for _ in range(LAYERS)]
-        self.norm = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-        self.embedding, self.head = weight(VOCABULARY, WIDTH).mul_(WIDTH**0.5), weight(VOCABULARY, WIDTH)
-        self.frequency = 5e5 ** -(torch.arange(0, DIM, 2, device="cuda").float() / DIM)
-
-    def step(self, token: Tensor, caches: list[LayerKVCache], attend: Callable[..., Tensor]) -> Tensor:
-        """Logits [B, V] of the tokens [B] that come next in `caches`."""
-        x, angle = self.embedding[token], caches[0].length * self.frequency
-        for layer, cache in zip(self.layers, caches, strict=True):
-            q, k, v = before_attention(x, layer.norm1, layer.qkv, angle)
-            cache.append(k, v)
-            x = after_attention(x, attend(cache, q), layer.o, layer.norm2, layer.gate_up, layer.down)
-        return F.linear(F.rms_norm(x, (WIDTH,), self.norm, 1e-5), self.head)
-
-
-def ours(cache: LayerKVCache, q: Tensor) -> Tensor:
-    return cache.attend(q)
-
-
-def torchs(cache: LayerKVCache, q: Tensor) -> Tensor:
-    """PyTorch's attention over a context that never changes: no mask, as is fastest for it."""
-    return sdpa(q, cache.keys[:, :, :CONTEXT], cache.values[:, :, :CONTEXT])
-
-
-MODES: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    CACHE_TORCH: ("bf16", torchs),
-    CACHE_BF16: ("bf16", ours),
-    CACHE_FP8: ("fp8", ours),
-}
-
-
-def decode() -> dict[str, Any]:
-    """Steps of each mode as CUDA graphs, interleaved, after their logits are compared."""
-    caches = fill()
-    model = Model()
-    token = torch.randint(VOCABULARY, (BATCH,), device="cuda")
-    logits = {name: model.step(token, caches[kind], attend).clone() for name, (kind, attend) in MODES.items()}
-    exact = logits[CACHE_BF16]
-    found = {name: decibels(exact, y) for name, y in logits.items() if y is not exact}
-    print("dB against a BF16 cache, ours:", found, flush=True)
-    assert all(db > 10 for db in found.values()), found  # NaN is not
-    graphs = {name: capture(model, token, caches[kind], attend) for name, (kind, attend) in MODES.items()}
-    times = interleaved(graphs, rounds=8, repeat=4, warmup=2)
-    assert all(int(kept[0].length) <= CONTEXT + STEPS for kept in caches.values()), "the caches overflowed"
+def decode(layers: int = llama.CONFIG.layers) -> dict[str, Any]:
+    """Steps of each mode as CUDA graphs, which take turns, after their logits are compared."""
+    wide = build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    model = build_fp8(wide, "cuda")
+    del wide
+    torch.cuda.empty_cache()  # the caches below take 52 GB
+    fuse(model)
+    compile_layers(model)
+    ids = torch.randint(0, model.config.vocab_size, (BATCH, 1), device="cuda")
+    stores = random_stores(model.config, BATCH, CONTEXT, "cuda", "bf16", "fp8")
+    plain = [PlainCache(store) for store in stores["bf16"]]
+    steps = {CACHE_TORCH: Captured(partial(forward, model, ids, CONTEXT - 1, plain))}
+    for name, dtype in ((CACHE_BF16, "bf16"), (CACHE_FP8, "fp8")):
+        caches = octavo_caches(model, stores[dtype])
+        steps[name] = Captured(partial(forward_again, model, ids, CONTEXT - 1, caches))
+    exact = steps[CACHE_BF16]().clone()
+    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != CACHE_BF16}
+    print("dB against our attention over a BF16 cache:", quality, flush=True)
+    assert all(db > 10 for db in quality.values()), quality  # NaN is not
+    times = {name: summary(found) for name, found in interleaved(steps, rounds=8, repeat=4, warmup=2).items()}
+    base = times[CACHE_BF16]["median"]
     modes = []
-    base = summary(times[CACHE_BF16])["median"]
-    for name, each in times.items():
-        s = summary(each)
-        modes.append({"mode": name, **s, "tokens_per_second": 1e3 * BATCH / s["median"], "ratio": base / s["median"]})
-        print(f"{name:32} {s['median']:7.2f} ms  {1e3 * BATCH / s['median']:7.0f} tokens/s", flush=True)
-    sizes = {kind: sum(cache.nbytes for cache in kept) for kind, kept in caches.items()}
-    return {"batch": BATCH, "context": CONTEXT, "layers": LAYERS, "modes": modes, "sqnr": found, "bytes": sizes}
-
-
-def fill() -> dict[str, list[LayerKVCache]]:
-    """Caches of each dtype, of the same random keys and values."""
-    caches: dict[str, list[LayerKVCache]] = {"bf16": [], "fp8": []}
-    for _ in range(LAYERS):
-        torch.cuda.empty_cache()  # 52 GB of 80 are caches: what is held for reuse would be missing
-        shape = (BATCH, KV_HEADS, CONTEXT, DIM)
-        k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for dtype, kept in caches.items():
-            kept.append(filled(dtype, k, v, STEPS))
-    return caches
-
-
-def capture(model: Model, token: Tensor, caches: list[LayerKVCache], attend: Callable[..., Tensor]) -> Captured:
-    """A step as a CUDA graph, which chooses the likeliest tokens as the next ones."""
-    token = token.clone()
-    return Captured(lambda: token.copy_(model.step(token, caches, attend).argmax(1)))
+    for name, found in times.items():
+        speed = {"tokens_per_second": 1e3 * BATCH / found["median"], "ratio": base / found["median"]}
+        modes.append({"mode": name, **found, **speed})
+        print(f"{name:32} {found['median']:7.2f} ms  {speed['tokens_per_second']:7.0f} tokens/s", flush=True)
+    sizes = {dtype: sum(store.nbytes for store in each) for dtype, each in stores.items()}
+    return {"batch": BATCH, "context": CONTEXT, "layers": layers, "modes": modes, "sqnr": quality, "bytes": sizes}
 
 
 if __name__ == "__main__":

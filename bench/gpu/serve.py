@@ -1,9 +1,9 @@
-"""Serving Llama-3-8B's shape on one GPU: BF16 compiled, torchao's dynamic row-wise FP8, and packed folders' runtime.
+"""Serving Llama-3-8B's shape on one GPU: BF16 compiled, torchao's dynamic row-wise FP8, and packed models.
 
-Random weights, made and packed on the GPU. First the check: logits of FP8 against BF16, fused against layer by layer.
-Then the bytes of the weights, prefill of 8,192 tokens to the logits of the last, decode of one token at a context of
-1,024 for 1 and for 64 texts, its keys and values in BF16 and, of ours, in FP8 too, all variants taking turns in one
-process, layers compiled; and the GEMM of few rows alone. What is known is printed and written as it comes.
+The weights are random, made and packed on the GPU. The order: logits in FP8 against BF16, and fused against layer by
+layer; bytes of the weights; decode of one token at a context of 1,024 for 1 and for 64 texts, with BF16 and FP8 caches;
+prefill of 8,192 tokens to the logits of the last; the GEMM of few rows alone. Layers are compiled and all modes take
+turns in one process. Each part is printed and written when it is done.
 
     python -m bench.gpu.serve [--layers 32]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,18 +20,21 @@ import torch
 from torch import Tensor
 
 from bench import record
+from bench.gpu import llama
 from bench.gpu.kernels import copy_ms
+from bench.gpu.llama import GEMMS, TOKENS
 from bench.gpu.modes import BASE, SERVE, SERVE_FP8_CACHE, SERVE_GRAPH, SERVE_TORCHAO
 from bench.gpu.serve_models import (
+    PlainCache,
     build_bf16,
     build_fp8,
     build_torchao,
-    caches,
     compile_layers,
     forward,
     forward_again,
     held,
-    quantized_caches,
+    octavo_caches,
+    random_stores,
 )
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.numerics import ROW, Cast
@@ -39,13 +43,8 @@ from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
 from octavo.runtime.fused import fuse
 
-TOKENS, CONTEXT, BATCHES = 8192, 1024, (1, 64)
-SHAPES = (
-    (6144, 4096),
-    (4096, 4096),
-    (28672, 4096),
-    (4096, 14336),
-)  # n, k of Llama-3-8B's layers, q/k/v and gate/up as one
+CONTEXT, BATCHES = 1024, (1, 64)
+SHAPES = tuple(GEMMS.values())  # (n, k)
 ROWS = (1, 8, 16, 32, 64, 128)
 BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
 Step = Callable[[], Tensor]
@@ -61,7 +60,7 @@ def main() -> None:
         print(section, found, flush=True)
         record.write("gpu_serve", result)
 
-    wide = build_bf16(layers, "cuda")
+    wide = build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
     packed = build_fp8(wide, "cuda")
     note("check", check(wide, packed))
     note("memory", memory(wide, packed))
@@ -114,15 +113,18 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
 def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     """A token of each of `batch` texts, the cache being full with it, as CUDA graphs."""
     ids = torch.randint(0, wide.config.vocab_size, (batch, 1), device="cuda")
-    kept = caches(wide, batch, CONTEXT, "cuda")
+    stores = random_stores(wide.config, batch, CONTEXT, "cuda", "bf16", "fp8")
+    plain = [PlainCache(store) for store in stores["bf16"]]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     for name, model in ((BASE, wide), (SERVE, packed)):
         compile_layers(model)
-        steps[name] = Captured(partial(forward, model, ids, CONTEXT - 1, kept))
+        steps[name] = Captured(partial(forward, model, ids, CONTEXT - 1, plain))
     attention = packed.config._attn_implementation
-    steps[SERVE_FP8_CACHE] = Captured(partial(forward_again, packed, ids, CONTEXT - 1, quantized_caches(packed, kept)))
-    packed.set_attn_implementation(attention)  # as what is measured next has it
+    steps[SERVE_FP8_CACHE] = Captured(
+        partial(forward_again, packed, ids, CONTEXT - 1, octavo_caches(packed, stores["fp8"]))
+    )
+    packed.set_attn_implementation(attention)  # for the measurements after this one
     exact = steps[BASE]().clone()
     quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not

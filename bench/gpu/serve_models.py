@@ -1,8 +1,7 @@
-"""The models that `gpu_serve` measures: transformers' Llama of Llama-3-8B's shape with random weights, in BF16, packed
-in memory as `octavo pack` would, and quantized by torchao; and a forward pass whose layers are compiled one by one.
+"""Transformers' Llama with random weights: in BF16, packed in memory as `octavo pack` does, and quantized by torchao.
 
-The layers are alike, so that what is compiled for one serves all: the code of a layer must not depend on its number,
-and so each gets a cache of its own: in BF16, or in E4M3 as `QuantizedKVCache` has it.
+The layers are compiled one by one. They are alike, so the code that is compiled for one serves all. For that, the code
+of a layer must not depend on its number: each layer has number 0 and a cache of its own.
 """
 
 from __future__ import annotations
@@ -16,54 +15,69 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.gpu.kv_cache import filled
 from octavo.artifact.packed.scheme import CHANNEL
+from octavo.kv_cache.layer import LayerKVCache
 from octavo.kv_cache.transformers_cache import QuantizedKVCache, QuantizedKVCacheLayer
+from octavo.models import LlamaConfig as LlamaShape
 from octavo.ops import quantize
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 from octavo.runtime.stacked_linear import PackedStack
 
-SHAPE = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 HEAD = "lm_head"
 
 
-class LayerCache:
-    """Keys and values [B, heads, S, d] of one layer, full but for one place, as those of a StaticCache."""
+# --- Caches ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
-        self.keys, self.values, self.position = keys, values, position
+
+def filled(dtype: str, k: Tensor, v: Tensor, room: int = 0) -> LayerKVCache:
+    """A cache of keys and values [B, G, S, D] with frozen scales, and room for more tokens."""
+    batch, heads, context, dim = k.shape
+    cache = LayerKVCache((batch, heads, context + room, dim), dtype, device=k.device)
+    cache.append(k, v)
+    cache.freeze()
+    return cache
+
+
+def random_stores(config: Any, batch: int, context: int, device: str, *dtypes: str) -> dict[str, list[LayerKVCache]]:
+    """A cache of each dtype for each layer, of the same `context` - 1 random tokens, with room for one more."""
+    stores: dict[str, list[LayerKVCache]] = {dtype: [] for dtype in dtypes}
+    shape = (2, batch, config.num_key_value_heads, context - 1, config.head_dim)
+    for _ in range(config.num_hidden_layers):
+        k, v = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for dtype, layers in stores.items():
+            layers.append(filled(dtype, k, v, room=1))
+    return stores
+
+
+class PlainCache:
+    """The BF16 keys and values [B, G, S, D] of a store, full but for the last token, as in a StaticCache."""
+
+    def __init__(self, store: LayerKVCache) -> None:
+        self.keys, self.values = store.keys, store.values
+        self.position = torch.tensor([store.max_tokens - 1], device=store.keys.device)
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write k and v [B, heads, 1, d] to their place; return all."""
+        """Write k and v [B, G, 1, D] to the last place; return all."""
         self.keys.index_copy_(2, self.position, k)
         self.values.index_copy_(2, self.position, v)
         return self.keys, self.values
 
 
-def caches(model: Any, batch: int, context: int, device: str) -> list[LayerCache]:
-    """Of `context` - 1 random tokens, the next of which is the last that fits."""
-    config = model.config
-    shape = (2, batch, config.num_key_value_heads, context, config.head_dim)
-    position = torch.tensor([context - 1], device=device)
-    drawn = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(config.num_hidden_layers))
-    return [LayerCache(both[0], both[1], position) for both in drawn]
-
-
-def quantized_caches(model: Any, kept: Sequence[LayerCache]) -> list[QuantizedKVCacheLayer]:
-    """The same caches in E4M3; the attention of `model` becomes the one that reads them."""
-    cache = QuantizedKVCache.for_model(model, kept[0].keys.shape[2], "fp8")
-    for layer, wide in zip(cache.layers, kept, strict=True):
+def octavo_caches(model: Any, stores: Sequence[LayerKVCache]) -> list[QuantizedKVCacheLayer]:
+    """The stores as layers of a `QuantizedKVCache`; the attention of `model` becomes the one that reads them."""
+    cache = QuantizedKVCache.for_model(model, stores[0].max_tokens, stores[0].dtype)
+    for layer, store in zip(cache.layers, stores, strict=True):
         # Not by its `update`, which marks the addresses: the code of a layer would then be for that layer alone.
-        layer.store = filled("fp8", wide.keys[:, :, :-1], wide.values[:, :, :-1], room=1)
+        layer.store = store
     return list(cache.layers)
 
 
-def build_bf16(layers: int, device: str, **changes: Any) -> Any:
-    """The model in BF16, every weight normal with the deviation that keeps the size of what it is given."""
-    model = _empty(LlamaConfig(**SHAPE | {"num_hidden_layers": layers} | changes))
+# --- Models ----------------------------------------------------------------------------------------------------
+
+
+def build_bf16(shape: LlamaShape, device: str) -> Any:
+    """The model in BF16. The deviation of the random weights keeps the size of activations from layer to layer."""
+    model = _empty(LlamaConfig.from_dict(shape.to_hf()))
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -75,7 +89,7 @@ def build_bf16(layers: int, device: str, **changes: Any) -> Any:
 
 
 def build_fp8(wide: Any, device: str) -> Any:
-    """The same model, its linear layers packed by channel, what is not packed shared with `wide`; not fused."""
+    """The same model, its linear layers packed by channel. The other tensors are shared with `wide`. Not fused."""
     model = _empty(wide.config)
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != HEAD]
     swap_linears(model, dict.fromkeys(linears, CHANNEL))
@@ -99,12 +113,12 @@ def build_torchao(wide: Any, device: str) -> Any:
 
 
 def _empty(config: Any) -> Any:
-    with torch.device("meta"):  # a config of its own: it names the model's attention
+    with torch.device("meta"):  # with a copy of the config, which names the attention of this model
         return LlamaForCausalLM._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
 
 
 def _ready(model: Any, device: str) -> Any:
-    """What no state holds, and the same number for all layers."""
+    """Make the tables that no state_dict holds, and give all layers the same number."""
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     for layer in model.model.layers:
         layer.self_attn.layer_idx = 0
@@ -122,7 +136,7 @@ def compile_layers(model: Any, **options: Any) -> None:
 def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None = None) -> Tensor:
     """Logits [B, V] after the tokens `ids` [B, T], of which the first is at position `first`.
 
-    What transformers' forward does for tokens without padding and a cache that is full: no mask is made.
+    This is transformers' forward for tokens without padding and a full cache, where no mask is needed.
     """
     trunk = model.model
     x = trunk.embed_tokens(ids)
@@ -141,10 +155,10 @@ def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None 
 
 @torch.no_grad()
 def forward_again(model: Any, ids: Tensor, first: int, kept: Sequence[QuantizedKVCacheLayer]) -> Tensor:
-    """`forward`, after which the caches forget its tokens: the next call, a replay too, writes to the same places.
+    """`forward`, after which the caches forget its tokens, so that the next call or replay writes to the same places.
 
-    One kernel for all layers, where `crop` takes two for each. For layers that are compiled: the host's own count of
-    tokens, which eager code checks, goes on.
+    This is one kernel for all layers; `crop` takes two a layer. The layers must be compiled: eager code would check the
+    host's count of tokens, which this does not set back.
     """
     logits = forward(model, ids, first, kept)
     torch._foreach_sub_([layer.store.length for layer in kept if layer.store is not None], ids.shape[1])

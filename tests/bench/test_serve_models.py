@@ -5,27 +5,31 @@ import torch
 from torch._dynamo.utils import counters
 
 from bench.gpu.serve_models import (
+    PlainCache,
     build_bf16,
     build_fp8,
-    caches,
     compile_layers,
     forward,
     forward_again,
     held,
-    quantized_caches,
+    octavo_caches,
+    random_stores,
 )
 from bench.gpu.timing import decibels
+from octavo.kv_cache.layer import DTYPES
+from octavo.models import LlamaConfig
 from octavo.runtime.fused import fuse
 
-SMALL = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
-}  # fmt: skip
+SMALL = LlamaConfig(vocabulary=512, layers=3, width=256, heads=4, kv_heads=2, mlp_width=512, context=64, tied=False)
 
 
 @pytest.fixture
 def wide():
-    return build_bf16(3, "cpu", **SMALL)
+    return build_bf16(SMALL, "cpu")
+
+
+def stores(model, *dtypes):
+    return random_stores(model.config, 2, 16, "cpu", *dtypes)
 
 
 def ids(length: int) -> torch.Tensor:
@@ -38,7 +42,7 @@ def test_the_forward_pass_is_that_of_transformers(wide):
 
 
 def test_a_token_at_the_end_of_a_full_cache_gives_what_the_whole_text_gives(wide):
-    text, kept = ids(16), caches(wide, 2, 16, "cpu")
+    text, kept = ids(16), [PlainCache(store) for store in stores(wide, "bf16")["bf16"]]
     required = forward(wide, text)
     for number, layer in enumerate(wide.model.layers):
         layer.self_attn.layer_idx = number  # for the cache of transformers
@@ -63,20 +67,18 @@ def test_packed_it_is_near_and_half_as_large(wide):
     assert rest == packed_rest
 
 
-def test_keys_and_values_in_fp8_are_those_of_the_full_cache(wide):
-    packed, text = build_fp8(wide, "cpu"), ids(1)
-    fuse(packed)
-    kept = caches(wide, 2, 16, "cpu")
-    exact = forward(packed, text, 15, kept)
-    held_in_fp8 = quantized_caches(packed, kept)
-    found = forward_again(packed, text, 15, held_in_fp8)
-    assert 20 < decibels(exact, found) < 60
-    assert {layer.store.keys.dtype for layer in held_in_fp8} == {torch.float8_e4m3fn}
-    assert {int(layer.store.length) for layer in held_in_fp8} == {15}
-    compile_layers(packed, backend="aot_eager")
+@pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 35, float("inf")), ("fp8", 20, 35)])
+def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most):
+    text, kept = ids(1), stores(wide, "bf16", dtype)
+    exact = forward(wide, text, 15, [PlainCache(store) for store in kept["bf16"]])
+    caches = octavo_caches(wide, kept[dtype])
+    actual = forward_again(wide, text, 15, caches)
+    assert least < decibels(exact, actual) < most
+    assert {layer.store.keys.dtype for layer in caches} == {DTYPES[dtype]}
+    assert {int(layer.store.length) for layer in caches} == {15}
+    compile_layers(wide, backend="aot_eager")
     for _ in range(2):
-        assert decibels(found, forward_again(packed, text, 15, held_in_fp8)) > 60
-    assert wide.config._attn_implementation == "sdpa"
+        assert decibels(actual, forward_again(wide, text, 15, caches)) > 60
 
 
 def test_one_layers_code_serves_all(wide):
@@ -84,11 +86,13 @@ def test_one_layers_code_serves_all(wide):
     counters.clear()
     packed = build_fp8(wide, "cpu")
     fuse(packed)
-    kept = caches(wide, 2, 16, "cpu")
+    kept = stores(wide, "bf16", "fp8")
+    plain = [PlainCache(store) for store in kept["bf16"]]
     for graphs, model in ((2, wide), (4, packed)):
         compile_layers(model, backend="aot_eager")
         forward(model, ids(16))
-        forward(model, ids(1), 15, kept)
+        forward(model, ids(1), 15, plain)
         assert counters["stats"]["unique_graphs"] == graphs
-    forward_again(packed, ids(1), 15, quantized_caches(packed, kept))
+    forward_again(packed, ids(1), 15, octavo_caches(packed, kept["fp8"]))
     assert counters["stats"]["unique_graphs"] == 5
+    assert wide.config._attn_implementation == "sdpa"
