@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from octavo import convert
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.models.stream import stream
+from octavo.models.sampling import stream
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
 from octavo.packing.pipeline import SCHEME_OF

@@ -17,7 +17,7 @@ def save_tokenizer_json(folder: str | Path, tokenizer_json: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def tokenizer_json(pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+def describe_tokenizer(pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """The content of a tokenizer.json without a normalizer, special tokens and added tokens."""
     return {
         "version": "1.0",
@@ -54,7 +54,7 @@ def byte_json() -> dict[str, Any]:
         "vocab": {character: byte for byte, character in enumerate(byte_characters())},
         "merges": [],
     }
-    return tokenizer_json(byte_level, byte_level, model)
+    return describe_tokenizer(byte_level, byte_level, model)
 
 
 def is_bytes(content: dict[str, Any]) -> bool:
@@ -70,7 +70,7 @@ def character_json(characters: str) -> dict[str, Any]:
     vocabulary = {character: i for i, character in enumerate(characters)}
     # The unknown token is longer than a character and not in the vocabulary, so that an unknown character is an error.
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    return tokenizer_json(every, {"type": "Fuse"}, model)
+    return describe_tokenizer(every, {"type": "Fuse"}, model)
 
 
 def characters_of(content: dict[str, Any]) -> str | None:
