@@ -22,7 +22,7 @@ from octavo.ops.norm.reference import norm_quantize_reference
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
 from octavo.ops.requantization.reference import requantize_norm_reference, requantize_transposed_reference
 from octavo.ops.transposition.reference import transpose_reference
-from octavo.recipe import blockwise, mxfp8, rowwise
+from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 T = 8192
 
@@ -84,11 +84,7 @@ def bf16(*shape: int) -> Tensor:
 
 def kernels(k: int) -> Iterator[Kernel]:
     """The kernels on tensors [8192, k]."""
-    recipe = rowwise()
-    x_cast, w_cast, dy_cast = recipe.y.x, recipe.y.w, recipe.dx.dy
-    assert x_cast is not None
-    assert w_cast is not None
-    assert dy_cast is not None
+    x_cast, w_cast, dy_cast = ROW_X, ROW_W, Cast(scale="pow2")
     x, n = bf16(T, k), T * k
     column, row = torch.rand(1, k, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
 
@@ -100,12 +96,9 @@ def kernels(k: int) -> Iterator[Kernel]:
     yield plain("quantize rows", x_cast, 3)
     yield plain("quantize rows, floor (weights)", w_cast, 3)
     yield plain("quantize rows, factors (dy)", dy_cast, 3, column_scale=column, row_scale=row)
-    for name, other in (("1x128", blockwise()), ("MX", mxfp8())):
-        assert other.y.x is not None
-        yield plain(f"quantize {name}", other.y.x, 3)
-    block_cast = blockwise().y.w
-    assert block_cast is not None
-    yield plain("quantize 128x128", block_cast, 3)
+    for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
+        yield plain(f"quantize {name}", cast, 3)
+    yield plain("quantize 128x128", BLOCK_W, 3)
     yield plain("quantize tensor", Cast(granularity=TENSOR), 5)
     scale = x.abs().amax().float().view(1, 1) / 448
     yield Kernel(
@@ -114,9 +107,7 @@ def kernels(k: int) -> Iterator[Kernel]:
         partial(quantize_scaled_reference, x, scale, x_cast.fmt, None),
         n, 3,
     )  # fmt: skip
-    for name, other in (("1x128", blockwise()), ("MX", mxfp8())):
-        cast = other.y.x
-        assert cast is not None
+    for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
         yield Kernel(
             f"quantize {name}, transposed",
             partial(ops.quantize_transposed, x, cast),

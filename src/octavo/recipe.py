@@ -1,227 +1,266 @@
-"""A recipe reads as the three GEMMs of a linear layer. Tokens T, inputs K, outputs N:
+"""A recipe says which cast each operand has in the three GEMMs of a linear layer. Tokens T, inputs K, outputs N:
 
     y [T,N] = x [T,K]   @ w[N,K]^T      reduces over K
     dx[T,K] = dy[T,N]   @ w[N,K]        reduces over N
     dw[N,K] = dy[T,N]^T @ x[T,K]        reduces over T
 
-Each names the cast of its two operands, or none: that GEMM then runs in BF16. Every tensor stands in two GEMMs; the
-same cast in both asks for *one* quantization, and the granularity says how its bytes serve the other direction:
+A GEMM is two casts, in the order in which the formula names its operands, or None: it then runs in BF16. Each tensor
+is an operand of two GEMMs. With the same cast in both it is quantized *once*, and the granularity decides how its bytes
+are used along the other axis:
 
-    tensor, square blocks   the bytes transpose, and the scale with them
-    row                     the bytes transpose, and the scale, now on the reduction, folds into the other operand:
-                            s_w and the mantissa of s_x into dy before dy is quantized, exponents into dy's bytes
-    groups                  nothing serves both: the tensor is quantized again along its other axis
+    tensor, square blocks   the bytes are transposed, and the scales with them
+    row                     the bytes are transposed; the scale, now along the reduction, is folded into the other
+                            operand: s_w and the mantissa of s_x into dy before dy is quantized, the exponent of s_x
+                            into the bytes of dy
+    groups                  the bytes cannot be used: the tensor is quantized again along the other axis
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR, block, group
 from octavo.numerics.scaling import History
 
-# A weight row far below the others would vanish from dy * s_w, an all-zero one could never learn: docs/decisions.md.
-WEIGHT_FLOOR = 2.0**-8
+# The casts of the presets that packed formats use too. The floor of a weight row's scale is relative to the largest:
+# without it a row far below the others would vanish from dy * s_w, and an all-zero row could never learn
+# (docs/decisions.md).
+ROW_X = Cast(granularity=ROW)
+ROW_W = Cast(granularity=ROW, relative_floor=2.0**-8)
+BLOCK_X = Cast(granularity=group(128))
+BLOCK_W = Cast(granularity=block(128, 128))
+MX_GROUPS = Cast(granularity=group(32), scale="e8m0")
+
+_OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM: the casts of the two operands it has, and how it accumulates.
+    """A GEMM of two eight-bit operands.
 
     Args:
-        x, w, dy: the operand's cast; the two that the GEMM has, or neither (BF16).
+        a, b: the casts of the two operands: x and w in y, dy and w in dx, dy and x in dw.
         fast_accumulation: let the tensor core keep its partial sums at about 14 bits instead of promoting them.
     """
 
-    x: Cast | None = None
-    w: Cast | None = None
-    dy: Cast | None = None
+    a: Cast
+    b: Cast
     fast_accumulation: bool = False
-
-    @property
-    def quantized(self) -> bool:
-        """Whether this GEMM runs on eight-bit operands."""
-        return any(cast is not None for cast in (self.x, self.w, self.dy))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which cast, which GEMM, for y, dx and dw. Frozen; `to_json` and `from_json` round trip.
+    """The casts of the three GEMMs of a linear layer.
 
     Args:
-        name: what reports call it.
-        y, dx, dw: the three GEMMs.
-        rotate: rotate x and w along K by a Hadamard matrix before anything is quantized.
+        name: what reports call the recipe.
+        y, dx, dw: the three GEMMs; None runs the GEMM in BF16.
+        rotate: rotate x and w along K by a Hadamard matrix before they are quantized.
+        emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
+
+    Raises:
+        ValueError: no GEMM takes these casts together.
     """
 
     name: str
-    y: Gemm = field(default_factory=Gemm)
-    dx: Gemm = field(default_factory=Gemm)
-    dw: Gemm = field(default_factory=Gemm)
+    y: Gemm | None = None
+    dx: Gemm | None = None
+    dw: Gemm | None = None
     rotate: bool = False
+    emulate: bool = False
 
     def __post_init__(self) -> None:
-        for gemm, operands in (("y", ("x", "w")), ("dx", ("dy", "w")), ("dw", ("dy", "x"))):
-            given = {op for op in ("x", "w", "dy") if getattr(getattr(self, gemm), op) is not None}
-            if given and given != set(operands):
-                raise ValueError(
-                    f"recipe {self.name}: {gemm} takes casts of {' and '.join(operands)}, got {sorted(given)}"
-                )
-        casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
-        if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in casts):
+        if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in self._casts):
             raise ValueError(
-                f"recipe {self.name}: no GEMM takes row scales in e8m0: round float32 ones up, with scale='pow2', or "
-                "give groups of 32 e8m0 scales, as mxfp8 does"
+                f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
+                "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
             )
-        if self.dx.w is not None and self.dx.w.granularity == ROW:
-            self._check_row_dx()
-        if self.dw.x is not None and self.dw.x.granularity == ROW:
-            self._check_row_dw()
+        if self.dx is not None and self.dx.b.granularity == ROW:
+            self._check_row_dx(self.dx)
+        if self.dw is not None and self.dw.b.granularity == ROW:
+            self._check_row_dw(self.dw)
 
-    def _check_row_dx(self) -> None:
-        assert self.dx.dy is not None
-        if self.dx.w != self.y.w or self.dx.dy.history is not None:
+    def _check_row_dx(self, dx: Gemm) -> None:
+        if dx.b != self.w or dx.a.history is not None:
             raise ValueError(
                 f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y (its bytes, transposed), and dy, "
                 "into which its scale is folded, cannot scale by a history"
             )
 
-    def _check_row_dw(self) -> None:
-        x, dy = self.dw.x, self.dw.dy
-        assert x is not None
-        assert dy is not None
-        if x != self.y.x or dy != self.dx.dy or dy.granularity != ROW or not dy.power_of_two:
+    def _check_row_dw(self, dw: Gemm) -> None:
+        dy, x = dw.a, dw.b
+        if x != self.x or dy != self.dy or dy.granularity != ROW or not dy.power_of_two:
             raise ValueError(
                 f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy "
                 "with power-of-two scales, since these are folded into the exponents of dy's bytes"
             )
 
     @property
+    def x(self) -> Cast | None:
+        """The cast of x in y; None where y runs in BF16."""
+        return None if self.y is None else self.y.a
+
+    @property
+    def w(self) -> Cast | None:
+        """The cast of w in y; None where y runs in BF16."""
+        return None if self.y is None else self.y.b
+
+    @property
+    def dy(self) -> Cast | None:
+        """The cast of dy in dx; None where dx runs in BF16."""
+        return None if self.dx is None else self.dx.a
+
+    @property
+    def _casts(self) -> list[Cast]:
+        return [cast for gemm in (self.y, self.dx, self.dw) if gemm is not None for cast in (gemm.a, gemm.b)]
+
+    @property
     def quantized(self) -> bool:
         """Whether any of the three GEMMs runs on eight-bit operands."""
-        return self.y.quantized or self.dx.quantized or self.dw.quantized
+        return bool(self._casts)
 
     @property
     def delayed(self) -> bool:
-        """Whether any cast keeps a history (then `octavo.update_scales` is due after each optimizer step)."""
-        return any(cast.history is not None for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm))
+        """Whether any cast has a history; `octavo.update_scales` must then follow each optimizer step."""
+        return any(cast.history is not None for cast in self._casts)
 
     @property
-    def folds(self) -> bool:
-        """Whether all three GEMMs have float32 row scales, each tensor is quantized once, and rounding is to nearest.
+    def fusable(self) -> FusableRecipe | None:
+        """The three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or None.
 
-        The fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) are for such recipes. They quantize x and dy in
-        the pass that makes a row, where a floor relative to other rows is not known; only w may have one.
+        All three must have row scales rounded to nearest, and nothing may be rotated. The fused modules quantize x and
+        dy in the pass that computes a row, where the other rows are not known: only w may have a relative floor.
         """
-        casts = [cast for gemm in (self.y, self.dx, self.dw) for cast in _casts(gemm)]
-        plain = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in casts)
-        floor = any(cast.relative_floor for cast in _casts(self.dw))  # of x or dy, whose casts are those in y and dx
-        return len(casts) == 6 and plain and not floor and not self.rotate
+        if self.y is None or self.dx is None or self.dw is None or self.rotate:
+            return None
+        by_row = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in self._casts)
+        if not by_row or self.dw.a.relative_floor or self.dw.b.relative_floor:
+            return None
+        return FusableRecipe(self.y, self.dx, self.dw, self.emulate)
 
     def to_json(self) -> str:
-        """The recipe as JSON."""
-        gemms = {name: _gemm_to_dict(getattr(self, name)) for name in ("y", "dx", "dw")}
-        return json.dumps({"name": self.name, "rotate": self.rotate, **gemms})
+        """The recipe as JSON: each GEMM by the names of its operands, null for BF16."""
+        gemms = {name: _gemm_to_dict(getattr(self, name), *operands) for name, operands in _OPERANDS.items()}
+        return json.dumps({"name": self.name, "rotate": self.rotate, "emulate": self.emulate, **gemms})
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """The recipe that `to_json` wrote."""
+        """The recipe that `to_json` wrote, in this version or an earlier one."""
         fields = json.loads(text)
-        gemms = {name: _gemm_from_dict(fields[name]) for name in ("y", "dx", "dw")}
-        return cls(name=fields["name"], rotate=fields["rotate"], **gemms)
+        gemms = {name: _gemm_from_dict(fields[name], *operands) for name, operands in _OPERANDS.items()}
+        return cls(fields["name"], **gemms, rotate=fields["rotate"], emulate=fields.get("emulate", False))
 
 
-def _casts(gemm: Gemm) -> list[Cast]:
-    return [cast for cast in (gemm.x, gemm.w, gemm.dy) if cast is not None]
+@dataclass(frozen=True)
+class FusableRecipe:
+    """A recipe that the fused modules can run: three GEMMs with row scales, each tensor quantized once (`Recipe`)."""
+
+    y: Gemm
+    dx: Gemm
+    dw: Gemm
+    emulate: bool
+
+    @property
+    def x(self) -> Cast:
+        """The cast of x."""
+        return self.y.a
+
+    @property
+    def w(self) -> Cast:
+        """The cast of w."""
+        return self.y.b
+
+    @property
+    def dy(self) -> Cast:
+        """The cast of dy."""
+        return self.dx.a
 
 
-def _gemm_to_dict(gemm: Gemm) -> dict[str, Any]:
-    operands = {op: getattr(gemm, op) for op in ("x", "w", "dy")}
-    casts = {op: cast.to_dict() for op, cast in operands.items() if cast is not None}
-    return casts | {"fast_accumulation": gemm.fast_accumulation}
+def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:
+    if gemm is None:
+        return None
+    return {a: gemm.a.to_dict(), b: gemm.b.to_dict(), "fast_accumulation": gemm.fast_accumulation}
 
 
-def _gemm_from_dict(fields: dict[str, Any]) -> Gemm:
-    casts = {op: Cast.from_dict(fields[op]) for op in ("x", "w", "dy") if op in fields}
-    return Gemm(fast_accumulation=fields["fast_accumulation"], **casts)
+def _gemm_from_dict(fields: dict[str, Any] | None, a: str, b: str) -> Gemm | None:
+    if fields is None or a not in fields:  # earlier versions wrote a GEMM without operands for BF16
+        return None
+    return Gemm(Cast.from_dict(fields[a]), Cast.from_dict(fields[b]), fields["fast_accumulation"])
 
 
-def _three(name: str, x: Cast, w: Cast, dy: Cast) -> Recipe:
-    """A recipe of three quantized GEMMs, fast accumulation forward only."""
-    return Recipe(name, y=Gemm(x=x, w=w, fast_accumulation=True), dx=Gemm(dy=dy, w=w), dw=Gemm(dy=dy, x=x))
+def _one_cast_each(name: str, x: Cast, w: Cast, dy: Cast) -> Recipe:
+    """Three quantized GEMMs in which each tensor has one cast. Only y accumulates fast."""
+    return Recipe(name, Gemm(x, w, fast_accumulation=True), Gemm(dy, w), Gemm(dy, x))
 
 
 def bf16() -> Recipe:
-    """No quantization: the three GEMMs in BF16, the baseline."""
+    """The three GEMMs in BF16: the baseline."""
     return Recipe("bf16")
 
 
 def tensorwise(gradients: str = "e5m2") -> Recipe:
-    """One dynamic scale a tensor."""
+    """One scale a tensor, from its own amax."""
     x = Cast(granularity=TENSOR)
-    return _three("tensorwise", x, x, replace(x, format=gradients))
+    return _one_cast_each("tensorwise", x, x, replace(x, format=gradients))
 
 
 def rowwise(gradients: str = "e4m3") -> Recipe:
-    """The one-quantization design, the default: a scale a row, each tensor quantized once, bytes transposed.
+    """The default: one scale a row; each tensor is quantized once, and its bytes are transposed for the other GEMM.
 
-    Fast accumulation where one operand is a weight (y and dx), whose signs mix; never in dw, whose sum over the tokens
-    may be of one sign: there it lost up to a third (docs/decisions.md).
+    y and dx accumulate fast: one operand is a weight, whose signs are mixed. dw never does: its sum over the tokens may
+    be of one sign, and fast accumulation then lost up to a third of it (docs/decisions.md).
     """
-    x = Cast(granularity=ROW)
-    w, dy = replace(x, relative_floor=WEIGHT_FLOOR), replace(x, format=gradients, scale="pow2")
-    recipe = _three("rowwise", x, w, dy)
-    return replace(recipe, dx=replace(recipe.dx, fast_accumulation=True))
+    dy = Cast(gradients, ROW, "pow2")
+    y, dx = Gemm(ROW_X, ROW_W, fast_accumulation=True), Gemm(dy, ROW_W, fast_accumulation=True)
+    return Recipe("rowwise", y, dx, Gemm(dy, ROW_X))
 
 
 def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:
-    """`rowwise` with dw in BF16, for runs whose gradients are the sensitive part; saves x in BF16.
+    """`rowwise` with dw in BF16, for runs in which dw is the sensitive GEMM; x is saved in BF16.
 
-    Only dw asks for power-of-two scales of dy. Here they are float32, so dx too is nearer to the exact product.
+    Only dw needs power-of-two scales of dy. Here they are float32, which also makes dx more accurate.
     """
-    recipe = rowwise(gradients)
-    assert recipe.dx.dy is not None
-    dx = replace(recipe.dx, dy=replace(recipe.dx.dy, scale="fp32"))
-    return replace(recipe, name="rowwise_dw_bf16", dx=dx, dw=Gemm())
+    dx = Gemm(Cast(gradients, ROW), ROW_W, fast_accumulation=True)
+    return Recipe("rowwise_dw_bf16", Gemm(ROW_X, ROW_W, fast_accumulation=True), dx)
 
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
-    """One scale a tensor from the history of its amax: a single pass over each tensor."""
+    """One scale a tensor from the history of its amax, so that quantizing reads each tensor once."""
     x = Cast(granularity=TENSOR, history=history or History())
-    return _three("delayed", x, x, replace(x, format=gradients))
+    return _one_cast_each("delayed", x, x, replace(x, format=gradients))
 
 
 def blockwise(gradients: str = "e4m3") -> Recipe:
     """x and dy in 1 x 128 blocks along each reduction, w in 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
-    x = Cast(granularity=group(128))
-    return _three("blockwise", x, Cast(granularity=block(128, 128)), replace(x, format=gradients))
+    return _one_cast_each("blockwise", BLOCK_X, BLOCK_W, replace(BLOCK_X, format=gradients))
 
 
 def mxfp8(gradients: str = "e4m3") -> Recipe:
     """OCP microscaling: 32 elements along each reduction share an E8M0 scale."""
-    x = Cast(granularity=group(32), scale="e8m0")
-    return _three("mxfp8", x, x, replace(x, format=gradients))
+    return _one_cast_each("mxfp8", MX_GROUPS, MX_GROUPS, replace(MX_GROUPS, format=gradients))
 
 
 def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
     """`size` elements (32 to 128) along each reduction share a float32 scale."""
     x = Cast(granularity=group(size))
-    return _three("groupwise", x, x, replace(x, format=gradients))
+    return _one_cast_each("groupwise", x, x, replace(x, format=gradients))
 
 
 def fnuz(recipe: Recipe) -> Recipe:
     """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
 
-    def turned(gemm: Gemm) -> Gemm:
-        given = {op: getattr(gemm, op) for op in ("x", "w", "dy") if getattr(gemm, op) is not None}
-        return replace(gemm, **{op: replace(cast, format=f"{cast.format}fnuz") for op, cast in given.items()})
+    def to_fnuz(gemm: Gemm | None) -> Gemm | None:
+        if gemm is None:
+            return None
+        a, b = (replace(cast, format=f"{cast.format}fnuz") for cast in (gemm.a, gemm.b))
+        return replace(gemm, a=a, b=b)
 
     name = f"{recipe.name}_fnuz"
-    return replace(recipe, name=name, y=turned(recipe.y), dx=turned(recipe.dx), dw=turned(recipe.dw))
+    return replace(recipe, name=name, y=to_fnuz(recipe.y), dx=to_fnuz(recipe.dx), dw=to_fnuz(recipe.dw))
 
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
@@ -230,7 +269,12 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe itself, or the preset of that name; a ValueError names the choices, a TypeError what else came."""
+    """The preset of that name; a `Recipe` is returned as it is.
+
+    Raises:
+        ValueError: no preset has this name; the message lists them.
+        TypeError: neither a name nor a `Recipe`.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

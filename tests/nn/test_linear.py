@@ -51,9 +51,9 @@ def test_rowwise_is_the_formula_of_its_operands(t: int, k: int, n: int) -> None:
     x, dy = torch.randn(t, k), torch.randn(t, n) * torch.randn(t, 1).exp()
     y, dx, dw = run(linear, x, dy)
     recipe = rowwise()
-    x_q, w_q = ops.quantize(x, recipe.y.x), ops.quantize(linear.weight.detach(), recipe.y.w)
+    x_q, w_q = ops.quantize(x, recipe.x), ops.quantize(linear.weight.detach(), recipe.w)
     mantissa, exponent = torch.frexp(x_q.scale)
-    g_q = ops.quantize(dy * w_q.scale.t() * (2 * mantissa), recipe.dx.dy)
+    g_q = ops.quantize(dy * w_q.scale.t() * (2 * mantissa), recipe.dy)
     assert worst_row(x_q.dequantize(torch.float64) @ w_q.dequantize(torch.float64).t(), y) < 1e-6
     assert worst_row(g_q.dequantize(torch.float64) / (2 * mantissa.double()) @ w_q.data.double(), dx) < 1e-6
     c = (torch.exp2(exponent - 1.0) * g_q.scale).double()
@@ -338,16 +338,16 @@ def test_rotation_saves_the_other_tokens_from_an_outlier() -> None:
 
 
 def test_stochastic_rounding_of_gradients_is_unbiased_and_follows_the_seed() -> None:
-    c = replace(rowwise().dx.dy, rounding="stochastic")
+    c = replace(rowwise().dy, rounding="stochastic")
     recipe = rowwise()
-    recipe = Recipe("stochastic", y=recipe.y, dx=replace(recipe.dx, dy=c), dw=replace(recipe.dw, dy=c))
+    recipe = Recipe("stochastic", y=recipe.y, dx=replace(recipe.dx, a=c), dw=replace(recipe.dw, a=c))
     linear, x, dy = converted(recipe), torch.randn(T, K), torch.randn(T, N)
     torch.manual_seed(3)
     first = run(linear, x, dy)[1]
     torch.manual_seed(3)
     assert torch.equal(run(linear, x, dy)[1], first)
     assert not torch.equal(run(linear, x, dy)[1], first)
-    w_q = ops.quantize(linear.weight.detach(), recipe.y.w)
+    w_q = ops.quantize(linear.weight.detach(), recipe.w)
     exact = dy.double() @ w_q.dequantize(torch.float64)
     mean = torch.stack([run(linear, x, dy)[1] for _ in range(200)]).double().mean(0)
     assert sqnr(exact, mean) > sqnr(exact, first) + 18  # 23 dB less noise if independent and unbiased
@@ -355,7 +355,7 @@ def test_stochastic_rounding_of_gradients_is_unbiased_and_follows_the_seed() -> 
 
 def test_a_gemm_without_casts_runs_in_high_precision() -> None:
     row = Cast(granularity=ROW, scale="pow2")
-    only_forward = Recipe("forward", y=Gemm(x=row, w=row))
+    only_forward = Recipe("forward", y=Gemm(row, row))
     linear, x, dy = converted(only_forward), torch.randn(T, K), torch.randn(T, N)
     exact = exact_gradients(x, linear.weight.detach(), dy)
     y, dx, dw = run(linear, x, dy)

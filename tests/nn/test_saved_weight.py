@@ -1,4 +1,4 @@
-"""What a layer keeps of its weight from the forward to the backward pass: nothing that can be made again."""
+"""From the forward to the backward pass a layer saves no bytes of its weight that can be computed again."""
 
 from dataclasses import replace
 
@@ -27,36 +27,36 @@ def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
     return torch.autograd.grad(linear(x), [x, linear.weight], dy)
 
 
-def kept_of_weight(linear: octavo.Linear, x: Tensor) -> int:
-    """Bytes kept in tensors as large as the weight, beside the weight itself."""
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def saved_of_weight(linear: octavo.Linear, x: Tensor) -> int:
+    """Bytes of the saved tensors that are as large as the weight, without the weight itself."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear(x)
-    return sum(t.nbytes for t in kept if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
+    return sum(t.nbytes for t in saved if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
 
 
-def keep_everything(w_q, given, plan, *, needs_x):
+def save_everything(w_q, cached, recipe, *, needs_x):
     return (None, None) if w_q is None else (w_q.data, w_q.scale)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_no_bytes_of_the_weight_are_kept(recipe: str) -> None:
+def test_no_bytes_of_the_weight_are_saved(recipe: str) -> None:
     linear = make(recipe)
     for _ in range(2):  # the second pass of `delayed` scales by its history
-        assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
+        assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
         octavo.update_scales(linear)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_gradients_are_those_of_kept_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_saved_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = make(recipe)
     for grown in (1.0, 3.0):  # beyond its history the weight of `delayed` saturates
         linear.weight.data *= grown
         cast_again = step(linear)
         with monkeypatch.context() as patch:
-            patch.setattr(linear_function, "_keep_w", keep_everything)
-            from_kept = step(linear)
-        assert all(torch.equal(a, b) for a, b in zip(cast_again, from_kept, strict=True))
+            patch.setattr(linear_function, "_saved_w", save_everything)
+            from_saved = step(linear)
+        assert all(torch.equal(a, b) for a, b in zip(cast_again, from_saved, strict=True))
         octavo.update_scales(linear)
 
 
@@ -70,21 +70,21 @@ def test_a_weight_that_is_not_finite_gives_no_number(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_what_cast_once_keeps_is_used(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_cached_by_cast_once_are_used(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = make(recipe)
     with octavo.cast_once(linear):
         inside = step(linear)
-        assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) in (0, N * K)
+        assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) in (0, N * K)
     assert all(torch.equal(a, b) for a, b in zip(inside, step(linear), strict=True))
 
 
 @pytest.mark.parametrize("preset", [tensorwise, rowwise])
 def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
     plain = preset()
-    w = replace(plain.y.w, rounding="stochastic")
-    recipe = replace(plain, name="drawn", y=replace(plain.y, w=w), dx=replace(plain.dx, w=w))
+    w = replace(plain.w, rounding="stochastic")
+    recipe = replace(plain, name="drawn", y=replace(plain.y, b=w), dx=replace(plain.dx, b=w))
     linear = make(recipe)
-    assert kept_of_weight(linear, torch.randn(T, K, requires_grad=True)) == N * K
+    assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == N * K
     x = torch.eye(K, requires_grad=True)
     dy = torch.eye(N)[:K]
     torch.manual_seed(5)
@@ -95,4 +95,4 @@ def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
 
 def test_a_frozen_input_keeps_the_scale_alone() -> None:
     recipe = replace(tensorwise(), name="drawn", dw=mxfp8().dw)
-    assert kept_of_weight(make(recipe), torch.randn(T, K)) == 0
+    assert saved_of_weight(make(recipe), torch.randn(T, K)) == 0

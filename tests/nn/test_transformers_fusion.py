@@ -23,7 +23,8 @@ from transformers import (
 )
 
 import octavo
-from octavo.nn import SwiGLU
+from octavo.nn import FusedMLP
+from octavo.nn.precomputed import PrecomputedProjections
 
 SIZES = {
     "vocab_size": 99,
@@ -170,8 +171,8 @@ def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
     model = make("llama").train()
     octavo.convert(model, "rowwise")
     required, runs = gradients(model), []
-    run = SwiGLU._run
-    monkeypatch.setattr(SwiGLU, "_run", lambda *given: runs.append(1) or run(*given))
+    run = FusedMLP.run
+    monkeypatch.setattr(FusedMLP, "run", lambda *given: runs.append(1) or run(*given))
     for layer in model.model.layers:
         layer.mlp = checkpoint_wrapper(layer.mlp)
     found = gradients(model)
@@ -269,8 +270,8 @@ def test_classes_keep_their_names_and_their_families():
 
 
 def test_a_layer_that_was_not_fused_says_what_came():
-    branches = octavo.nn.precomputed.Branches(torch.ones(2, 4), [], [])
+    projections = PrecomputedProjections(torch.ones(2, 4), [], [])
     layer = nn.Linear(4, 4)
     octavo.convert(nn.Sequential(layer), "rowwise")
     with pytest.raises(RuntimeError, match="another one was given its output"):
-        layer(branches)
+        layer(projections)

@@ -27,7 +27,7 @@ from octavo.models import Llama, LlamaConfig
 from octavo.nn import convert
 from octavo.ops import quantize
 from octavo.packing import pack
-from octavo.recipe import rowwise
+from octavo.recipe import ROW_W, ROW_X
 from octavo.runtime import load_packed
 
 
@@ -111,8 +111,7 @@ def test_transformers_with_our_token_scales_gives_our_logits(example: Example, m
     That can turn the rounding of an activation, and with it what follows in its text: hence many short ones, and the
     median over them. With another token scale every one of them is off by some percent.
     """
-    cast = rowwise().y.x
-    assert cast is not None
+    cast = ROW_X
 
     def by_token(value: Tensor, args: Any, module: nn.Module, global_scale: None) -> tuple[Tensor, Tensor]:
         scale = value.abs().amax(-1, keepdim=True) / 448
@@ -133,8 +132,7 @@ def test_transformers_with_our_token_scales_gives_our_logits(example: Example, m
 
 def test_the_bytes_are_those_of_training(example: Example) -> None:
     stored = load_file(example.packed / "model.safetensors")
-    cast = rowwise().y.w
-    assert cast is not None
+    cast = ROW_W
     for name in example.report.packed:
         master = example.model.get_parameter(f"{name}.weight").detach()
         q = quantize(master, cast)

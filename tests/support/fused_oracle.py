@@ -163,8 +163,8 @@ class Product:
     layers: list[nn.Linear]
 
     def __post_init__(self) -> None:
-        self.x_q = ops.quantize(self.x.float(), RECIPE.y.x)
-        parts = [ops.quantize(layer.weight.detach(), RECIPE.y.w) for layer in self.layers]
+        self.x_q = ops.quantize(self.x.float(), RECIPE.x)
+        parts = [ops.quantize(layer.weight.detach(), RECIPE.w) for layer in self.layers]
         self.w, self.s_w = torch.cat([p.data.double() for p in parts]), torch.cat([p.scale for p in parts])
         mantissa, exponent = torch.frexp(self.x_q.scale)
         self.m, self.power = 2 * mantissa, torch.exp2(exponent.double() - 1)  # s_x = m * power, m in [1, 2)
@@ -177,7 +177,7 @@ class Product:
 
     def backward(self, dy: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The gradient of x, and those of the weights."""
-        g = ops.quantize(dy.float() * self.s_w.t() * self.m, RECIPE.dx.dy)
+        g = ops.quantize(dy.float() * self.s_w.t() * self.m, RECIPE.dy)
         dx = g.data.double() * (g.scale.double() / self.m.double()) @ self.w
         c = self.power * g.scale.double()
         h = (g.data.double() * (c / c.max())).float().to(torch.float8_e4m3fn).double()  # [T,N]

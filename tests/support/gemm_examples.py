@@ -8,14 +8,14 @@ import torch
 from octavo.numerics import TENSOR, Cast, QTensor, group
 from octavo.ops import quantize
 from octavo.ops.gemm.backend import MX, SQUARE, STRIP
-from octavo.recipe import WEIGHT_FLOOR
+from octavo.recipe import ROW_W, ROW_X
 
 # Every pair of casts that a preset gives to one of its GEMMs, by granularity.
 PAIRS = {
     "tensor": (Cast(granularity=TENSOR), Cast(granularity=TENSOR)),
     "tensor-e5m2": (Cast("e5m2", TENSOR), Cast(granularity=TENSOR)),
-    "row": (Cast(), Cast(relative_floor=WEIGHT_FLOOR)),
-    "row-gradient": (Cast(scale="pow2"), Cast(relative_floor=WEIGHT_FLOOR)),
+    "row": (ROW_X, ROW_W),
+    "row-gradient": (Cast(scale="pow2"), ROW_W),
     "row-pow2": (Cast("e5m2", scale="pow2"), Cast(scale="pow2")),
     "tensor-pow2": (Cast(granularity=TENSOR, scale="pow2"), Cast(granularity=TENSOR, scale="pow2")),
     "row-e5m2": (Cast("e5m2", scale="pow2"), Cast()),

@@ -19,8 +19,8 @@ KINDS = {
 
 def casts_of_the_presets() -> list[Cast]:
     """Each cast that some preset names, once."""
-    gemms = [gemm for preset in PRESETS.values() for gemm in (preset().y, preset().dx, preset().dw)]
-    return list(dict.fromkeys(cast for gemm in gemms for cast in (gemm.x, gemm.w, gemm.dy) if cast is not None))
+    gemms = [gemm for preset in PRESETS.values() for gemm in (preset().y, preset().dx, preset().dw) if gemm is not None]
+    return list(dict.fromkeys(cast for gemm in gemms for cast in (gemm.a, gemm.b)))
 
 
 OTHERS = [

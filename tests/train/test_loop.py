@@ -54,7 +54,7 @@ def in_double(trainer, batches):
 def stochastic(monkeypatch):
     """A recipe whose operands and gradients are rounded stochastically, from torch's random state."""
     cast = Cast(rounding="stochastic", scale="pow2")
-    three = Recipe("stochastic", y=Gemm(x=cast, w=cast), dx=Gemm(dy=cast, w=cast), dw=Gemm(dy=cast, x=cast))
+    three = Recipe("stochastic", Gemm(cast, cast), Gemm(cast, cast), Gemm(cast, cast))
     monkeypatch.setitem(PRESETS, "stochastic", lambda: three)
 
 

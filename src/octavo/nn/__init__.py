@@ -4,7 +4,7 @@ from octavo.nn.conversion import convert
 from octavo.nn.conversion_report import Conversion
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
 from octavo.nn.linear import Linear
-from octavo.nn.mlp import GELU, SwiGLU
+from octavo.nn.mlp import GELU, FusedMLP, SwiGLU
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.restoration import restore
 from octavo.nn.selection import DEFAULT_SKIP, select_linears
@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT_SKIP",
     "GELU",
     "Conversion",
+    "FusedMLP",
     "Linear",
     "NormLinear",
     "SwiGLU",

@@ -11,14 +11,13 @@ from octavo.recipe import Recipe, fnuz, rowwise, tensorwise
 def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
     """The backend of y, dx and dw on `device`; "bf16" (the autocast dtype, or the input's) where there is no cast."""
     backends = {}
-    for name, first, second in (("y", "x", "w"), ("dx", "dy", "w"), ("dw", "dy", "x")):
-        gemm = getattr(recipe, name)
-        if not gemm.quantized:
+    for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw)):
+        if gemm is None:
             backends[name] = Backend("bf16", "no cast: the autocast dtype")
-            continue
-        a, b = getattr(gemm, first), getattr(gemm, second)
-        e8m0 = a.scale == "e8m0", b.scale == "e8m0"
-        backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format), e8m0=e8m0)
+        else:
+            a, b = gemm.a, gemm.b
+            e8m0 = a.scale == "e8m0", b.scale == "e8m0"
+            backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format), e8m0=e8m0)
     return backends
 
 

@@ -43,16 +43,16 @@ class Conv1D(RecipeLayer):
         return self.compute(x, self.weight.t(), self.bias, None)
 
 
-def conv1d_as_recipe(module: nn.Module, recipe: Recipe, name: str, *, emulate: bool = False) -> None:
-    """Change `module`, a `Conv1D` called `name` in its model, in place into the layer that runs as `recipe` says."""
+def to_fp8_conv1d(module: nn.Module, recipe: Recipe, name: str) -> None:
+    """Change `module`, a `Conv1D` called `name` in its model, in place into a layer that computes by `recipe`."""
     layer: Any = module
     if not isinstance(module, Conv1D):
         layer.__class__ = mixed(Conv1D, type(module))
-    layer.prepare(recipe, name, layer.weight.device, emulate=emulate)
+    layer.prepare(recipe, name, layer.weight.device)
 
 
 def restore_conv1d(module: nn.Module) -> bool:
-    """Undo `conv1d_as_recipe`. Returns whether `module` was a converted `Conv1D`; any other module stays as it is."""
+    """Undo `to_fp8_conv1d`. Returns whether `module` was a converted `Conv1D`; any other module stays as it is."""
     ours, *theirs = unmixed(type(module))
     if ours is not Conv1D or not isinstance(module, Conv1D):
         return False

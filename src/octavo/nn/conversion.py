@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
-from octavo.nn.conv1d import conv1d_as_recipe, shape_of
+from octavo.nn.conv1d import shape_of, to_fp8_conv1d
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import Coverage, find_coverage
 from octavo.nn.fast_path import leave_fast_paths
-from octavo.nn.linear import as_recipe
-from octavo.nn.mlp import SwiGLU
-from octavo.nn.norm_linear import NormLinear, converted, norm_of
+from octavo.nn.linear import to_fp8_linear
+from octavo.nn.mlp import FusedMLP
+from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.restoration import restore_linear
 from octavo.nn.selection import select_linears
 from octavo.nn.speedup.lookup import LEAST_GAIN, Gains, find_gains, hides_launching
@@ -72,11 +72,13 @@ def convert(
     first_layer: Any = layers[0].module
     device = first_layer.weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
+    if emulate:
+        recipe = replace(recipe, emulate=True)
     rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
     report = Conversion(recipe, rows, gemm_backends(recipe, device), _coverage(model, recipe, rows))
-    if not emulate and not only_if_faster:
+    if not recipe.emulate and not only_if_faster:
         _check_runs(report)
-    if recipe.folds:
+    if recipe.fusable:
         fuse_patterns(model)
     if only_if_faster:
         report = _only_faster(report, model, linears, device, tokens)
@@ -85,16 +87,16 @@ def convert(
         if row.reason:
             restore_linear(linears[row.name])  # an earlier conversion may have changed it
         else:
-            _as_recipe(linears[row.name], recipe, row.name, emulate)
+            _convert_layer(linears[row.name], recipe, row.name)
     leave_fast_paths(model)
     return replace(report, fused=_fused(model))
 
 
-def _as_recipe(layer: nn.Module, recipe: Recipe, name: str, emulate: bool) -> None:
+def _convert_layer(layer: nn.Module, recipe: Recipe, name: str) -> None:
     if isinstance(layer, nn.Linear):
-        as_recipe(layer, recipe, name, emulate=emulate)
+        to_fp8_linear(layer, recipe, name)
     else:
-        conv1d_as_recipe(layer, recipe, name, emulate=emulate)
+        to_fp8_conv1d(layer, recipe, name)
 
 
 def _coverage(model: nn.Module, recipe: Recipe, rows: Sequence[Row]) -> Coverage:
@@ -115,9 +117,9 @@ def _fused(model: nn.Module) -> dict[str, str]:
     """Names of the modules that run several layers in one pass, and which."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, NormLinear) and converted(module.linears) and norm_of(module.norm):
+        if isinstance(module, NormLinear) and fusable_layers(module.linears) and read_norm(module.norm):
             found[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
-        elif isinstance(module, SwiGLU) and converted((*module.inner, module.outer)):
+        elif isinstance(module, FusedMLP) and fusable_layers((*module.inner, module.outer)):
             found[name] = f"{module.activation} MLP"
     return found
 
@@ -141,7 +143,7 @@ def _gemm_widths(report: Conversion, model: nn.Module, linears: dict[str, nn.Mod
     """N of the GEMM that a layer to be converted runs in, by name: of its stack, where all of that is converted."""
     names = {id(linears[name]): name for name in report.converted}
     widths = {name: shape_of(linears[name])[0] for name in report.converted}
-    modules = [m for m in model.modules() if report.recipe.folds and isinstance(m, NormLinear | SwiGLU)]
+    modules = [m for m in model.modules() if report.recipe.fusable and isinstance(m, NormLinear | FusedMLP)]
     for module in modules:
         stack = module.linears if isinstance(module, NormLinear) else module.inner
         if all(id(layer) in names for layer in stack):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.numerics.cast import Cast
-from octavo.numerics.scaling import scale_from_amax
+from octavo.numerics.scaling import History, scale_from_amax
 
 
 class ScaleHistory(nn.Module):
@@ -25,10 +25,9 @@ class ScaleHistory(nn.Module):
     pending: Tensor
     scale: Tensor
 
-    def __init__(self, cast: Cast, device: torch.device) -> None:
+    def __init__(self, cast: Cast, rule: History, device: torch.device) -> None:
         super().__init__()
-        assert cast.history is not None
-        self.cast, self.rule = cast, cast.history
+        self.cast, self.rule = cast, rule
         self.steps = 0
         self.ready = False  # whether a scale has come of the history; a bool, since a compiled graph guards its value
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
@@ -58,6 +57,11 @@ class ScaleHistory(nn.Module):
 
 class ScaleHistories(nn.ModuleDict):
     """The histories of a layer, by operand."""
+
+    def of(self, operand: str) -> ScaleHistory | None:
+        """The history of "x", "w" or "dy", if there is one."""
+        history = dict(self.items()).get(operand)
+        return history if isinstance(history, ScaleHistory) else None
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # which `parallelize_module` takes of every module in a linear layer

@@ -1,6 +1,8 @@
-"""The linear layer whose three GEMMs run as a recipe says."""
+"""The linear layer that computes its three GEMMs by a recipe."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,9 @@ from torch import Tensor, nn
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory
 from octavo.nn.layer_limits import check_call, unsupported
+from octavo.nn.linear_call import LinearCall
 from octavo.nn.linear_function import linear
-from octavo.nn.precomputed import Branches
-from octavo.nn.scale_folding import Plan
+from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
@@ -19,81 +21,88 @@ from octavo.recipe import Recipe
 
 
 class RecipeLayer(nn.Module):
-    """What a converted layer has beside its parameters, and how it computes y = x @ w^T + bias by its recipe."""
+    """Base of the converted layers: computes y = x @ w^T + bias by a recipe."""
 
     recipe: Recipe
-    emulate: bool
     name: str
     histories: ScaleHistories | None
     weight_cache: WeightCache
 
-    def prepare(self, recipe: Recipe, name: str, device: torch.device, *, emulate: bool) -> None:
-        """Take a recipe, and make room for its scale histories: a child module only where the recipe keeps some.
+    def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
+        """Set the attributes of a converted layer.
 
-        `name` is that of the layer in its model, for messages.
+        Args:
+            recipe: for each of its casts with a history the layer gets a `ScaleHistory`, as a child module.
+            name: of the layer in its model, for messages.
+            device: of the scale histories.
         """
-        self.recipe, self.name, self.emulate, self.weight_cache = recipe, name, emulate, WeightCache()
-        casts = {"x": recipe.y.x, "w": recipe.y.w, "dy": recipe.dx.dy}
-        found = {operand: ScaleHistory(c, device) for operand, c in casts.items() if c is not None and c.history}
-        self.histories = ScaleHistories(found) if found else None
+        self.recipe, self.name, self.weight_cache = recipe, name, WeightCache()
+        casts = {"x": recipe.x, "w": recipe.w, "dy": recipe.dy}
+        histories = {
+            operand: ScaleHistory(cast, cast.history, device)
+            for operand, cast in casts.items()
+            if cast is not None and cast.history is not None
+        }
+        self.histories = ScaleHistories(histories) if histories else None
 
     def release(self) -> None:
-        """Drop what `prepare` gave the layer."""
-        for name in ("recipe", "name", "emulate", "weight_cache", "histories"):
+        """Delete the attributes that `prepare` set."""
+        for name in ("recipe", "name", "weight_cache", "histories"):
             delattr(self, name)
 
-    def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, kept: QTensor | None) -> Tensor:
-        """y [..., N] of x [..., K] and w [N, K] with any strides; `kept` holds the bytes of w, if there are some."""
+    def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, cached: QTensor | None) -> Tensor:
+        """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
         check_call(self, x, w)
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
             x, w = hadamard(x), hadamard(w)
-        plan = Plan(self.recipe, dtype, self.emulate, self._history("x"), self._history("w"), self._history("dy"))
-        return linear(x, w, bias, plan, kept)
+        histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
+        return linear(x, w, bias, LinearCall(self.recipe, dtype, *histories), cached)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What `torch.jit.script` calls first."""
+        """Called by `torch.jit.script` before it reads the module."""
         raise unsupported("torch.jit.script (torch.compile and torch.export take them)")
-
-    def _history(self, operand: str) -> ScaleHistory | None:
-        history = None if self.histories is None else dict(self.histories.items()).get(operand)
-        assert history is None or isinstance(history, ScaleHistory)
-        return history
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.name}")))
 
 
 class Linear(RecipeLayer, nn.Linear):
-    """`nn.Linear` that computes y, dx and dw as its recipe says. Same parameters, same `state_dict`.
+    """`nn.Linear` that computes y, dx and dw by its recipe. Same parameters, same `state_dict`.
 
     Made from an `nn.Linear` by `octavo.convert`. Input [..., K] of any rank, zero rows included; output [..., N] in the
     autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
     """
 
-    def forward(self, x: Tensor | Branches) -> Tensor:
-        if isinstance(x, Branches):
+    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
+        if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
-        wanted = self.cached_weights()
-        kept = None if wanted is None or x.numel() == 0 else self.weight_cache.get([self.weight], wanted[1])
-        return self.compute(x, self.weight, self.bias, kept)
+        cast = self._cacheable_cast()
+        cached = None if cast is None or x.numel() == 0 else self.weight_cache.get([self.weight], cast)
+        return self.compute(x, self.weight, self.bias, cached)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
-        """This layer and the cast of its weight, unless that is drawn anew, has a history, or rotates the weight."""
-        cast = self.recipe.y.w
+        """This layer and the cast of its weight, if `octavo.cast_once` can cache it."""
+        cast = self._cacheable_cast()
+        return None if cast is None else ([self], cast)
+
+    def _cacheable_cast(self) -> Cast | None:
+        """The cast of the weight, if it gives the same bytes at each call: no history, random rounding or rotation."""
+        cast = self.recipe.w
         if cast is None or cast.history or cast.rounding != "nearest" or self.recipe.rotate:
             return None
-        return [self], cast
+        return cast
 
 
-def as_recipe(linear: nn.Linear, recipe: Recipe, name: str, *, emulate: bool = False) -> Linear:
-    """`linear`, called `name` in its model, changed in place into the layer that runs as `recipe` says."""
-    linear.__class__ = Linear
-    assert isinstance(linear, Linear)
-    linear.prepare(recipe, name, linear.weight.device, emulate=emulate)
-    return linear
+def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
+    """Change `linear`, called `name` in its model, in place into a layer that computes by `recipe`."""
+    layer: Any = linear
+    layer.__class__ = Linear
+    layer.prepare(recipe, name, linear.weight.device)
+    converted: Linear = layer
+    return converted
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""A linear layer's forward and backward as three eight-bit GEMMs, each tensor quantized once where that serves.
+"""A linear layer's forward and backward pass as three eight-bit GEMMs.
 
 The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x always:
 
@@ -8,10 +8,10 @@ The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x al
     dw[N,K] = h_q[N,T] @ xT_q[K,T]^T   * (c_max / s_w[N])       xT_q: the bytes of x_q, transposed
               h_q = g_q^T with column t times c[t]/c_max, c = 2^e * s_g: powers of two, so only exponents move
 
-so forward and backward see the same weight, and the backward pass keeps one byte an element of x. s_g is a power of two
-and the mantissa of s_x is in g already: x itself is scaled exactly as row scaling does it. Other granularities take
-the same road: a tensor scale or a square block transposes with its bytes, groups are quantized again along the other
-axis, and a GEMM without casts runs in the layer's high-precision dtype.
+So forward and backward see the same weight, and the backward pass needs one byte an element of x. s_g is a power of two
+and the mantissa of s_x is already in g, so row scaling of x loses nothing. Other granularities run through the same
+code: a tensor scale or a square block is transposed with its bytes, a tensor in groups is quantized again along the
+other axis, and a GEMM without casts runs in the layer's high-precision dtype.
 """
 
 from __future__ import annotations
@@ -25,17 +25,31 @@ from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.scale_folding import Plan, folded_dw, folded_dx, folded_dy, mantissa, transposed, weight_transposed
+from octavo.nn.linear_call import LinearCall
+from octavo.nn.scale_folding import (
+    dw_operand,
+    dx_operand,
+    mantissa,
+    quantize_folded,
+    transposed,
+    weight_transposed,
+)
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_transposed
+from octavo.recipe import Gemm, Recipe
+
+Call = LinearCall[Recipe]
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, plan: Plan, kept: QTensor | None) -> Tensor:
-    """y[...,N] = x[...,K] @ w[N,K]^T + bias[N], differentiable, as `plan.recipe` says; `kept`: w, quantized before."""
-    data, scale = (None, None) if kept is None else (kept.data, kept.scale)
-    y: Tensor = _Linear.apply(x, w, bias, plan, data, scale)  # type: ignore[no-untyped-call]
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
+    """y [..., N] = x [..., K] @ w [N, K]^T + bias [N] by the recipe of `call`, differentiable.
+
+    `cached` is w, quantized, where `octavo.cast_once` holds it.
+    """
+    data, scale = (None, None) if cached is None else (cached.data, cached.scale)
+    y: Tensor = _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -46,28 +60,28 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        plan: Plan,
+        call: Call,
         w_data: Tensor | None,
         w_scale: Tensor | None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape
         x = x.reshape(-1, x.shape[-1])
-        gemm = plan.recipe.y
+        gemm = call.recipe.y
         x_q = w_q = None
-        if gemm.x is not None and gemm.w is not None:
-            x_q = _quantize(x, gemm.x, plan.x_history)
-            if w_data is not None and w_scale is not None:
-                w_q = QTensor(w_data, w_scale, gemm.w.fmt, gemm.w.granularity)
-            else:
-                w_q = _quantize_w(w, gemm.w, plan.w_history)
-            y = plan.mm(gemm, x_q, w_q, plan.dtype, bias)  # [T,K] @ [N,K]^T
+        if gemm is None:
+            y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
-            y = F.linear(x.to(plan.dtype), w.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
-        ctx.plan, ctx.x_dtype, ctx.bias_dtype = plan, x.dtype, None if bias is None else bias.dtype
-        kept_x = _keep_x(x, x_q, plan) if needs_w else (None, None)
-        kept_w = _keep_w(w_q, w_data, plan, needs_x=needs_x) if needs_x or needs_w else (None, None)
-        ctx.save_for_backward(*kept_x, *kept_w, w)
+            x_q = _quantize(x, gemm.a, call.x_history)
+            if w_data is not None and w_scale is not None:
+                w_q = QTensor(w_data, w_scale, gemm.b.fmt, gemm.b.granularity)
+            else:
+                w_q = _quantize_w(w, gemm.b, call.w_history)
+            y = call.mm(gemm, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
+        ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
+        saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
+        saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)
+        ctx.save_for_backward(*saved_x, *saved_w, w)
         # FSDP warns of an output that is a view.
         shaped: Tensor = torch.ops.aten._unsafe_view(y, (*ctx.shape[:-1], y.shape[1]))
         return shaped
@@ -75,31 +89,32 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        call: Call = ctx.call
+        recipe = call.recipe
         x, s_x, w_data, s_w, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-        fold_w = s_w if _by_row(plan.recipe.dx.w) else None
-        m = mantissa(s_x) if needs_w and _by_row(plan.recipe.dw.x) else None
-        g = _quantize_dy(dy, fold_w, m, plan) if needs_x or needs_w else None
+        folded_s_w = s_w if _by_row(recipe.dx) else None
+        m = mantissa(s_x) if needs_w and _by_row(recipe.dw) else None
+        g = _quantize_dy(dy, folded_s_w, m, call) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, m, w_data, s_w, w, plan).to(ctx.x_dtype).view(ctx.shape)
+            dx = _dx(dy, g, m, w_data, s_w, w, call).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
-            dw = _dw(dy, g, x, s_x, fold_w, w.dtype, plan)
+            dw = _dw(dy, g, x, s_x, folded_s_w, w.dtype, call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize by the operand's history where it keeps one, else by its own amax."""
+    """Quantize by the scale of the history, or by the tensor's own amax where there is no history."""
     return quantize(t, cast) if history is None else _quantize_by(history, t, cast)[0]
 
 
 def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize a weight such that casting it again by the scale gives the same bytes.
+    """Quantize a weight so that casting it again by the scale gives the same bytes.
 
-    A tensor that is not finite has NaN for bytes, whatever the scale of its history is: its scale becomes NaN too.
+    The bytes of a tensor that is not finite are NaN. A scale from a history does not show that, so it becomes NaN too.
     """
     if history is None:
         return quantize(w, cast)
@@ -108,84 +123,85 @@ def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
 
 
 def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
-    """Quantize by the scale of a history, and note the amax [1, 1], which is returned too."""
+    """Quantize by the scale of the history, and record the amax [1, 1], which is also returned."""
     q, amax = quantize_scaled(t, history.scale if history.ready else quantize(t, cast).scale, cast)
     history.observe(amax)
     return q, amax
 
 
-def _by_row(cast: Cast | None) -> bool:
-    return cast is not None and cast.granularity == ROW
+def _by_row(gemm: Gemm | None) -> bool:
+    """Whether the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
+    return gemm is not None and gemm.b.granularity == ROW
 
 
 def _bytes_serve_both(cast: Cast) -> bool:
-    """Whether the bytes of one quantization serve the other direction too, transposed (`octavo.recipe`)."""
+    """Whether the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
     return cast.granularity == ROW or cast.granularity.transposes
 
 
-def _keep_x(x: Tensor, x_q: QTensor | None, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """What dw will need of x: x itself, its bytes and row scales, or the bytes of its transpose with their scales."""
-    cast = plan.recipe.dw.x
-    if cast is None:
-        return x.to(plan.dtype), None
-    if cast == plan.recipe.y.x and x_q is not None and _bytes_serve_both(cast):
+def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
+    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
+    gemm = call.recipe.dw
+    if gemm is None:
+        return x.to(call.dtype), None
+    cast = gemm.b
+    if cast == call.recipe.x and x_q is not None and _bytes_serve_both(cast):
         return x_q.data, x_q.scale
     x_t = quantize_transposed(x, cast)
     return x_t.data, x_t.scale
 
 
-def _keep_w(
-    w_q: QTensor | None, given: Tensor | None, plan: Plan, *, needs_x: bool
+def _saved_w(
+    w_q: QTensor | None, cached: Tensor | None, recipe: Recipe, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What the backward pass will need of w beside w itself: its scale, and the bytes that cannot be made again.
+    """Bytes and scale of w for the backward pass, which has w itself too; None for those it can do without.
 
-    Bytes rounded to nearest are cast again from w, by the same scale; those that were `given` are kept elsewhere. Where
-    dx casts w along its other axis, nothing of the forward pass is read.
+    Bytes rounded to nearest are computed again from w and the scale, unless they are cached: then to save them takes no
+    memory. Where dx casts w along its other axis, neither bytes nor scale are read.
     """
-    cast = plan.recipe.dx.w
-    if w_q is not None and cast is not None and cast == plan.recipe.y.w and _bytes_serve_both(cast):
-        again = not needs_x or (given is None and cast.rounding == "nearest")
-        return None if again else w_q.data, w_q.scale
+    cast = None if recipe.dx is None else recipe.dx.b
+    if w_q is not None and cast is not None and cast == recipe.w and _bytes_serve_both(cast):
+        computed_again = not needs_x or (cached is None and cast.rounding == "nearest")
+        return None if computed_again else w_q.data, w_q.scale
     return None, None
 
 
-def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, plan: Plan) -> QTensor | None:
-    """g = dy * s_w * m, quantized as dx wants it; None where dx runs unquantized."""
-    cast = plan.recipe.dx.dy
+def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, call: Call) -> QTensor | None:
+    """g = dy * s_w * m, quantized by the cast of dy in dx; None where dx runs unquantized."""
+    cast = call.recipe.dy
     if cast is None:
         return None
     if s_w is None and m is None:
-        return _quantize(dy, cast, plan.dy_history)
-    return folded_dy(dy, s_w, m, cast)
+        return _quantize(dy, cast, call.dy_history)
+    return quantize_folded(dy, s_w, m, cast)
 
 
 def _dx(
-    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, plan: Plan
+    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, call: Call
 ) -> Tensor:
-    gemm = plan.recipe.dx
-    if g is None or gemm.w is None:
-        return dy.to(plan.dtype) @ w.to(plan.dtype)  # [T,N] @ [N,K]
-    if gemm.w == plan.recipe.y.w and _bytes_serve_both(gemm.w):
-        w_t = weight_transposed([w], w_data, s_w, gemm.w)
+    gemm = call.recipe.dx
+    if g is None or gemm is None:
+        return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
+    if gemm.b == call.recipe.w and _bytes_serve_both(gemm.b):
+        w_t = weight_transposed([w], w_data, s_w, gemm.b)
     else:
-        w_t = quantize_transposed(w, gemm.w)
-    return folded_dx(g, m, w_t, plan)
+        w_t = quantize_transposed(w, gemm.b)
+    return call.mm(gemm, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
 
 
 def _dw(
-    dy: Tensor, g: QTensor | None, x: Tensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, plan: Plan
+    dy: Tensor, g: QTensor | None, x: Tensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, call: Call
 ) -> Tensor:
-    gemm, dx_gemm, y_gemm = plan.recipe.dw, plan.recipe.dx, plan.recipe.y
-    if gemm.x is None or gemm.dy is None:
-        return (dy.to(plan.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
-    if gemm.x.granularity == ROW:
-        assert g is not None
-        return folded_dw(g, transposed(QTensor(x, s_x, gemm.x.fmt, ROW)), s_x, s_w, dtype, plan)
-    if g is not None and gemm.dy == dx_gemm.dy and gemm.dy.granularity.transposes and s_w is None:
+    recipe, gemm = call.recipe, call.recipe.dw
+    if gemm is None:
+        return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
+    x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
+    if gemm.b == recipe.x and _bytes_serve_both(gemm.b):
+        x_t = transposed(x_t)
+    if g is not None and gemm.b.granularity == ROW:
+        dy_t = dw_operand(g, s_x, s_w)
+    elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:
         dy_t = transposed(g)
     else:
-        dy_t = quantize_transposed(dy, gemm.dy)
-    x_t = QTensor(x, s_x, gemm.x.fmt, gemm.x.granularity)
-    if gemm.x == y_gemm.x and gemm.x.granularity.transposes:
-        x_t = transposed(x_t)
-    return plan.mm(gemm, dy_t, x_t, dtype)  # [N,T] @ [K,T]^T
+        dy_t = quantize_transposed(dy, gemm.a)
+    return call.mm(gemm, dy_t, x_t, dtype)  # [N,T] @ [K,T]^T

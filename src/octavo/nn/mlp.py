@@ -1,31 +1,85 @@
-"""MLPs that never leave eight bits between their layers but where an activation must be formed.
+"""MLPs whose activations stay in FP8 between the GEMMs; only the input of the activation is stored in high precision.
 
-They own their layers, under the names that transformers' Llama has, and are plain PyTorch until they are converted with
-a recipe whose scales fold (`rowwise`). A norm in front of the MLP, and the residual stream around it, join the same
-pass when they are given to `forward`.
+They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP,
+and the residual stream around it, are computed in the same pass when they are given.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, overload
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
-from octavo.nn.linear import Linear
-from octavo.nn.norm_linear import converted, kept_bytes, norm_of, plan_of, stacked_weights
+from octavo.nn.norm_linear import FusableLayers, fusable_layers, fused_call, read_norm, stack_of
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 
 
-class SwiGLU(nn.Module):
-    """y = down_proj(silu(gate_proj(x)) * up_proj(x)); with a norm, x is norm(x + residual).
+class FusedMLP(nn.Module):
+    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU` and `GELU`."""
+
+    activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
+    weight_cache: WeightCache
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        """The layers before the activation."""
+        raise NotImplementedError
+
+    @property
+    def outer(self) -> nn.Linear:
+        """The layer after the activation."""
+        raise NotImplementedError
+
+    def activate(self, *u: Tensor) -> Tensor:
+        """The activation of the outputs of the inner layers, in plain PyTorch."""
+        raise NotImplementedError
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Any:
+        """y [..., width] of x [..., width]. With a norm: y, and x + residual (x itself without a residual)."""
+        if norm is None and residual is not None:
+            raise ValueError("a residual needs a norm: pass both, or add it to x")
+        y, total = self.run(x, norm, residual)
+        return y if norm is None else (y, total)
+
+    def forward_residual(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> Tensor:
+        """x + residual + y: the residual stream after the MLP."""
+        y, total = self.run(x, norm, residual)
+        return total + y
+
+    def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y and x + residual, in one pass where that is possible."""
+        layers, known_norm = self._fusable(), None if norm is None else read_norm(norm)
+        if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
+            total = x if residual is None else x + residual
+            n = total if norm is None else norm(total)
+            return self.outer(self.activate(*(linear(n) for linear in self.inner))), total
+        call, (*inner, outer) = fused_call(layers, x), layers.linears
+        inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
+        return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
+
+    def _fusable(self) -> FusableLayers | None:
+        return fusable_layers((*self.inner, self.outer))
+
+    def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
+        """The stacked inner layers and their cast, where they are fused."""
+        layers = self._fusable()
+        return None if layers is None else (self.inner, layers.recipe.w)
+
+
+class SwiGLU(FusedMLP):
+    """y = down_proj(silu(gate_proj(x)) * up_proj(x)), with the names of transformers' Llama.
 
     Args:
         width: of x and y.
         mlp_width: of the hidden layer.
-        bias: of all three layers.
+        bias: whether the three layers have biases.
     """
 
     activation = "swiglu"
@@ -39,70 +93,19 @@ class SwiGLU(nn.Module):
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
-        """The layers before the activation."""
         return self.gate_proj, self.up_proj
 
     @property
     def outer(self) -> nn.Linear:
-        """The layer after it."""
         return self.down_proj
 
     def activate(self, *u: Tensor) -> Tensor:
-        """The activation, in plain PyTorch."""
         gate, up = u
         return F.silu(gate) * up
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, *, added: bool = False
-    ) -> Any:
-        """y [..., width] of x [..., width]; with a norm, y and x + residual (x itself where there is none), or their
-        sum where they shall be `added`."""
-        if norm is None and (residual is not None or added):
-            raise ValueError("a residual needs a norm: pass both, or add it to x")
-        if added:
-            return self._sum(x, norm, residual)
-        y, total = self._run(x, norm, residual)
-        return y if norm is None else (y, total)
 
-    def _sum(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
-        y, total = self._run(x, norm, residual)
-        return total + y
-
-    def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        linears, known = self._converted(), None if norm is None else norm_of(norm)
-        if linears is None or x.numel() == 0 or (norm is not None and known is None):
-            total = x if residual is None else x + residual
-            n = total if norm is None else norm(total)
-            y: Tensor = self.outer(self.activate(*(linear(n) for linear in self.inner)))
-            return y, total
-        *inner, outer = linears
-        plan = plan_of(linears, x)
-        return mlp(
-            x,
-            residual,
-            known,
-            self.activation,
-            (
-                [linear.weight for linear in inner],
-                [linear.bias for linear in inner],
-                kept_bytes(self.weight_cache, inner, plan),
-            ),
-            (outer.weight, outer.bias, kept_bytes(outer.weight_cache, (outer,), plan)),
-            plan,
-        )
-
-    def _converted(self) -> list[Linear] | None:
-        return converted((*self.inner, self.outer))
-
-    def cached_weights(self) -> tuple[list[Linear], Cast] | None:
-        """The stacked inner layers and their cast, where they are fused."""
-        return None if self._converted() is None else stacked_weights(self.inner)
-
-
-class GELU(SwiGLU):
-    """y = outer(gelu(inner(x))), the exact GELU; with a norm, x is norm(x + residual).
-
-    As with `NormLinear`, another module owns the layers, so that parameters keep their names.
+class GELU(FusedMLP):
+    """y = outer(gelu(inner(x))), the exact GELU, of layers that another module owns, so that they keep their names.
 
     Args:
         owner: the module under which the layers are found; it is not registered here.
@@ -114,7 +117,7 @@ class GELU(SwiGLU):
     owner: nn.Module
 
     def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
         self.names = (inner, outer)
         self.weight_cache = WeightCache()

@@ -6,23 +6,26 @@ The module names a norm and layers that another module owns, so that parameters 
     (q, k, v), x = self.qkv(x, residual)
 
 and looks them up in each forward pass: what a library puts in their place is what runs. It is fused when the layers
-were converted with one recipe whose scales fold (`rowwise`) and nobody watches them (a hook on one of them would see
-nothing); until then, and for other recipes, it is the norm and the layers one after the other.
+were converted with one fusable recipe (`Recipe.fusable`: `rowwise`) and none has a hook (which would be called with
+nothing). Until then, and for other recipes, the norm and the layers run one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.fused import NormPlan, norm_linear
+from octavo.nn.fused import FusedCall, Norm, NormSpec, norm_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.scale_folding import Plan
+from octavo.nn.linear_call import LinearCall
+from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
+from octavo.recipe import FusableRecipe
 
 # Root-mean-square norms of transformers: weight * x / rms(x), eps in `variance_epsilon`.
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -50,43 +53,36 @@ class NormLinear(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm, as it is now."""
+        """The norm that the owner has now."""
         return _find(self.owner, self.names[0])
 
     @property
     def linears(self) -> list[nn.Module]:
-        """The layers that it feeds, as they are now."""
+        """The layers that the owner has now."""
         return [_find(self.owner, name) for name in self.names[1:]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself where there is none)."""
-        fused = self.fused(x, residual)
-        if fused is not None:
-            return fused
+        """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
+        outputs = self.fused(x, residual)
+        if outputs is not None:
+            return outputs
         total = x if residual is None else x + residual
         n = self.norm(total)
         return tuple(linear(n) for linear in self.linears), total
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """What `forward` returns, in one pass; None where that cannot be."""
-        linears, norm = converted(self.linears), norm_of(self.norm)
-        if linears is None or norm is None or x.numel() == 0:
+        """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
+        layers, norm = fusable_layers(self.linears), read_norm(self.norm)
+        if layers is None or norm is None or x.numel() == 0:
             return None
-        plan = plan_of(linears, x)
-        y, total = norm_linear(
-            x,
-            residual,
-            norm,
-            [linear.weight for linear in linears],
-            [linear.bias for linear in linears],
-            kept_bytes(self.weight_cache, linears, plan),
-            plan,
-        )
-        return torch.split(y, [linear.out_features for linear in linears], dim=-1), total
+        call = fused_call(layers, x)
+        y, total = norm_linear(x, residual, norm, stack_of(layers.linears, call, self.weight_cache), call)
+        return torch.split(y, [linear.out_features for linear in layers.linears], dim=-1), total
 
-    def cached_weights(self) -> tuple[list[Linear], Cast] | None:
+    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""
-        return None if norm_of(self.norm) is None else stacked_weights(self.linears)
+        layers = fusable_layers(self.linears)
+        return None if layers is None or read_norm(self.norm) is None else (layers.linears, layers.recipe.w)
 
     def extra_repr(self) -> str:
         norm, *linears = (".".join(name) for name in self.names)
@@ -99,55 +95,51 @@ def _find(owner: nn.Module, name: tuple[str, ...]) -> nn.Module:
     return owner
 
 
-def converted(linears: Sequence[nn.Module]) -> list[Linear] | None:
-    """The layers, where they can run as one: all converted with one recipe that folds, and none watched; else None."""
-    found = [linear for linear in linears if isinstance(linear, Linear) and not watched(linear)]
-    if len(found) < len(linears) or not found[0].recipe.folds:
+class FusableLayers(NamedTuple):
+    """Converted layers that can run as one, and their recipe."""
+
+    linears: Sequence[Linear]
+    recipe: FusableRecipe
+
+
+def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
+    """The layers, if they can run as one: all converted with the same fusable recipe, and none watched."""
+    linears = [module for module in modules if isinstance(module, Linear) and not watched(module)]
+    if len(linears) < len(modules) or not all(linear.recipe == linears[0].recipe for linear in linears):
         return None
-    return found if all(linear.recipe == found[0].recipe for linear in found) else None
+    recipe = linears[0].recipe.fusable
+    return None if recipe is None else FusableLayers(linears, recipe)
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a call of `module` does more than its forward pass: hooks, or a `forward` put on the instance."""
+    """Whether a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
     return "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def plan_of(linears: Sequence[Linear], x: Tensor) -> Plan:
-    """How layers that run as one compute, for an input like `x`; an error where they cannot."""
-    check_call(linears[0], x, *(linear.weight for linear in linears))
-    return Plan(linears[0].recipe, compute_dtype(x), linears[0].emulate)
+def fused_call(layers: FusableLayers, x: Tensor) -> FusedCall:
+    """The call of layers that run as one, for the input `x`; raises the errors of `check_call`."""
+    check_call(layers.linears[0], x, *(linear.weight for linear in layers.linears))
+    return LinearCall(layers.recipe, compute_dtype(x))
 
 
-def stacked_weights(linears: Sequence[nn.Module]) -> tuple[list[Linear], Cast] | None:
-    """What `cast_once` keeps for layers that run as one."""
-    found = converted(linears)
-    if found is None:
-        return None
-    cast = found[0].recipe.y.w
-    assert cast is not None
-    return found, cast
+def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> Stack:
+    """The parameters of the layers, with the bytes that `cache` has for them."""
+    weights = [linear.weight for linear in linears]
+    return Stack(weights, [linear.bias for linear in linears], cache.get(weights, call.recipe.w))
 
 
-def kept_bytes(cache: WeightCache, linears: Sequence[Linear], plan: Plan) -> tuple[Tensor, Tensor] | None:
-    """Data and scale of the stacked weights, where `cast_once` keeps them."""
-    assert plan.recipe.y.w is not None
-    q = cache.get([linear.weight for linear in linears], plan.recipe.y.w)
-    return None if q is None else (q.data, q.scale)
-
-
-def norm_of(norm: nn.Module) -> tuple[NormPlan, Tensor, Tensor | None] | None:
-    """What the fused functions need of a norm over the last dimension; None for others, watched or long ones."""
+def read_norm(norm: nn.Module) -> Norm | None:
+    """The norm as the fused functions take it; None if it is of an unknown kind, too long, or watched."""
     if watched(norm):
         return None
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         if norm.weight is None or len(norm.normalized_shape) != 1 or norm.weight.numel() > LONGEST_NORM:
             return None
         if isinstance(norm, nn.LayerNorm):
-            return NormPlan(norm.eps, center=True), norm.weight, norm.bias
-        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # torch's, for BF16 too
-        return NormPlan(eps, center=False), norm.weight, None
+            return NormSpec(norm.eps, center=True), norm.weight, norm.bias
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # torch's default, for BF16 too
+        return NormSpec(eps, center=False), norm.weight, None
     if type(norm).__name__ in RMS_NORMS:
-        assert isinstance(norm.variance_epsilon, float)
-        assert isinstance(norm.weight, Tensor)
-        return NormPlan(norm.variance_epsilon, center=False), norm.weight, None
+        rms_norm: Any = norm
+        return NormSpec(rms_norm.variance_epsilon, center=False), rms_norm.weight, None
     return None

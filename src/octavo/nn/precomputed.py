@@ -1,4 +1,4 @@
-"""What several layers make of one input, computed before they are called: their stand-in for that input."""
+"""The outputs of several layers of one input, computed together and passed in place of that input."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 
-class Branches:
-    """The outputs of the layers that a norm feeds, on their way through a module that calls each of them.
+class PrecomputedProjections:
+    """q, k and v, passed to the attention of another library in place of the input x that they were computed from.
 
-    Given in the place of their input to attention code that we did not write: a layer of ours that gets it returns its
-    own output. It has that input's shape [..., K], dtype and device, and is no tensor.
+    The attention calls its projections with this object, and each of ours returns its own output. The object has the
+    shape [..., K], dtype and device of x, and is not a tensor.
     """
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:

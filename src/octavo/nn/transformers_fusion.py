@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn.mixed import mixed
-from octavo.nn.mlp import SwiGLU
+from octavo.nn.mlp import FusedMLP, SwiGLU
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, watched
-from octavo.nn.precomputed import Branches
+from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 
 DECODER_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -49,11 +49,11 @@ def _is_pattern(layer: Any) -> bool:
 
 
 class DecoderLayer(nn.Module):
-    """What a decoder layer of transformers becomes."""
+    """A decoder layer of transformers that runs norms and projections, and norm and MLP, in one pass each."""
 
     qkv: NormLinear
     self_attn: nn.Module
-    mlp: SwiGLU
+    mlp: nn.Module
     post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +63,11 @@ class DecoderLayer(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = parts[0]
         # Attention keeps v as it is for its backward pass: a view would keep all of the stacked q, k, v.
-        branches = Branches(hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v))
-        attention, _ = self.self_attn(hidden_states=branches, **kwargs)
-        return self.mlp(hidden_states, self.post_attention_layernorm, attention, added=True)
+        projections = PrecomputedProjections(
+            hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
+        )
+        attention, _ = self.self_attn(hidden_states=projections, **kwargs)
+        if isinstance(self.mlp, FusedMLP):
+            return self.mlp.forward_residual(hidden_states, self.post_attention_layernorm, attention)
+        y, total = self.mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
+        return total + y

@@ -14,11 +14,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from octavo.artifact.packed.scheme import CHANNEL
-from octavo.nn import NormLinear, SwiGLU
+from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import wider_first
 from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed import mixed
-from octavo.nn.norm_linear import norm_of, watched
+from octavo.nn.norm_linear import read_norm, watched
 from octavo.nn.transformers_fusion import fuse_patterns
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize, quantize
@@ -33,35 +33,35 @@ class PackedNormLinear(NormLinear):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """As `NormLinear.fused`, from the packed bytes; None where that cannot be."""
-        if x.numel() == 0 or norm_of(self.norm) is None or not self.stack.holds(self.linears):
+        if x.numel() == 0 or read_norm(self.norm) is None or not self.stack.holds(self.linears):
             return None
         total, n_q = _normed(x, residual, self.norm)
         y = self.stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
         return y.split(self.stack.sizes, dim=-1), total
 
 
-class PackedMLP(SwiGLU):
+class PackedMLP(FusedMLP):
     """What `SwiGLU` and `GELU` become when their layers are packed."""
 
     stack: PackedStack
 
-    def _sum(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
+    def forward_residual(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> Tensor:
         found = self._hidden(x, norm, residual)
         if found is None or found[0].dtype != compute_dtype(x):
-            return super()._sum(x, norm, residual)
+            return super().forward_residual(x, norm, residual)
         total, h_q = found
         return self._last(h_q, x, _rows(total))  # the GEMM adds
 
-    def _run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
         if found is None:
-            return super()._run(x, norm, residual)
+            return super().run(x, norm, residual)
         total, h_q = found
         return self._last(h_q, x), total
 
     def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
         """x + residual, and what the last layer reads [T, F]; None where that cannot be."""
-        known = norm is None or norm_of(norm) is not None
+        known = norm is None or read_norm(norm) is not None
         if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(self.outer):
             return None
         total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if norm is None else _normed(x, residual, norm)
@@ -88,7 +88,9 @@ def fuse(model: nn.Module) -> None:
         if isinstance(module, NormLinear) and (layers := stackable(module.linears)) is not None:
             module.stack = PackedStack(layers)
             module.__class__ = PackedNormLinear
-        elif isinstance(module, SwiGLU) and _is_alone(module.outer) and (layers := stackable(module.inner)) is not None:
+        elif (
+            isinstance(module, FusedMLP) and _is_alone(module.outer) and (layers := stackable(module.inner)) is not None
+        ):
             module.stack = PackedStack(layers)
             module.__class__ = mixed(PackedMLP, type(module))
 
@@ -100,7 +102,7 @@ def _is_alone(layer: nn.Module) -> bool:
 
 def _normed(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tensor, QTensor]:
     """x + residual [..., K] (x itself where there is none), and its norm, quantized by row [T, K]."""
-    found = norm_of(norm)
+    found = read_norm(norm)
     assert found is not None
     how, gamma, beta = found
     x, residual = wider_first(x, residual)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.nn.linear import compute_dtype
-from octavo.nn.precomputed import Branches
+from octavo.nn.precomputed import PrecomputedProjections
 from octavo.numerics import QTensor
 from octavo.ops import scaled_mm
 
@@ -71,8 +71,8 @@ class PackedLinear(PackedModule):
         """Whether x is cast by row and all scales lie outside the sum, as the fused operations want it."""
         return self.scheme.name == CHANNEL.name
 
-    def forward(self, x: Tensor | Branches) -> Tensor:
-        if isinstance(x, Branches):
+    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
+        if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         dtype = compute_dtype(x)
         if x.numel() == 0:

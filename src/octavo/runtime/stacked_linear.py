@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.nn.norm_linear import watched
-from octavo.nn.stacked_weights import stacked_biases
+from octavo.nn.stacked_weights import Stack
 from octavo.numerics import ROW, QTensor
 from octavo.ops import scaled_mm
 from octavo.runtime.packed_linear import PackedLinear, PackedModule
@@ -41,7 +41,7 @@ class PackedStack(PackedModule):
         super().__init__()
         object.__setattr__(self, "layers", tuple(layers))  # another module's children
         self.sizes = [layer.out_features for layer in layers]
-        bias = stacked_biases([layer.weight for layer in layers], [layer.bias for layer in layers])
+        bias = Stack([layer.weight for layer in layers], [layer.bias for layer in layers]).bias()
         self.register_buffer("weight", _stacked([layer.weight for layer in layers]), persistent=False)
         self.register_buffer("weight_scale", torch.cat([layer.weight_scale for layer in layers]), persistent=False)
         self.register_buffer("bias", bias, persistent=False)

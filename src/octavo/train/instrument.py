@@ -42,7 +42,7 @@ def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
     found = {gemm: backend.name for gemm, backend in gemm_backends(layer.recipe, device).items()}
-    return {gemm: "emulated" if name == "none" and layer.emulate else name for gemm, name in found.items()}
+    return {gemm: "emulated" if name == "none" and layer.recipe.emulate else name for gemm, name in found.items()}
 
 
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops import quantize, quantize_scaled
-from octavo.recipe import blockwise, rowwise
+from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 _TOKEN = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
@@ -100,34 +100,22 @@ class Scheme:
         return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
 
 
-def _casts() -> tuple[Cast, Cast, Cast, Cast]:
-    row, blocks = rowwise().y, blockwise().y
-    assert row.w is not None
-    assert row.x is not None
-    assert blocks.w is not None
-    assert blocks.x is not None
-    return row.w, row.x, blocks.w, blocks.x
-
-
-_ROW_W, _ROW_X, _BLOCK_W, _BLOCK_X = _casts()
-_GROUP_32 = Cast(granularity=group(32), scale="e8m0")
-
-CHANNEL = Scheme("channel", _ROW_W, _ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "channel"}, _TOKEN)
+CHANNEL = Scheme("channel", ROW_W, ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "channel"}, _TOKEN)
 TENSORWISE = Scheme(
-    "tensor", Cast(granularity=TENSOR), _ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "tensor"}, _TOKEN
+    "tensor", Cast(granularity=TENSOR), ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "tensor"}, _TOKEN
 )
 BLOCK = Scheme(
-    "block", _BLOCK_W, _BLOCK_X, "float-quantized",
+    "block", BLOCK_W, BLOCK_X, "float-quantized",
     {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
     {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
 )  # fmt: skip
 # What DeepSeek calls scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
-BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(_BLOCK_X, scale="pow2"))
+BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
 STATIC = Scheme(
     "static", Cast(granularity=TENSOR), Cast(granularity=TENSOR), "float-quantized",
     {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,
 )  # fmt: skip
-MX = Scheme("mx", _GROUP_32, _GROUP_32, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
+MX = Scheme("mx", MX_GROUPS, MX_GROUPS, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
 
 
 def _groups(size: int) -> Scheme:

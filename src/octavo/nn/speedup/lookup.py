@@ -108,6 +108,7 @@ def this_machine(device: torch.device) -> Machine:
 
 def table_key(recipe: Recipe) -> str:
     """What a table calls `recipe`: a preset's name; with a digest where it is another recipe, of whatever name."""
+    recipe = replace(recipe, emulate=False)
     if recipe.name in PRESETS and recipe == PRESETS[recipe.name]():
         return recipe.name
     return f"{recipe.name}-{hashlib.sha256(recipe.to_json().encode()).hexdigest()[:8]}"

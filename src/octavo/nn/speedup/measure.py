@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from octavo.nn.delayed import update_scales
-from octavo.nn.linear import Linear, as_recipe
+from octavo.nn.linear import Linear, to_fp8_linear
 from octavo.nn.speedup.table import Shape
 from octavo.recipe import Recipe
 
@@ -53,7 +53,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = as_recipe(nn.Linear(1, 1, bias=False, device=device), recipe, "measured")
+        fp8 = to_fp8_linear(nn.Linear(1, 1, bias=False, device=device), recipe, "measured")
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))
