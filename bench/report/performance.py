@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from bench.gpu.modes import BASE, CACHE_BF16, FUSED, speedup
 from bench.report.tables import Result, Row, details, markdown, number, pivot, ratio, times, timing
+from octavo.nn.speedup.table import Table
 
 COPY_SHARE = 0.85  # of a copy's bandwidth: what a kernel aims at
 ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted only if FP8 is faster
@@ -146,6 +148,16 @@ def layer_cells(results: dict[str, Result]) -> Rows:
         rounds = cell["rounds"]
         speeds = {mode: f"{speedup(cell, mode, 'bf16'):.3f}x" for mode in rounds if mode != "bf16"}
         yield {**sizes, "BF16 ms": f"{statistics.median(rounds['bf16']):.3f}", **speeds}
+
+
+def layer_sizes(_: dict[str, Result]) -> str:
+    """The table of speeds that the package ships, a folded table for each recipe."""
+    grid = Table.from_json((files("octavo.nn.speedup") / "gains_h100.json").read_text()).grid
+    recipes: dict[str, list[tuple[str, str, str]]] = {}
+    for row in sorted(grid, key=lambda row: (row.M, row.K, row.N)):
+        cell = f"{row.M:,} x {row.K:,}", f"N = {row.N:,}", f"{row.gain:.2f}x"
+        recipes.setdefault(row.recipe, []).append(cell)
+    return "\n\n".join(details(name, markdown(pivot("M x K", cells))) for name, cells in recipes.items())
 
 
 # --- A GPT on text ---------------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from octavo.artifact.scheme import CHANNEL, STATIC
-
-from octavo.artifact import compressed_tensors, fp8, modelopt
+from octavo.artifact.packed import compressed_tensors, fp8, modelopt
+from octavo.artifact.packed.scheme import CHANNEL, STATIC
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
