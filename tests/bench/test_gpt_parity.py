@@ -1,4 +1,4 @@
-"""bench/gpu/gpt_parity.py, its model small and on the CPU."""
+"""bench/gpu/gpt_parity.py and its trainers, the model small and on the CPU."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import pytest
 import scipy.stats
 import torch
 
-from bench.gpu import gpt_parity
+from bench.gpu import gpt_parity, gpt_trainer
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.text import read_text
 from octavo.train.data import build_corpus
 
-CONFIG = gpt_parity.CONFIG.change(
+CONFIG = gpt_trainer.CONFIG.change(
     layers=2, width=64, heads=4, context=32, vocabulary=256, batch=2, steps=12, warmup=2, evaluate_batches=2,
     compile=False,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def data() -> gpt_parity.Data:
+def data() -> gpt_trainer.Data:
     reading = read_text([str(Path(__file__))])
     tokenizer = ByteTokenizer()
-    return gpt_parity.Data(build_corpus(reading.texts, tokenizer, 32, 0.2), tokenizer, reading.report)
+    return gpt_trainer.Data(build_corpus(reading.texts, tokenizer, 32, 0.2), tokenizer, reading.report)
 
 
-def test_every_mode_starts_from_the_same_weights_and_batches(data: gpt_parity.Data) -> None:
-    trainers = {mode: gpt_parity.make_trainer(mode, CONFIG, data)[0] for mode in ("bf16", "rowwise")}
+def test_every_mode_starts_from_the_same_weights_and_batches(data: gpt_trainer.Data) -> None:
+    trainers = {mode: gpt_trainer.make_trainer(mode, CONFIG, data)[0] for mode in ("bf16", "rowwise")}
     for seed in (0, 1):
         for trainer in trainers.values():
             trainer.step()
-            gpt_parity.restart(trainer, data, seed)
+            gpt_trainer.restart(trainer, data, seed)
         bf16, fp8 = trainers.values()
         for (name, p), (other, q) in zip(bf16.model.named_parameters(), fp8.model.named_parameters(), strict=True):
             assert name == other
@@ -43,16 +43,16 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: gpt_parity.Da
         assert (bf16.state.step, len(bf16.state.optimizer.state)) == (0, 0)
 
 
-def test_gradients_in_fp8_are_off_by_what_fp8_costs(data: gpt_parity.Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainers = {mode: gpt_parity.make_trainer(mode, CONFIG, data) for mode in ("bf16", "rowwise")}
-    errors = gpt_parity.gradient_errors(trainers, data)
+def test_gradients_in_fp8_are_off_by_what_fp8_costs(data: gpt_trainer.Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = {mode: gpt_trainer.make_trainer(mode, CONFIG, data) for mode in ("bf16", "rowwise")}
+    errors = gpt_trainer.gradient_errors(trainers, data)
     assert 0.02 < errors["rowwise"] < 0.3
-    monkeypatch.setattr(gpt_parity, "GRADIENT_ERRORS", (0.9, 1.0))
+    monkeypatch.setattr(gpt_trainer, "GRADIENT_ERRORS", (0.9, 1.0))
     with pytest.raises(RuntimeError, match="must be off by"):
-        gpt_parity.gradient_errors(trainers, data)
+        gpt_trainer.gradient_errors(trainers, data)
 
 
-def test_runs_are_written_one_by_one_and_merged(data: gpt_parity.Data, tmp_path: Path) -> None:
+def test_runs_are_written_one_by_one_and_merged(data: gpt_trainer.Data, tmp_path: Path) -> None:
     plan = [("bf16", 0), ("rowwise", 0), ("bf16", 1), ("rowwise", 1)]
     gpt_parity.train_all(plan[:2], CONFIG, data, tmp_path, math.inf)
     before = (tmp_path / "bf16-0.json").stat()
@@ -69,7 +69,7 @@ def test_runs_are_written_one_by_one_and_merged(data: gpt_parity.Data, tmp_path:
     assert 0 < max(map(abs, gap["gaps"])) < 0.05
 
 
-def test_no_run_is_started_that_would_end_too_late(data: gpt_parity.Data, tmp_path: Path) -> None:
+def test_no_run_is_started_that_would_end_too_late(data: gpt_trainer.Data, tmp_path: Path) -> None:
     gpt_parity.train_all([("bf16", 0)], CONFIG, data, tmp_path, -1.0)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,158 @@
+"""The GPT of `bench.gpu.gpt_parity` and its data, in octavo's own trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from bench.gpu.peers import use_torchao
+from octavo.artifact.lock import FolderLock
+from octavo.artifact.run import RunFolder
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from octavo.text import ReadReport, read_text
+from octavo.train.checkpoint import TrainState
+from octavo.train.config import Config
+from octavo.train.data import Batches, Corpus, build_corpus
+from octavo.train.evaluation import next_token_loss
+from octavo.train.loop import Trainer
+from octavo.train.model import convert_model, make_model
+from octavo.train.optimizer import make_optimizer
+
+CONFIG = Config(
+    model="gpt2",
+    layers=12,
+    width=768,
+    heads=12,
+    context=1024,
+    tokenizer="bpe",
+    vocabulary=50_257,
+    validation_fraction=0.05,
+    batch=32,
+    accumulate=2,
+    steps=800,
+    learning_rate=6e-4,
+    min_learning_rate=6e-5,
+    warmup=40,
+    evaluate_batches=64,
+    compile=True,
+)
+CHARACTERS = 220_000_000  # of the text; the tokenizer is trained on the first
+SAMPLE = 30_000_000
+LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
+# The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
+GRADIENT_ERRORS = 0.02, 0.5
+
+
+class Data(NamedTuple):
+    corpus: Corpus
+    tokenizer: Tokenizer
+    report: ReadReport
+
+
+# --- Data ------------------------------------------------------------------------------------------------------
+
+
+def read_data(config: Config) -> Data:
+    """The Python source on this machine as tokens."""
+    reading = read_text(["stdlib", f"{sysconfig.get_path('purelib')}/**/*.py"])
+    texts = [text for text in set(reading.texts) if len(text) <= LARGEST_FILE]
+    texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+    texts = list(first(texts, CHARACTERS))
+    tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary)
+    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+    print(f"{len(texts)} documents, {len(corpus.train):,} tokens to train on", flush=True)
+    return Data(corpus, tokenizer, reading.report)
+
+
+def first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts from the start until they have so many characters together."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
+
+
+def random_data(config: Config) -> Data:
+    """Random tokens, for timing."""
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, 1 << 20, dtype=np.uint16)
+    return Data(Corpus(tokens, tokens, "random"), ByteTokenizer(), ReadReport((), 0, 0, 0, {}, ()))
+
+
+# --- Trainers --------------------------------------------------------------------------------------------------
+
+
+def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
+    """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = "bf16" if mode == "torchao" else mode.removesuffix("_if_faster")
+    config = config.change(recipe=recipe, only_if_faster=mode.endswith("_if_faster"))
+    model = make_model(config, padded(config), Path()).to(device)
+    converted = len(convert_model(model, config).converted)
+    if mode == "torchao":
+        converted = use_torchao(model, "rowwise")
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
+    parts = data.corpus.train, data.corpus.validation
+    training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
+    folder = Path("unused")  # `step` and `evaluate` write nothing
+    places = RunFolder(folder), FolderLock(folder), Console(quiet=True)
+    return Trainer(config, state, training, held_out, data.tokenizer, data.report, *places), converted
+
+
+def padded(config: Config) -> int:
+    """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
+    return -(-config.vocabulary // 128) * 128
+
+
+def restart(trainer: Trainer, data: Data, seed: int) -> None:
+    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors."""
+    config, state = trainer.config, trainer.state
+    torch.manual_seed(seed)
+    state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
+    state.optimizer, state.step = make_optimizer(state.model, config), 0
+    trainer.training = Batches(data.corpus.train, config.context, config.batch, seed)
+
+
+# --- The check -------------------------------------------------------------------------------------------------
+
+
+def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Data) -> dict[str, float]:
+    """The relative error of each mode's worst weight gradient, against the first mode's on the same weights and batch.
+
+    Raises:
+        RuntimeError: an error outside GRADIENT_ERRORS, as of a wrong gradient or of a mode that does not run in FP8.
+    """
+    (_, (first_trainer, _)), *others = trainers.items()
+    expected = gradients(first_trainer, data)
+    errors = {}
+    for mode, (trainer, converted) in others:
+        actual = gradients(trainer, data)
+        gaps = {name: float((actual[name] - exact).norm() / exact.norm()) for name, exact in expected.items()}
+        worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
+        errors[mode] = gaps[worst]
+        least, most = GRADIENT_ERRORS if converted else (0.0, GRADIENT_ERRORS[0])
+        if not least <= gaps[worst] <= most:
+            raise RuntimeError(f"{mode}: the gradient of {worst} must be off by {least} to {most}, is by {gaps[worst]}")
+    return errors
+
+
+def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
+    """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
+    restart(trainer, data, 0)
+    model, config = trainer.model.train(), trainer.config
+    next_token_loss(trainer.compiled, trainer.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
+    linears = {
+        name: m.weight.grad for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    }
+    model.zero_grad()
+    return {name: grad for name, grad in linears.items() if grad is not None}
