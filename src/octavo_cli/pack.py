@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -93,32 +93,30 @@ def pack_command(
     """
     from octavo.artifact.packed.layouts import READERS
     from octavo.evaluation import Budget, PromptOptions
-    from octavo.packing import pack, pack_within
+    from octavo.packing import PackOptions, pack, pack_within
 
+    options = PackOptions(
+        scheme=scheme,
+        layers=_layers(layer or []),
+        layout=layout,
+        skip=skip or [],
+        calibration=calibration,
+        rule=rule,
+        weights=weights,
+        pow2=pow2,
+        share=share_scales,
+        kv_cache=kv_cache,
+        tensor_parallel=_degrees(tensor_parallel),
+    )
+    kept = None
     with progress("packing") as advance:
-        settings: dict[str, Any] = {
-            "scheme": scheme,
-            "layers": _layers(layer or []),
-            "layout": layout,
-            "skip": skip or [],
-            "calibration": calibration,
-            "rule": rule,
-            "weights": weights,
-            "pow2": pow2,
-            "share": share_scales,
-            "kv_cache": kv_cache,
-            "tensor_parallel": _degrees(tensor_parallel),
-            "step": step,
-        }
-        if not budget:
-            kept = None
-            report = pack(source, out, **settings, progress=advance)
-        else:
+        if budget:
             report, kept = pack_within(
-                source, out, [Budget.parse(text) for text in budget], data or [],
-                prompts=PromptOptions(samples, context), device=device, **settings, on_read=print_reading,
-                progress=advance,
+                source, out, [Budget.parse(text) for text in budget], data or [], options, device=device, step=step,
+                prompts=PromptOptions(samples, context), progress=advance, on_read=print_reading,
             )  # fmt: skip
+        else:
+            report = pack(source, out, options, step=step, progress=advance)
     say(f"packed {report.source} into {report.folder}")
     print_facts(_facts(report, kept))
     if kept is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_examples import small_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -54,7 +55,8 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [1, 100, 10**6])
 def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(12)}
-    write_shards(tmp_path, specs(given), given.items(), {"format": "pt"}, shard_bytes=limit)
+    with small_shards(limit):
+        write_shards(tmp_path, specs(given), given.items(), {"format": "pt"})
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     count = {1: 12, 100: 3, 10**6: 1}[limit]
     assert files == [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -75,7 +77,8 @@ def test_a_file_is_opened_once_however_many_tensors_it_holds(
     opened: list[Path] = []
     path_open = Path.open
     monkeypatch.setattr(Path, "open", lambda self, mode="r", **k: opened.append(self) or path_open(self, mode, **k))
-    write_shards(tmp_path, specs(given), given.items(), {"format": "pt"}, shard_bytes=limit)
+    with small_shards(limit):
+        write_shards(tmp_path, specs(given), given.items(), {"format": "pt"})
     written = [path.name for path in opened if path.suffix == ".safetensors"]
     assert sorted(written) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from calibration_examples import write_data, write_model
-from packed_examples import LLAMA, lively, write_run
+from packed_examples import LLAMA, lively, small_shards, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -158,7 +158,8 @@ def test_bf16_is_off_by_its_rounding(tmp_path: Path) -> None:
 def test_it_packs_and_loads_like_any_other(tmp_path: Path) -> None:
     source = make(tmp_path, "qwen3")
     truth = outputs(open_model(source))
-    fold(source, tmp_path / "folded", rotate=True, shard_bytes=20_000)
+    with small_shards(20_000):
+        fold(source, tmp_path / "folded", rotate=True)
     assert (tmp_path / "folded" / "model.safetensors.index.json").is_file()
     noise = []
     for folder in (source, tmp_path / "folded"):
@@ -187,7 +188,7 @@ def test_the_record_says_what_was_done(tmp_path: Path) -> None:
     source = make(tmp_path, "llama")
     calibration = calibrated(source, tmp_path)
     seen: list[tuple[int, int]] = []
-    fold(source, tmp_path / "out", smooth=calibration, rotate=True, seed=5, progress=lambda *done: seen.append(done))
+    fold(source, tmp_path / "out", smooth=calibration, rotate=True, seed=5, progress=lambda *at: seen.append(at[:2]))
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())
     assert record["source"] == "llama"
     assert record["folded"]["rotate"] == {"seed": 5, "stream_block": 32, "head_block": 8}

@@ -26,8 +26,8 @@ from octavo.hf.fused_groups import groups
 from octavo.hf.source import open_source
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.ops import quantize, scaled_mm
-from octavo.packing import pack, pack_within
-from octavo.packing.partly_packed import SwitchedModel
+from octavo.packing import PackOptions, pack, pack_within
+from octavo.packing.partly_packed import PartlyPackedModel
 from octavo.runtime import load_packed
 
 SENSITIVE = "model.layers.1.mlp.down_proj"
@@ -130,9 +130,8 @@ def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) ->
     loose = Budget("kl", 9)
     how: dict[str, Any] = {"prompts": FEW}
     _, plain = pack_within(source, tmp_path / "plain", [loose], data, **how)
-    _, cached = pack_within(
-        source, tmp_path / "cached", [loose], data, calibration=tmp_path / "c", kv_cache="fp8", **how
-    )
+    options = PackOptions(calibration=tmp_path / "c", kv_cache="fp8")
+    _, cached = pack_within(source, tmp_path / "cached", [loose], data, options, **how)
     assert cached.quality.kl.value > 1.02 * plain.quality.kl.value
     assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
 
@@ -206,8 +205,8 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(
     if calibration:
         calibrate(model, data, calibration, prompts=PromptOptions(10, 24))
     report, kept = pack_within(
-        model, tmp_path / "out", KL, data, prompts=FEW, scheme=scheme, calibration=calibration,
-        layers={SENSITIVE: "channel"},
+        model, tmp_path / "out", KL, data, prompts=FEW,
+        options=PackOptions(scheme=scheme, calibration=calibration, layers={SENSITIVE: "channel"}),
     )  # fmt: skip
     assert SENSITIVE in kept.skip
     assert Counter(report.packed.values())[scheme] == 3 * 7 - len(kept.skip)
@@ -219,7 +218,7 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(
 
 
 def test_skip_is_kept_too(tmp_path: Path, model: Path, data: list[str]) -> None:
-    report, kept = pack_within(model, tmp_path / "out", KL, data, prompts=FEW, skip=["*.o_proj"])
+    report, kept = pack_within(model, tmp_path / "out", KL, data, PackOptions(skip=["*.o_proj"]), prompts=FEW)
     assert kept.skip == [SENSITIVE]
     assert len(report.packed) == 3 * 6 - 1
     assert len(kept.ranking) == 3 * 3
@@ -262,7 +261,7 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, 
     source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
     pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
     names = [f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]
-    switched = SwitchedModel(open_source(source), tmp_path / "packed", names, "cpu")
+    switched = PartlyPackedModel(open_source(source), tmp_path / "packed", names, "cpu")
     plain, packed = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval() for _ in range(2))
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)

@@ -8,7 +8,7 @@ import pytest
 from calibration_examples import write_data, write_model
 
 from octavo.evaluation import Budget, PromptOptions
-from octavo.packing import pack_within
+from octavo.packing import PackOptions, pack_within
 
 pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -20,10 +20,11 @@ PROMPTS = PromptOptions(32, 40)
 def test_a_gpu_measures_what_a_cpu_does(tmp_path: Path, scheme: str) -> None:
     source = write_model(tmp_path / "llama", "llama", **SIZES)
     data = write_data(tmp_path / "data.jsonl")
-    _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, prompts=PROMPTS, scheme=scheme)
+    options = PackOptions(scheme=scheme)
+    _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=PROMPTS)
     budget = Budget("kl", free.all_packed.kl.value / 2)
     found = {
-        device: pack_within(source, tmp_path / device, [budget], data, prompts=PROMPTS, device=device, scheme=scheme)[1]
+        device: pack_within(source, tmp_path / device, [budget], data, options, prompts=PROMPTS, device=device)[1]
         for device in ("cpu", "cuda")
     }
     cpu, cuda = found["cpu"], found["cuda"]

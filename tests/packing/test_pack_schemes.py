@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -191,7 +192,8 @@ def test_a_calibration_of_another_model(
 @pytest.mark.parametrize("scheme", ["channel", "block"])
 def test_shards_hold_what_one_file_holds(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
     pack(sources["qwen3"], tmp_path / "one", scheme=scheme)
-    pack(sources["qwen3"], tmp_path / "many", scheme=scheme, shard_bytes=100_000)
+    with small_shards(100_000):
+        pack(sources["qwen3"], tmp_path / "many", scheme=scheme)
     one, many = ShardReader(tmp_path / "one"), ShardReader(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
     assert one.specs == many.specs

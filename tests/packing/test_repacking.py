@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -36,7 +37,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ByteTokenizer().save(root / "bf16")
     for scheme in ("channel", "tensor", "block", "mx"):
         pack(root / "bf16", root / scheme, scheme=scheme)
-    pack(root / "bf16", root / "mixed", layers={"*.o_proj": "block"}, skip=["*.down_proj"], shard_bytes=50_000)
+    with small_shards(50_000):
+        pack(root / "bf16", root / "mixed", layers={"*.o_proj": "block"}, skip=["*.down_proj"])
     return {path.name: path for path in root.iterdir()}
 
 
@@ -47,7 +49,7 @@ def wide(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["channel", "tensor", "block", "mx", "mixed"])
 def test_unpacked_is_data_times_scale_in_bf16(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
-    unpack(folders[name], tmp_path / "out", shard_bytes=10**6)
+    unpack(folders[name], tmp_path / "out")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values())
     state, original = model.state_dict(), load_file(folders["bf16"] / "model.safetensors")

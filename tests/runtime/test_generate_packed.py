@@ -23,7 +23,7 @@ from octavo.artifact.packed.scheme import SCHEMES
 from octavo.models.sampling import stream
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
-from octavo.packing.pipeline import SCHEME_OF
+from octavo.packing.chosen_layers import SCHEME_OF
 from octavo.runtime import PackedLinear, end_tokens, load_packed
 from octavo.runtime.packed_linear import swap_linears
 from octavo_cli.generate import generate_command

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -80,3 +83,11 @@ def write_run(path: Path, model: nn.Module, hf: dict[str, Any], /, step: int = 7
     checkpoint.mkdir()
     save_file({name: p.detach().clone() for name, p in model.named_parameters()}, checkpoint / "model.safetensors")
     return path
+
+
+@contextmanager
+def small_shards(size: int) -> Iterator[None]:
+    """In this block, files of tensors hold at most `size` bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.artifact.safetensors_files.SHARD_BYTES", size)
+        yield

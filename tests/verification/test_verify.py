@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from packed_examples import Example
+from packed_examples import Example, small_shards
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
@@ -238,7 +238,8 @@ def test_budgets(models: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_without_data(models: dict[str, Path], tmp_path: Path) -> None:
-    pack(models["opt"], tmp_path / "out", shard_bytes=100_000)
+    with small_shards(100_000):
+        pack(models["opt"], tmp_path / "out")
     told: list[tuple[int, int, str]] = []
     report = verify(tmp_path / "out", models["opt"], progress=lambda *what: told.append(what))
     assert report.ok

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_examples import small_shards
 from safetensors.torch import save_file
 from verify_examples import change_config, change_tensors, make_model
 
@@ -41,11 +42,13 @@ def good(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     made: dict[str, Path] = {}
     for name, how in {
         "channel": {}, "block": {"scheme": "block"}, "fp8": {"scheme": "block", "layout": "fp8"},
-        "mx": {"scheme": "mx"}, "shards": {"shard_bytes": 100_000}, "tensor": {"scheme": "tensor"},
+        "mx": {"scheme": "mx"}, "tensor": {"scheme": "tensor"},
         "static": {"scheme": "static", "calibration": root / "calibrated"},
     }.items():  # fmt: skip
         made[name] = root / name
         pack(model, made[name], **how)  # type: ignore[arg-type]
+    with small_shards(100_000):
+        made["shards"] = pack(model, root / "shards").folder
     return made
 
 

@@ -32,7 +32,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is, without its numbers."""
+    """The dtype and the shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,6 +41,10 @@ class Spec:
     def of(cls, tensor: Tensor) -> Spec:
         """The spec of `tensor`, which may be on the meta device."""
         return cls(tensor.dtype, tuple(tensor.shape))
+
+    def meta(self) -> Tensor:
+        """A tensor like this on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
     def numel(self) -> int:
@@ -115,9 +119,8 @@ def write_shards(
     specs: Mapping[str, Spec],
     tensors: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors, in any order, as one file, or as several of at most `shard_bytes` (or one tensor) and an index.
+    """Write tensors, in any order, as one file, or as several of at most SHARD_BYTES (or one tensor) and an index.
 
     Args:
         folder: to write into.
@@ -129,7 +132,7 @@ def write_shards(
         OSError: the disk refuses.
         ValueError: a tensor is not what its spec says, comes twice, or does not come.
     """
-    shards = _divide(specs, shard_bytes)
+    shards = _divide(specs, SHARD_BYTES)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     opened = [_ShardFile(folder / file, shard, metadata) for file, shard in zip(names, shards, strict=True)]

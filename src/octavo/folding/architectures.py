@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError
 from octavo.hf.source import Source
 from octavo.models import GPT2
 
@@ -65,8 +65,7 @@ def read_map(source: Source, *, rotate: bool) -> Map:
     Raises:
         ArtifactError: it is of an architecture that cannot be, or cannot be rotated; the message says why.
     """
-    where = source.description / "config.json"
-    config = read_json(where)
+    where, config = source.description / "config.json", source.config
     architecture = str((config.get("architectures") or ["of no named architecture"])[0])
     if isinstance(source.meta_model.model, GPT2):
         raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {SUPPORTED}")

@@ -19,10 +19,8 @@ Weights are read, changed and written one at a time.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.atomic_folder import check_absent, whole_folder
-from octavo.artifact.files import ArtifactError, read_json
-from octavo.artifact.packed.description import copy_description
-from octavo.artifact.safetensors_files import SHARD_BYTES, Spec, write_shards
+from octavo.artifact.atomic_folder import check_absent
+from octavo.artifact.files import ArtifactError
 from octavo.calibration.folder import Calibration, load_calibration
 from octavo.folding.architectures import Map, Pair, check_rotation, read_map
 from octavo.folding.transforms import (
@@ -46,35 +42,28 @@ from octavo.folding.transforms import (
     scaled,
     smoothing_factors,
 )
+from octavo.hf.model_writer import WrittenModel, write_model
 from octavo.hf.source import Source, open_source
 from octavo.progress import Progress, no_progress
-from octavo.version import __version__
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class FoldReport:
-    """What `fold` made.
+class FoldReport(WrittenModel):
+    """The model that `fold` wrote.
 
     Attributes:
-        folder, source: written and read.
-        smoothed: the least and the largest factor of each pair, by the name of what writes the tensor.
+        smoothed: the smallest and the largest factor of each pair, by the module that writes the tensor.
         rotated: the orders of the Hadamard blocks of the residual stream and of the values' heads, or None.
-        untied: whether the head has a weight of its own now, which it shared with the embedding before.
-        changed: tensors that are not what they were.
-        left_out: tensors of the files that have no place in the model.
-        folder_bytes: what lies on the disk.
+        untied: whether the head, which shared the embedding's weight, has its own now.
+        changed: the number of tensors that changed.
     """
 
-    folder: Path
-    source: Path
     smoothed: Mapping[str, tuple[float, float]]
     rotated: tuple[int, int] | None
     untied: bool
     changed: int
-    left_out: Sequence[str]
-    folder_bytes: int
 
 
 def fold(
@@ -87,7 +76,6 @@ def fold(
     seed: int = 0,
     dtype: str = "bfloat16",
     step: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> FoldReport:
     """Write a model that computes the same, with outliers folded into its weights. Memory: about one tensor.
@@ -102,7 +90,6 @@ def fold(
         seed: of the rotation's signs.
         dtype: of the weights written: bfloat16 or float32.
         step: the checkpoint of a run; None takes the newest.
-        shard_bytes: the largest file of tensors.
         progress: called after each tensor (`octavo.progress`).
 
     Raises:
@@ -120,33 +107,32 @@ def fold(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     source = open_source(model, step)
-    plan = _Plan(source, read_map(source, rotate=rotate), DTYPES[dtype])
+    job = FoldJob(source, read_map(source, rotate=rotate), DTYPES[dtype])
     if smooth is not None:
-        plan.smooth(smooth, alpha, beside_rotation=rotate)
+        job.smooth(smooth, alpha, beside_rotation=rotate)
     if rotate:
-        plan.rotate(seed)
-    digest = hashlib.sha256()
-    with whole_folder(out) as partial:
-        plan.describe(partial, dtype)
-        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": source.origin.name}
-        write_shards(partial, plan.specs, plan.tensors(digest, progress), metadata, shard_bytes)
-        (partial / "octavo.json").write_text(json.dumps(plan.record(digest.hexdigest(), dtype), indent=2) + "\n")
-    return plan.report(out)
+        job.rotate(seed)
+    record = {"dtype": dtype, "folded": job.record_of}
+    written = write_model(source, out, job.change, job.config(dtype), lambda: record, progress, "folding")
+    return FoldReport(
+        **vars(written), smoothed=job.smoothed, rotated=job.rotated, untied=job.untied, changed=len(job.changes)
+    )
 
 
-class _Plan:
-    """What becomes of each tensor, known before the first is written."""
+class FoldJob:
+    """The steps that change each tensor of a model.
+
+    Attributes:
+        changes: the steps of each changed tensor, by its name.
+        record_of: the entry "folded" of octavo.json.
+    """
 
     def __init__(self, source: Source, places: Map, dtype: torch.dtype) -> None:
-        self.source, self.places = source, places
+        self.source, self.places, self.dtype = source, places, dtype
         self.changes: dict[str, Change] = defaultdict(Change)  # by the tensor's name
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
         self.rotated: tuple[int, int] | None = None
-        self.specs = {
-            name: Spec(dtype if spec.dtype.is_floating_point else spec.dtype, spec.shape)
-            for name, spec in source.specs.items()
-        }
 
     # --- Smoothing ---------------------------------------------------------------------------------------------------
 
@@ -212,8 +198,6 @@ class _Plan:
         for values, output in places.heads:
             self._on_outputs(values, turn_head)
             self.changes[f"{output}.weight"].inputs.append(turn_head)
-        if self.untied:
-            self.specs[f"{places.head}.weight"] = self.specs[f"{places.embedding}.weight"]
         self.rotated = blocks
         self.record_of["rotate"] = {"seed": seed, "stream_block": blocks[0], "head_block": blocks[1]}
 
@@ -225,48 +209,22 @@ class _Plan:
 
     # --- What is written ---------------------------------------------------------------------------------------------
 
-    def tensors(self, digest: hashlib._Hash, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the files, as it is read and changed; `digest` takes in the source's bytes."""
+    def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensors of the new files that hold the tensor `name`, see `octavo.hf.model_writer.Change`."""
         embedding, head = (f"{module}.weight" for module in (self.places.embedding, self.places.head))
-        for done, name in enumerate(self.source.specs, start=1):
-            tensor = self.source.get(name)
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            yield name, self._changed(name, tensor)
-            if name == embedding and self.untied:
-                yield head, self._changed(head, tensor)
-            progress(done, len(self.source.specs), "folding")
+        names = (name, head) if name == embedding and self.untied else (name,)
+        return {name: self._changed(name, tensor) for name in names}
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
-        dtype = self.specs[name].dtype
-        if name not in self.changes:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        if name not in self.changes or tensor.is_meta:
             return tensor.to(dtype)
         changed = self.changes[name].apply(tensor, dtype)
         if not is_finite(changed):
             raise ArtifactError(f"{self.source.origin}: {name} overflows {dtype} once it is folded: take float32")
         return changed
 
-    def describe(self, target: Path, dtype: str) -> None:
-        """config.json, and beside it what else describes the model: the tokenizer."""
-        config = read_json(self.source.description / "config.json")
-        config.pop("torch_dtype", None)  # the older name of "dtype"
-        config |= {"dtype": dtype} | ({"tie_word_embeddings": False} if self.untied else {})
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        copy_description(self.source.description, target)
-
-    def record(self, digest: str, dtype: str) -> dict[str, Any]:
-        """What octavo.json says: docs/format.md."""
-        made = {"octavo_version": __version__, "source": self.source.origin.name, "source_sha256": digest}
-        return made | {"dtype": dtype, "folded": self.record_of}
-
-    def report(self, out: Path) -> FoldReport:
-        """What was made in the folder `out`."""
-        return FoldReport(
-            folder=out,
-            source=self.source.origin,
-            smoothed=self.smoothed,
-            rotated=self.rotated,
-            untied=self.untied,
-            changed=len(self.changes),
-            left_out=self.source.left_out,
-            folder_bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
-        )
+    def config(self, dtype: str) -> dict[str, Any]:
+        """The config.json of the new model."""
+        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
+        return config | {"dtype": dtype} | ({"tie_word_embeddings": False} if self.untied else {})

@@ -17,22 +17,23 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from octavo.artifact.atomic_folder import check_absent
+from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.fused_groups import groups
 from octavo.hf.outputs import gives_logits
 from octavo.hf.source import open_source
-from octavo.packing.partly_packed import SwitchedModel
-from octavo.packing.pipeline import pack
+from octavo.packing.options import PackOptions
+from octavo.packing.partly_packed import PartlyPackedModel
+from octavo.packing.pipeline import pack_source
 from octavo.packing.report import PackReport
 from octavo.progress import Progress, no_progress
 from octavo.text import DataError
@@ -107,65 +108,60 @@ def pack_within(
     out: Path,
     budgets: Sequence[Budget],
     data: Sequence[str],
+    options: PackOptions = PackOptions(),
     *,
     prompts: PromptOptions = PromptOptions(samples=32),
     device: str = "cpu",
-    skip: Sequence[str] = (),
     step: int | None = None,
     progress: Progress = no_progress,
     on_read: OnRead | None = None,
-    **settings: Any,
 ) -> tuple[PackReport, Kept]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
     The model is in memory, once in BF16 and once packed; the latter is written to `.OUT.budget` first, and removed.
 
     Args:
-        source, out, skip, step: see `pack`.
+        source, out, options, step: see `pack`.
         budgets: limits for the whole model, measured on `data`.
         data: sources of text, see `octavo.text.read_text`.
         prompts: which prompts are taken from it. Prompts of one token do not count.
         device: where the model runs.
         progress: called with every piece of work that is done (`octavo.progress`).
-        on_read: called with the report of what was read, before anything is measured.
-        settings: what else `pack` takes: scheme, layers, layout, calibration, rule.
+        on_read: called with the report of the text that was read, before anything is measured.
 
     Raises:
-        ValueError: the budget cannot be held with anything packed; what `pack` and `read_prompts` raise.
+        ValueError: the budgets cannot be held with anything packed; and the errors of `pack` and `open_prompts`.
     """
     check_absent(out)
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
+    place = choose_device(device)
+    opened = open_source(source, step)
+    check_budgets(budgets, language_model=gives_logits(opened))
+    chosen = open_prompts(data, opened.description, opened.meta_model.context, prompts, on_read)
+    batches = chosen.batches(prompts.batch, shortest=2)
     trial = out.parent / f".{out.name}.budget"
     shutil.rmtree(trial, ignore_errors=True)
     try:
-        opened = open_source(source, step)
-        check_budgets(budgets, language_model=gives_logits(opened))
-        chosen = open_prompts(data, opened.description, opened.meta_model.context, prompts, on_read)
-        batches = chosen.batches(prompts.batch, shortest=2)
-        report = pack(source, trial, skip=skip, step=step, progress=progress, **settings)
-        model = SwitchedModel(opened, trial, report.packed, device)
+        packed = pack_source(opened, trial, options, progress).packed
+        model = PartlyPackedModel(opened, trial, packed, place)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
     if (largest := max(map(max, chosen.ids))) >= model.vocabulary:
         raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
-    found = {
+    record = {
         "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
         "context": prompts.context, "read": chosen.report.to_dict(),
     }  # fmt: skip
-    kept = find_kept(model, groups(report.packed), budgets, batches, found, progress)
-    still = [name for name in report.packed if name not in kept.skip]
-    globs = settings.pop("layers", None) or {}
-    settings["layers"] = {glob: how for glob, how in globs.items() if any(fnmatchcase(name, glob) for name in still)}
-    done = pack(
-        source, out, skip=[*skip, *kept.skip], step=step, remarks={"budget": kept.to_dict()},
-        progress=progress, **settings,
-    )  # fmt: skip
-    return done, kept
+    kept = find_kept(model, groups(packed), budgets, batches, record, progress)
+    left = [name for name in packed if name not in kept.skip]
+    layers = {glob: scheme for glob, scheme in options.layers.items() if any(fnmatchcase(name, glob) for name in left)}
+    options = replace(options, skip=[*options.skip, *kept.skip], layers=layers)
+    return pack_source(open_source(source, step), out, options, progress, kept.to_dict()), kept
 
 
 def find_kept(
-    model: SwitchedModel,
+    model: PartlyPackedModel,
     layers: Sequence[tuple[str, ...]],
     budgets: Sequence[Budget],
     batches: Sequence[Tensor],
@@ -207,7 +203,7 @@ def find_kept(
 
 
 def _rank(
-    model: SwitchedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress
+    model: PartlyPackedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress
 ) -> list[Group]:
     seen = 0
 
@@ -228,7 +224,7 @@ def _rank(
 
 
 def _compare(
-    model: SwitchedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
+    model: PartlyPackedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
 ) -> Mapping[str, Quality]:
     plain = model.with_packed(())
     if model.causal:

@@ -25,7 +25,7 @@ from octavo.models.decoder import Decoder
 from octavo.runtime.packed_linear import PackedLinear
 
 
-class SwitchedModel:
+class PartlyPackedModel:
     """`source` in BF16 on `device`, whose layers `names` can be those of the packed folder `packed`.
 
     Attributes:

@@ -22,7 +22,7 @@ from octavo.artifact.packed.plausible import reciprocal_warning
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.packed.scheme import BLOCK, BLOCK_POW2, CHANNEL, Scheme, get_scheme
-from octavo.artifact.safetensors_files import SHARD_BYTES, Spec, write_shards
+from octavo.artifact.safetensors_files import Spec, write_shards
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.numerics import TENSOR
 from octavo.ops import quantize
@@ -45,7 +45,7 @@ class Repacked:
         return all(math.isinf(db) for db in self.sqnr.values())
 
 
-def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_progress) -> Repacked:
+def unpack(folder: Path, out: Path, progress: Progress = no_progress) -> Repacked:
     """Write a packed model in BF16: every weight is data * scale, rounded once.
 
     Raises:
@@ -68,7 +68,7 @@ def unpack(folder: Path, out: Path, shard_bytes: int = SHARD_BYTES, progress: Pr
 
     with whole_folder(out) as partial:
         packed.describe(partial, None)
-        write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__}, shard_bytes)
+        write_shards(partial, specs, tensors(), {"format": "pt", "octavo_version": __version__})
     return Repacked(out, unused=packed.unused)
 
 
@@ -78,7 +78,6 @@ def convert_layout(
     *,
     layout: str = "compressed-tensors",
     scheme: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> Repacked:
     """Write a packed model in another layout, or by another scheme.
@@ -89,7 +88,6 @@ def convert_layout(
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
             block), autofp8 (static or tensor).
         scheme: of all packed layers; None leaves each its own.
-        shard_bytes: the largest file of tensors.
         progress: called after each layer (`octavo.progress`).
 
     Raises:
@@ -118,7 +116,7 @@ def convert_layout(
     with whole_folder(out) as partial:
         packed.describe(partial, packing)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
-        write_shards(partial, packed.specs_as(packing), tensors(), metadata, shard_bytes)
+        write_shards(partial, packed.specs_as(packing), tensors(), metadata)
         record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
     return Repacked(out, sqnr, packed.unused)

@@ -1,39 +1,42 @@
-"""What `octavo pack` says that it made."""
+"""The report of packing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
+from octavo.hf.model_writer import WrittenModel
 from octavo.nn.coverage import Leftover
 
 
 @dataclass(frozen=True)
-class PackReport:
-    """What `pack` made. Sizes in bytes.
+class PackReport(WrittenModel):
+    """The packed folder that `pack` wrote.
 
-    `packed` names the scheme of each packed layer, `gains` the dB of SQNR that each gained by the rule mse. `ratios`:
-    layers that consumers fuse ("q, k, v") and that keep scales of their own, with the largest over the smallest.
-    `cached`: attention layers whose keys and values have scales. `has_tokenizer`: whether the folder holds one.
-    `not_linear`: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
+    Attributes:
+        packed: the scheme of each packed layer.
+        skipped: why each other linear layer stays in BF16.
+        bf16_bytes: the size of the packed layers' weights in BF16.
+        packed_bytes: the size of these weights and their scales in the files.
+        gains: the dB of SQNR that each weight gained by the rule mse.
+        ratios: layers that readers fuse ("q, k, v") and that keep their own scales -> the largest scale over the
+            smallest.
+        cached: the number of attention layers whose keys and values have scales.
+        has_tokenizer: whether the folder holds a tokenizer.
+        not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
     """
 
-    folder: Path
-    source: Path
     packed: Mapping[str, str]
     skipped: Mapping[str, str]
-    left_out: Sequence[str]
     bf16_bytes: int
     packed_bytes: int
-    folder_bytes: int
-    gains: Mapping[str, float] = field(default_factory=dict)
-    ratios: Mapping[str, float] = field(default_factory=dict)
-    cached: int = 0
-    has_tokenizer: bool = True
-    not_linear: Sequence[Leftover] = ()
+    gains: Mapping[str, float]
+    ratios: Mapping[str, float]
+    cached: int
+    has_tokenizer: bool
+    not_linear: Sequence[Leftover]
 
     @property
     def ratio(self) -> float:
-        """The packed linear weights, scales included, against the same in BF16."""
+        """`packed_bytes` over `bf16_bytes`."""
         return self.packed_bytes / self.bf16_bytes

@@ -16,10 +16,9 @@ from torch import Tensor
 from octavo.artifact.files import ArtifactError, load_tensors
 from octavo.artifact.packed.kv_scales import K_SCALE, V_SCALE, attentions
 from octavo.calibration.folder import Calibration, load_calibration
-from octavo.calibration.statistics import SCALE_RULES
 from octavo.hf.source import Source
+from octavo.packing.options import PackOptions
 
-CACHES = ("fp8",)
 HISTORY = "history"  # what octavo.json calls the rule of scales that training kept
 
 
@@ -41,16 +40,14 @@ class StaticScales:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def calibrated_scales(
-    folder: Path | None, rule: str, source: Source, layers: Sequence[str], kv_cache: str | None
-) -> StaticScales:
-    """Of the calibration in `folder`: the inputs of `layers`, and with `kv_cache` the keys and values.
+def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
+    """The scales that a calibration gives: of the inputs of `layers`, and with `options.kv_cache` of keys and values.
 
     Raises:
         FileNotFoundError, ArtifactError: the calibration is not whole.
-        ValueError: none is given, it is of another model (a run cannot be calibrated), or it has not seen what is asked
-            for.
+        ValueError: no calibration is given, it is of another model (a run cannot be calibrated), or it lacks a layer.
     """
+    folder, rule = options.calibration, options.rule or "amax"
     if folder is None:
         what = "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
         raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
@@ -59,8 +56,9 @@ def calibrated_scales(
         raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
     inputs = {name: found.scale(name, rule).reshape(1) for name in layers}
     record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": dict(found.settings)}
-    keys_and_values = {} if kv_cache is None else _keys_and_values(found, rule, source)
-    return StaticScales(inputs, keys_and_values, record | {"model_hash": found.model_hash, "kv_cache": kv_cache})
+    keys_and_values = {} if options.kv_cache is None else _keys_and_values(found, rule, source)
+    record |= {"model_hash": found.model_hash, "kv_cache": options.kv_cache}
+    return StaticScales(inputs, keys_and_values, record)
 
 
 def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
@@ -81,29 +79,6 @@ def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
     return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
-
-
-def check_rule(rule: str | None, calibration: Path | None) -> str:
-    """The rule that chooses scales from a calibration: amax if none is given.
-
-    Raises:
-        ValueError: there is no such rule, or no calibration that it would choose from.
-    """
-    if rule is not None and rule not in SCALE_RULES:
-        raise ValueError(f"unknown rule {rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
-    if rule is not None and calibration is None:
-        raise ValueError(
-            f"the rule {rule} chooses scales from a calibration, and none is given: give --calibration, made by octavo "
-            "calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
-        )
-    return rule or "amax"
-
-
-def check_cache(kv_cache: str | None) -> bool:
-    """Whether a cache was asked for; a ValueError names the choices."""
-    if kv_cache is not None and kv_cache not in CACHES:
-        raise ValueError(f"unknown cache {kv_cache!r} of keys and values: choose {' or '.join(CACHES)}, or none")
-    return kv_cache is not None
 
 
 def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:

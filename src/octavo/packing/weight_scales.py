@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,14 +87,7 @@ class WeightScales:
         self.source, self.schemes, self.rule = source, schemes, rule
         self.own = own if rule.keeps(source.recipe) else {}
         self.gains: dict[str, float] = {}
-        self._shared: dict[str, Tensor] = {}
         self._used: dict[str, float] = {}
-
-    def prepare(self) -> None:
-        """Find the scales that layers share: their weights are read for it."""
-        if self.rule.shares(self.source.recipe):
-            for mates in self._groups():
-                self._shared |= dict.fromkeys(mates, self._one_scale(mates))
 
     def quantize(self, module: str, w: Tensor) -> QTensor:
         """The weight `w` [N, K] of a layer; on the meta device, what it will be."""
@@ -108,7 +102,7 @@ class WeightScales:
     @property
     def ratios(self) -> dict[str, float]:
         """See the class; of those that differ, once they are cast."""
-        used = {", ".join(mates): [self._used[mate] for mate in mates] for mates in self._groups()}
+        used = {", ".join(group): [self._used[name] for name in group] for group in self._groups()}
         return {names: max(scales) / min(scales) for names, scales in used.items() if min(scales) != max(scales)}
 
     def record(self) -> dict[str, object]:
@@ -117,6 +111,13 @@ class WeightScales:
         if self.rule.name == "mse":
             record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
         return record
+
+    @cached_property
+    def _shared(self) -> dict[str, Tensor]:
+        """The scales that layers share, by the name of each. Their weights are read to find them."""
+        if not self.rule.shares(self.source.recipe):
+            return {}
+        return {name: scale for group in self._groups() for scale in [self._one_scale(group)] for name in group}
 
     def _quantize(self, module: str, w: Tensor, cast: Cast) -> QTensor:
         scale = self._shared.get(module, self.own.get(module))
@@ -133,17 +134,17 @@ class WeightScales:
     def _groups(self) -> list[tuple[str, ...]]:
         """The layers that consumers fuse and that have a scale for each tensor."""
         wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
-        return [mates for mates in groups(wholes) if len(mates) > 1]
+        return [group for group in groups(wholes) if len(group) > 1]
 
-    def _one_scale(self, mates: tuple[str, ...]) -> Tensor:
-        cast = self.rule.cast(self.schemes[mates[0]])
-        if all(mate in self.own for mate in mates):
-            return torch.stack([self.own[mate] for mate in mates]).amax(0)
-        scale = torch.stack([quantize(self._weight(mate), cast).scale for mate in mates]).amax(0)
+    def _one_scale(self, group: tuple[str, ...]) -> Tensor:
+        cast = self.rule.cast(self.schemes[group[0]])
+        if all(name in self.own for name in group):
+            return torch.stack([self.own[name] for name in group]).amax(0)
+        scale = torch.stack([quantize(self._weight(name), cast).scale for name in group]).amax(0)
         if self.rule.name == "amax":
             return scale
-        found = least_squares_of_all((self._weight(mate) for mate in mates), scale, cast)
-        self._note(mates, found)
+        found = least_squares_of_all((self._weight(name) for name in group), scale, cast)
+        self._note(group, found)
         return found.scale
 
     def _weight(self, module: str) -> Tensor:

@@ -1,0 +1,96 @@
+"""Which layers of a model are packed, by which scheme, and which scales are known before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from octavo.artifact.packed.layouts import check_layout
+from octavo.artifact.packed.scheme import Scheme, get_scheme
+from octavo.calibration.folder import load_calibration
+from octavo.hf.fused_groups import check_groups, groups
+from octavo.hf.source import Source
+from octavo.nn.selection import select_linears
+from octavo.packing.options import PackOptions
+from octavo.packing.static_scales import StaticScales, calibrated_scales, trained_scales
+from octavo.packing.tensor_parallel import check_degrees
+
+# Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
+# the inputs get a scale for each token.
+SCHEME_OF = {
+    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
+    "delayed": "static", "tensorwise": "tensor",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChosenLayers:
+    """The linear layers of a model, by their names in it.
+
+    Attributes:
+        schemes: of each packed layer.
+        skipped: why each other layer stays in BF16.
+        static: the scales that a calibration or a run's history gives; None if none is needed.
+    """
+
+    schemes: Mapping[str, Scheme]
+    skipped: Mapping[str, str]
+    static: StaticScales | None
+
+
+def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
+    """Choose the layers to pack.
+
+    Raises:
+        FileNotFoundError, ArtifactError: the calibration or the run's checkpoint is not whole.
+        ValueError: an unknown scheme or layout, a scheme that the layout does not hold, a layer whose sizes the scheme
+            cannot have or that cannot be split, fused layers with different schemes, or static scales without a
+            calibration of this model.
+    """
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip))
+    default = options.scheme or SCHEME_OF.get(source.recipe, "channel")
+    schemes = _schemes([layer.name for layer in linears if not layer.reason], default, options.layers)
+    check_layout(options.layout, schemes.values(), options.kv_cache is not None)
+    static = _static_scales(source, schemes, options)
+    skipped = {layer.name: layer.reason for layer in linears if layer.reason}
+    if static is not None:
+        unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
+        skipped |= dict.fromkeys(unscaled, "training left it in BF16")
+        schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
+    check_groups((layer.name for layer in linears), schemes)
+    _check_sizes(source, schemes, options.tensor_parallel)
+    return ChosenLayers(schemes, skipped, static)
+
+
+def _schemes(names: Sequence[str], default: str, layers: Mapping[str, str]) -> dict[str, Scheme]:
+    for glob in layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
+    return {
+        name: get_scheme(next((scheme for glob, scheme in layers.items() if fnmatchcase(name, glob)), default))
+        for name in names
+    }
+
+
+def _static_scales(source: Source, schemes: Mapping[str, Scheme], options: PackOptions) -> StaticScales | None:
+    static = [name for name, scheme in schemes.items() if scheme.static]
+    if not static and options.kv_cache is None:
+        if options.calibration is not None:
+            load_calibration(options.calibration, source)  # nothing of it is stored, but a wrong folder is an error
+        return None
+    if source.recipe == "delayed" and options.calibration is None and options.kv_cache is None:
+        return trained_scales(source, static)
+    return calibrated_scales(options, source, static)
+
+
+def _check_sizes(source: Source, schemes: Mapping[str, Scheme], degrees: Sequence[int]) -> None:
+    sizes = {}
+    for name, scheme in schemes.items():
+        n, k = source.specs[f"{name}.weight"].shape
+        sizes[name] = n, k
+        if reason := scheme.misfit(n, k):
+            group = next(group for group in groups(schemes) if name in group)
+            options = " ".join(f"--layer '{layer}=channel'" for layer in group)
+            raise ValueError(f"{name}: {reason} ({options}), or leave it in BF16 (--skip)")
+    check_degrees(schemes, sizes, source.config, degrees)

@@ -1,0 +1,69 @@
+"""The options of packing, in one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.calibration.statistics import SCALE_RULES
+from octavo.packing.weight_scales import WeightRule
+
+CACHES = ("fp8",)
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How a model is packed.
+
+    Attributes:
+        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64 or group128. None takes the
+            scheme of a run's recipe (`octavo.packing.chosen_layers.SCHEME_OF`), and channel for a model folder.
+        layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block),
+            autofp8 (static or tensor).
+        skip: globs of layers that stay in BF16, beside output heads, routers and the layers that the run skipped. Of
+            layers that readers run as one GEMM (`octavo.hf.fused_groups`) `skip` takes all or none, and `layers` gives
+            them one scheme.
+        calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it;
+            for static a run that was trained with the recipe `delayed` needs none.
+        rule: of the scales from the calibration: amax (also None), percentile (99.99) or mse.
+        weights: the rule of the scales of weights: amax or mse (`octavo.packing.mse_search`).
+        pow2: round the scales of weights up to powers of two.
+        share: one scale for layers that readers fuse, where a scale is of a whole tensor. None shares unless the source
+            is a run that was trained with its own scales, because sharing would change its bytes.
+        kv_cache: "fp8" stores scales for a cache of keys and values in E4M3, one for each attention layer's keys and
+            one for its values. None stores none.
+        tensor_parallel: numbers of devices that the packed layers must divide over.
+
+    Raises:
+        ValueError: an unknown rule or cache, or a rule without a calibration.
+    """
+
+    scheme: str | None = None
+    layers: Mapping[str, str] = field(default_factory=dict)
+    layout: str = "compressed-tensors"
+    skip: Sequence[str] = ()
+    calibration: Path | None = None
+    rule: str | None = None
+    weights: str = "amax"
+    pow2: bool = False
+    share: bool | None = None
+    kv_cache: str | None = None
+    tensor_parallel: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and self.rule not in SCALE_RULES:
+            raise ValueError(f"unknown rule {self.rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
+        if self.rule is not None and self.calibration is None:
+            raise ValueError(
+                f"the rule {self.rule} chooses scales from a calibration, and none is given: give --calibration, made "
+                "by octavo calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
+            )
+        if self.kv_cache not in (None, *CACHES):
+            raise ValueError(f"unknown cache {self.kv_cache!r} of keys and values: choose {CACHES[0]}, or none")
+
+    @property
+    def weight_rule(self) -> WeightRule:
+        """The rule of the scales of weights. Raises a ValueError for an unknown one."""
+        return WeightRule(self.weights, self.pow2, self.share)
