@@ -273,7 +273,7 @@ def test_what_the_model_has_no_place_for_is_left_out(sources: dict[str, Path], t
         ({"step": 3}, "is a model, not a run of octavo train"),
         (
             {"skip": ["*.1.*.k_proj"]},
-            "layers.1.self_attn: layers that consumers run as one GEMM need one scheme, they have q_proj channel, "
+            "layers.1.self_attn: layers that readers run as one GEMM need one scheme, they have q_proj channel, "
             "k_proj BF16, v_proj channel: name all of them in --skip or --layer",
         ),
         ({"layers": {"*.gate_proj": "block"}}, "layers.0.mlp: .* they have gate_proj block, up_proj channel"),

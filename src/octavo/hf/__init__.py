@@ -1,1 +1,1 @@
-"""Hugging Face model folders and runs, opened: their configuration, tensors and modules."""
+"""Opening Hugging Face model folders and runs: their configuration, modules and tensors."""

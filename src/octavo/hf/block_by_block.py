@@ -1,11 +1,11 @@
-"""A model of transformers run one block at a time, so that one larger than memory fits.
+"""Running a model of transformers one block at a time, so that a model larger than memory fits.
 
     ids -> [frame: embeddings, positions] -> block 0 -> block 1 -> ... -> [frame: last norm, pooler] -> (head)
 
-The whole model is on the meta device. The frame, which is all that is not in the stack of blocks, gets its numbers for
-good, a block only while it runs; the head never does. To run block i, the model's own forward is called on the ids: it
-computes what it would (masks, rotary tables, by kind of layer), blocks before i hand through what they get, block i is
-given the stored hidden states in its place, and what it returns ends the call. So no block's arguments are guessed.
+The whole model is on the meta device. The frame is every module outside the stack of blocks; its weights are loaded
+once. The weights of a block are loaded while it runs, those of the head never. To run block i, the model's own forward
+is called on the ids. So the model itself computes the arguments of its blocks (masks, rotary tables). Blocks before i
+return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.hf.gpt2_as_opt import open_tensors
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 
 SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
-_OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # of a LayerNorm in BERT's first checkpoints
+_OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # a LayerNorm's parameters in BERT's first checkpoints
 
 Looking = Callable[[], AbstractContextManager[None]]
 
@@ -52,7 +52,7 @@ def _unsupported(model: Any) -> str:
     if model.config.is_encoder_decoder:
         return "it has an encoder and a decoder"
     if any(isinstance(module, Conv1D) for module in model.modules()):
-        return "its layers are Conv1D, which are not packed (but for GPT-2's, which is read as OPT)"
+        return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3]:
         return f"its experts are one tensor ({fused[0]}) and no linear layers"
     if len(_stacks(model)) != 1:
@@ -71,20 +71,20 @@ def _stacks(model: Any) -> list[str]:
     return found
 
 
-class _Stop(Exception):  # noqa: N818, for it is none
-    """Ends the model's forward with what there is."""
+class _Stop(Exception):  # noqa: N818, it is no error
+    """Ends the model's forward, and carries the hidden states out of it."""
 
     def __init__(self, hidden: Any) -> None:
         self.hidden = hidden
 
 
 class BlockModel:
-    """The model in `folder`, run in parts on `device`; a `loaded_frame` block must be open around all of them.
+    """The model in `folder`, run in parts on `device`, all of them within a `loaded_frame` block.
 
     Attributes:
-        model: on the meta device but for what is loaded.
-        blocks: their names.
-        context: the positions that the model has.
+        model: on the meta device, except the weights that are loaded.
+        blocks: the names of its blocks.
+        context: the number of its positions.
 
     Raises:
         FileNotFoundError: there is no config.json, or a file of tensors is missing.
@@ -105,32 +105,33 @@ class BlockModel:
         self._modules: list[Any] = list(modules)
         self.blocks = [f"{stack}.{i}" for i in range(len(self._modules))]
         self._head: Any = self.model.get_output_embeddings()
-        tied: dict[Tensor, list[str]] = {}  # a tensor is equal to itself alone as a key
+        tied: dict[Tensor, list[str]] = {}  # tensors hash by identity
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
-        self._on_disk: dict[str, str] = {}  # of what gets numbers
+        self._on_disk: dict[str, str] = {}  # the name in the files of each parameter that is loaded
         for parameter, names in tied.items():
             needed = [name for name in names if id(self._owner(name)[0]) not in heads]
             if needed:
                 self._on_disk |= dict.fromkeys(needed, self._find(parameter, names))
 
     def outside(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` (of modules or parameters) that are in no block."""
+        """The `names` of modules or parameters that are in no block."""
         return [name for name in names if not name.startswith(tuple(f"{block}." for block in self.blocks))]
 
-    # --- Numbers -----------------------------------------------------------------------------------------------------
+    # --- Weights -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def loaded_frame(self) -> Iterator[None]:
-        """Numbers for all that is neither in a block nor in the head alone, and for buffers that no file holds."""
+        """Load every weight that a module outside the blocks and the head uses, and compute the buffers that no file
+        holds."""
         compute_buffers(self.model, self.device)
         with self._loaded(self.outside(self._on_disk)):
             yield
 
     @contextmanager
     def loaded_block(self, index: int) -> Iterator[None]:
-        """Numbers for one block."""
+        """Load the weights of one block."""
         with self._loaded([name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")]):
             yield
 
@@ -157,7 +158,7 @@ class BlockModel:
         return self.model.get_submodule(module), leaf
 
     def _find(self, parameter: Tensor, names: list[str]) -> str:
-        """The name on disk of a parameter that has one or, tied, several names in the model."""
+        """The name in the files of a parameter, which has several names in the model if it is tied."""
         older = [f"{name.rpartition('.')[0]}.{_OLDER_NAMES.get(name.rpartition('.')[2], '')}" for name in names]
         found = next((name for name in (*names, *older) if name in self._files.specs), None)
         if found is None:
@@ -172,7 +173,7 @@ class BlockModel:
     # --- Parts -------------------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """What the first block gets, [B, T, width], of ids int64 [B, T]."""
+        """The input of the first block, [B, T, width], from ids int64 [B, T]."""
 
         def block(index: int, real: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             raise _Stop(hidden)
@@ -181,7 +182,7 @@ class BlockModel:
             return self._run(ids, block)
 
     def run_block(self, index: int, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """What block `index` makes of `hidden` [B, T, width], the same shape; it must be loaded."""
+        """The output of block `index`, which must be loaded, for `hidden` [B, T, width]; the same shape."""
 
         def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if at < index:
@@ -192,7 +193,7 @@ class BlockModel:
         return self._run(ids, block)
 
     def finish(self, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> None:
-        """Run what follows the last block, up to the head, on the `hidden` that this gave."""
+        """Run the modules between the last block and the head on `hidden`, the output of the last block."""
         with ExitStack() as later:
 
             def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -205,7 +206,7 @@ class BlockModel:
 
     @torch.no_grad()
     def _run(self, ids: Tensor, block: Callable[..., Tensor]) -> Tensor:
-        """The model's forward, with `block` in the place of every block, as far as it gets."""
+        """Run the model's forward, with `block` in the place of every block, until it raises `_Stop` or ends."""
         replaced = [m for m in (*self._modules, self._head) if m is not None]
         try:
             for index, module in enumerate(self._modules):

@@ -1,13 +1,13 @@
-"""Models whose files hold the weights of experts one by one, and whose modules hold them as stacks.
+"""Mixtures of experts: their files hold a matrix for each expert, their modules stack these matrices.
 
-transformers keeps the experts of a layer as two parameters of three dimensions (Mixtral, Qwen3-MoE, DeepSeek and their
-like), and writes a matrix for each projection of each expert:
+transformers keeps the experts of a layer as two parameters of three dimensions (Mixtral, Qwen3-MoE, DeepSeek and
+others), and writes one matrix for each projection of each expert:
 
     in the model   model.layers.0.mlp.experts.gate_up_proj   [experts, 2F, K]
     in the files   model.layers.0.mlp.experts.0.gate_proj.weight   [F, K], and so on
 
-Which file tensors make which stack, and what else has another name in the files, is transformers' own mapping
-(`transformers.conversion_mapping`), which its loading and saving follow.
+transformers' own mapping (`transformers.conversion_mapping`), by which it loads and saves, says which tensors of the
+files make which stack, and which other tensors have another name there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from octavo.artifact.safetensors_files import ShardReader, Spec
 
 
 class ExpertFiles:
-    """The names that the tensors of a model have in files, where experts are stacked.
+    """The names of a model's tensors in its files, for a model whose experts are stacked.
 
     Attributes:
         shapes: of each tensor of the model.
-        parts: the file tensors of each tensor of the model, in order; one, but for stacks.
+        parts: the file tensors of each tensor of the model, in order: several for a stack, one for any other.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ExpertFiles:
 
     @property
     def stacks(self) -> list[str]:
-        """The tensors of the model that are several in the files."""
+        """The stacks: tensors of the model that are several tensors in the files."""
         return [name for name, parts in self.parts.items() if len(parts) > 1]
 
     @property
@@ -59,8 +59,8 @@ class ExpertFiles:
 
     @property
     def routers(self) -> list[str]:
-        """The modules with a matrix that are neither linear layers nor embeddings, by their names in the files: other
-        programs take them for linear layers."""
+        """The modules that hold a matrix and are neither linear layers nor embeddings, by their names in the files.
+        Other programs take them for linear layers."""
         modules = dict(self._model.named_modules())
         weights = {name: p for name, p in self._model.named_parameters() if name.endswith(".weight") and p.ndim == 2}
         owners = {name: modules[name.removesuffix(".weight")] for name in weights}
@@ -68,13 +68,15 @@ class ExpertFiles:
         return [self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts]
 
     def unpacked(self, layout: str) -> list[str]:
-        """What the list of unpacked layers of a `quantization_config` must name beside linear layers, where experts
-        and routers stay in BF16. compressed-tensors matches whole names, the other layouts those of modules above."""
+        """The experts and routers, which stay in BF16, as a `quantization_config` must name its unpacked layers.
+
+        compressed-tensors matches whole names, the other layouts match the names of the modules above too.
+        """
         names = [r"re:.*\.experts\..*"] if layout == "compressed-tensors" else self.modules
         return [*names, *self.routers]
 
     def split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The file tensors of tensors of the model."""
+        """The tensors of the files that hold these tensors of the model."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             is_stack = len(self.parts.get(name, ())) > 1
@@ -82,19 +84,19 @@ class ExpertFiles:
         return found
 
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the model of a whole file; a stack that lacks a part is left out, and its parts are kept."""
+        """The tensors of the model from all tensors of its files. The parts of an incomplete stack keep their names."""
         whole = [name for name in self.stacks if all(part in tensors for part in self.parts[name])]
         found = {name: self.stack(name, tensors.__getitem__) for name in whole}
         used = {part for name in whole for part in self.parts[name]}
         return found | {self._model_name(name): t for name, t in tensors.items() if name not in used}
 
     def part(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
-        """One file tensor, of the tensors of the model as `get` reads them."""
+        """One tensor of the files, from the tensors of the model, which `get` reads."""
         whole = self._stack_of.get(name) or self._model_name(name)
         return self.split({whole: get(whole)})[name]
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
-        """One stack, of its parts as `get` reads them."""
+        """One stack, made of its parts, which `get` reads."""
         loading, mapping = _transformers()
         rules = mapping.get_model_conversion_mapping(self._model)
         converters = [rule for rule in rules if hasattr(rule, "operations")]
@@ -110,7 +112,12 @@ class ExpertFiles:
         return found
 
     def in_model(self, get: Callable[[str], Tensor], names: Iterable[str]) -> tuple[Callable[[str], Tensor], list[str]]:
-        """A reader of files, and its names, by the names of the model."""
+        """Turn a reader of files into one that takes the names of the model; also returns these names.
+
+        Args:
+            get: reads a tensor by its name in the files.
+            names: of the tensors in the files.
+        """
         there = dict.fromkeys(names)
         whole = {name for name in self.stacks if all(part in there for part in self.parts[name])}
         files = {self._model_name(name): name for name in there if self._stack_of.get(name) not in whole}
@@ -126,7 +133,7 @@ class ExpertFiles:
         return found
 
     def file_name(self, name: str) -> str:
-        """The name in files of a tensor of the model that is no stack, or of a scale."""
+        """The name in the files of a tensor of the model that is no stack, or of a layer's scale."""
         if name in self.parts or "." not in name:
             return self.parts.get(name, [name])[0]
         module, _, leaf = name.rpartition(".")  # a scale, whose layer is known by its weight
@@ -142,7 +149,7 @@ class ExpertFiles:
 
 
 def expert_files(model: nn.Module) -> ExpertFiles | None:
-    """How the files of a model of transformers name its tensors, if some are stacks; else None."""
+    """The names of the tensors of a model of transformers in its files, if some are stacks; else None."""
     if not any(parameter.ndim == 3 for parameter in model.parameters()):
         return None
     files = ExpertFiles(model)
@@ -150,7 +157,7 @@ def expert_files(model: nn.Module) -> ExpertFiles | None:
 
 
 class ExpertReader(ShardReader):
-    """The tensors of a folder under the names of the model; a stack is read as the parts that make it."""
+    """The tensors of a folder under the names of the model. A stack is made of its parts when it is read."""
 
     def __init__(self, folder: Path, files: ExpertFiles) -> None:
         super().__init__(folder)

@@ -1,7 +1,7 @@
-"""Linear layers that consumers run as one GEMM: q, k and v; gate and up.
+"""Linear layers that readers fuse into one GEMM: q, k and v; gate and up.
 
-vLLM holds their weights as one tensor, which has one scheme: it refuses a folder in which one of them is packed and
-another is not. So they are packed alike, or not at all.
+vLLM holds their weights as one tensor, which has one scheme. It refuses a folder in which one of them is packed and
+another is not, so the layers of a group are packed by one scheme, or all left in BF16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", 
 
 
 def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The layers `names` in groups that consumers run as one, in their order; most are alone."""
+    """Group the layers `names`, in their order, by the GEMM that readers run them in; most are alone."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
@@ -27,8 +27,8 @@ def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
     """Raise a ValueError unless the layers of each group have one scheme, or none.
 
     Args:
-        names: every linear layer.
-        schemes: of those that are packed.
+        names: of all linear layers.
+        schemes: of the packed layers, by name.
     """
     for group in groups(names):
         chosen = {name: schemes[name].name if name in schemes else "BF16" for name in group}
@@ -36,6 +36,6 @@ def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
             parent = group[0].rpartition(".")[0]
             each = ", ".join(f"{name.rpartition('.')[2]} {how}" for name, how in chosen.items())
             raise ValueError(
-                f"{parent}: layers that consumers run as one GEMM need one scheme, they have {each}: name all of them "
+                f"{parent}: layers that readers run as one GEMM need one scheme, they have {each}: name all of them "
                 "in --skip or --layer"
             )

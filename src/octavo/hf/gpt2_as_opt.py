@@ -29,7 +29,7 @@ _SIZES = {
     "n_positions": "max_position_embeddings",
     "n_embd": "hidden_size",
 }
-# Features of GPT-2, with what OPT has in their place; both are transformers' defaults.
+# Settings of GPT-2 for which OPT has one value only: transformers' default.
 _FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -38,7 +38,7 @@ _FIXED = {
     "layer_norm_epsilon": 1e-5,
 }
 _END_OF_TEXT = 50256
-# GPT-2's modules, and OPT's in their place.
+# GPT-2's modules, and the modules of OPT that hold their weights.
 _TRUNK = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "final_layer_norm"}
 _BLOCK = {
     "ln_1": ["self_attn_layer_norm"],
@@ -104,7 +104,7 @@ def config_as_opt(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 class Conv1DReader(ShardReader):
-    """The tensors of a GPT-2 folder under OPT's names and in its shapes; c_attn is read for each of its three."""
+    """The tensors of a GPT-2 folder under OPT's names and in OPT's shapes. c_attn is read for each of q, k and v."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -117,7 +117,7 @@ class Conv1DReader(ShardReader):
                 self.specs[opt], self._from[opt] = Spec.of(tensor), name
 
     def trained_names(self) -> dict[str, str]:
-        """GPT-2's layer that each layer of OPT is or is a part of, by OPT's name."""
+        """The layer of GPT-2 that holds each layer of OPT, by OPT's name."""
         named = {opt.rpartition(".")[0]: name.rpartition(".")[0] for opt, name in self._from.items()}
         return {opt: name if name.startswith("transformer.") else f"transformer.{name}" for opt, name in named.items()}
 
@@ -128,8 +128,8 @@ class Conv1DReader(ShardReader):
 
 
 def _convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """OPT's tensors that hold GPT-2's tensor `name`, whose file may omit "transformer."; unchanged if GPT-2 has no
-    tensor of this name and rank."""
+    """The tensors of OPT that hold the tensor `name` of GPT-2, whose file may omit "transformer."; a tensor that GPT-2
+    does not have stays as it is."""
     module, _, leaf = name.removeprefix("transformer.").rpartition(".")
     block = re.fullmatch(r"h\.(\d+)\.(.+)", module)
     if tensor.ndim not in (1, 2):

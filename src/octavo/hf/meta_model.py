@@ -40,11 +40,11 @@ class MetaModel:
     experts: ExpertFiles | None = None
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a file that hold `tensors`, which are named as in the model."""
+        """The tensors of the files that hold `tensors`, which have the names of the model."""
         return dict(tensors) if self.experts is None else self.experts.split(tensors)
 
     def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `on_disk`, for a whole file."""
+        """The inverse of `on_disk`, for all tensors of the files."""
         return dict(tensors) if self.experts is None else self.experts.merge(tensors)
 
     def file_name(self, layer: str) -> str:
@@ -113,11 +113,11 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
 
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
-    """Let transformers compute, on `device`, what no file holds (rotary frequencies), by the rule that its own loading
-    follows. That rule initializes the parameters of the same module too, so call this before any of them is filled.
+    """Let transformers compute, on `device`, the buffers that no file holds (rotary frequencies), as its own loading
+    does. It initializes the parameters of the same module too, so call this before any of them is filled.
 
     Raises:
-        ArtifactError: it does not compute one of them.
+        ArtifactError: transformers does not compute one of the buffers.
     """
     for module in model.modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -139,7 +139,7 @@ def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
     """The model with `tensors`, by their names in it, on the CPU. They are not copied, and none requires a gradient.
 
     Raises:
-        ArtifactError: a tensor of the model is in no file, and transformers does not compute it.
+        ArtifactError: `tensors` lacks a tensor of the model, and transformers does not compute it.
     """
     model: Any = meta_model.model
     compute_buffers(model, "cpu")

@@ -1,4 +1,4 @@
-"""The outputs by which a model is judged: logits of a language model, last hidden states of an encoder."""
+"""The outputs that quality is measured on: the logits of a language model, the last hidden states of an encoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from octavo.models.decoder import Decoder
 
 
 def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
-    """The logits of a causal language model in float32, or the last hidden states of an encoder."""
+    """The logits float32 [B, T, V] of a causal language model for `ids` int64 [B, T], or the last hidden states float32
+    [B, T, width] of an encoder; `given` are further arguments of the model."""
     result = model(ids, **given) if causal else getattr(model, "base_model", model)(ids, **given)
     if isinstance(result, Tensor):
         return result.float()
@@ -20,9 +21,9 @@ def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a model of transformers has logits of the next token, by the name of its class; it needs no weights.
+    """Whether a model of transformers predicts the next token, by the name of its class; it needs no weights.
 
-    Training, which has the weights, asks `octavo.models.causal.is_causal`.
+    Training, which has the weights, asks `octavo.models.causal.is_causal` instead.
     """
     named = (*(model.config.architectures or ()), type(model).__name__)[0]
     return bool(named.endswith(("ForCausalLM", "LMHeadModel")))

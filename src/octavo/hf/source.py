@@ -67,8 +67,7 @@ class Source:
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def folded(self) -> dict[str, Any]:
-        """The entry of octavo.json in which `octavo fold` says what it folded into the model; it holds for the packed
-        weights too."""
+        """The entry `folded` of octavo.json, which `octavo fold` writes; it holds for the packed weights too."""
         path = self.description / "octavo.json"
         found = read_json(path) if path.is_file() else {}
         return {key: found[key] for key in ("folded",) if key in found}

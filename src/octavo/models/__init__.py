@@ -33,14 +33,14 @@ BUILT_IN_MODELS = ("llama", "gpt2")  # what a training run calls them
 
 
 def build(config: Config) -> Llama | GPT2:
-    """The model of this configuration, initialised; under `torch.device("meta")` it takes no memory."""
+    """The model of this configuration, initialized. Under `torch.device("meta")` it takes no memory."""
     return Llama(config) if isinstance(config, LlamaConfig) else GPT2(config)
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> Config | None:
-    """The configuration of the model of ours that a parsed config.json names, or None if it names another one.
+    """The configuration in a parsed config.json, or None if its architecture is not one of this package.
 
-    Raises ValueError if the architecture is ours, but with features that our implementation does not have.
+    Raises a ValueError if the architecture is one of this package, but has features that the implementation lacks.
     """
     architectures = hf.get("architectures") or []
     if llama.ARCHITECTURE in architectures:

@@ -1,4 +1,4 @@
-"""Causal attention over keys and values that are kept between calls.
+"""Causal attention over keys and values that are cached between calls.
 
 Token t attends to tokens 0..t, and the keys and values of a token never change once computed. So a decoder that
 emits one token at a time keeps K and V of every layer (Shazeer 2019, arXiv:1911.02150, section 2.4) and computes them
@@ -16,8 +16,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of `layers` layers, for up to `context` tokens. For inference: it is written in place.
 
-    The buffers, [B, kv_heads, context, head_dim] for each layer, are allocated at a layer's first `append`, with the
-    batch, heads, dtype and device of what is appended.
+    The first `append` to a layer allocates its buffers, [B, kv_heads, context, head_dim] each, with the batch, heads,
+    dtype and device of the tensors that it gets.
     """
 
     def __init__(self, layers: int, context: int) -> None:
@@ -34,10 +34,13 @@ class KVCache:
         return min(self._filled)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v, [B, kv_heads, T, head_dim] each; return all of the layer's, [B, kv_heads, S, head_dim] views.
+        """Store k and v, [B, kv_heads, T, head_dim] each.
 
-        Raises RuntimeError when the cache would exceed `context` tokens or autograd records k or v, and ValueError
-        when the shape does not fit what the layer already holds.
+        Returns all keys and values of the layer, as views [B, kv_heads, S, head_dim].
+
+        Raises:
+            RuntimeError: the cache would exceed `context` tokens, or autograd records k or v.
+            ValueError: the shape or the dtype is not that of the tokens before.
         """
         if k.requires_grad or v.requires_grad:
             raise RuntimeError("KVCache overwrites its buffers in place: call the model under torch.no_grad()")

@@ -1,7 +1,7 @@
-"""Whether a language model is causal, found by what it computes and not by its name.
+"""Finding out whether a language model is causal, from its logits and not from its name.
 
-Training on the next token means something only where the logits of a token depend on that token and the ones before
-it. In an encoder they depend on the later ones too, the answer included.
+Training on the next token is only possible if the logits of a token depend on that token and the ones before it. In an
+encoder they depend on the later tokens too, so that the model sees the answer.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 _TOKENS = 8
-_TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, what attention lets through about 1e-3
+_TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the effect of attention about 1e-3
 
 
 @torch.no_grad()
 def is_causal(model: nn.Module, vocabulary: int) -> bool:
     """Whether the logits of a token stay the same when the last token of the sequence changes.
 
-    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens. The model must compute in float32 and without
-    dynamic quantization over a whole tensor, which makes every logit depend on every token: call this before
-    `octavo.convert`.
+    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens. Call this before `octavo.convert`: the model
+    must compute in float32, and quantization with one scale for a tensor makes every logit depend on every token.
 
     Args:
         model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].

@@ -1,7 +1,7 @@
 """Characters as tokens: every distinct character of the training text has an id.
 
-The ids are small, as in the byte tokenizer, and a character that UTF-8 spells with several bytes is one token. A
-character that the training text does not have has no id, and is an error.
+The vocabulary is small, as that of the byte tokenizer, and a character of several bytes in UTF-8 is one token. A
+character that the training text does not contain has no id, and is an error.
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ class CharacterTokenizer:
 
 def _codes(text: str) -> npt.NDArray[np.uint32]:
     """The code points of `text`."""
-    # Text of a command line can hold surrogates, which are no characters: they are unknown, and not an encoding error.
+    # Text of a command line can hold surrogates, which are no characters: report them as unknown, not as a codec error.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")

@@ -1,13 +1,14 @@
-"""What the decoder-only language models share: logits[B, T, V] from tokens[B, T] through a stack of residual blocks.
+"""The base of the decoder-only language models: logits[B, T, V] from tokens[B, T] through a stack of residual blocks.
 
     x = embed(tokens);  x = x + attention(norm(x));  x = x + mlp(norm(x));  logits = lm_head(norm(x))
 
-The head may be tied to the embedding (Press and Wolf 2017, arXiv:1608.05859). Weights start normal with std 0.02, and
-the two projections of a block that write to the residual stream a factor 1/sqrt(2 * layers) smaller, so that the
-stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+The head may be tied to the embedding (Press and Wolf 2017, arXiv:1608.05859). Weights are drawn from a normal
+distribution with a standard deviation of 0.02. For the two projections of a block that write to the residual stream it
+is smaller by a factor of 1/sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al.
+2019, GPT-2, section 2.3).
 
-In training, dropout (Srivastava et al. 2014) applies to the embeddings, to the probabilities of an attention, and to
-what an attention and an MLP add to the stream: the places where GPT-2 has it. Its random numbers are torch's.
+In training, dropout (Srivastava et al. 2014) applies where GPT-2 has it: to the embeddings, to the probabilities of an
+attention, and to the outputs of attention and MLP. It draws from torch's global random generator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INIT_STD = 0.02
 
 
 class DecoderShape(Protocol):
-    """What a decoder's configuration tells: sizes in elements, `context` in tokens."""
+    """The settings that every decoder's configuration has: sizes in elements, `context` in tokens."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -43,7 +44,7 @@ class DecoderShape(Protocol):
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` that draws no random number where its probability is 0."""
+    """An `nn.Dropout` that draws no random number if its probability is 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.p else x
@@ -55,9 +56,10 @@ class Dropout(nn.Dropout):
 
 
 class Decoder(nn.Module, ABC):
-    """Base of the language models: tying, initialisation and activation checkpointing.
+    """Base of the language models: tying, initialization and activation checkpointing.
 
-    `checkpoint_activations = True` keeps only each block's input in training and recomputes the rest in backward.
+    With `checkpoint_activations = True`, training saves only the input of each block and computes its activations again
+    in the backward pass.
     """
 
     residual_projections: ClassVar[tuple[str, ...]]
@@ -79,13 +81,13 @@ class Decoder(nn.Module, ABC):
         """Logits [B, T, V] of int64 tokens [B, T]; with a cache, of the T tokens that follow those it holds."""
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's Parameter, where the configuration ties them."""
+        """Make the head's weight the embedding's Parameter, if the configuration ties them."""
         if self.config.tied:
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all parameters anew (also after `to_empty`, when their memory holds anything)."""
+        """Draw all parameters anew, for example after `to_empty`, which leaves them uninitialized."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.rpartition(".")[2] in self.residual_projections
@@ -99,7 +101,7 @@ class Decoder(nn.Module, ABC):
                 module.reset_parameters()
 
     def run_block(self, block: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
-        """block(*args): the stream and what is to be added; recomputed in backward if `checkpoint_activations`."""
+        """Return `block(*args)`; with `checkpoint_activations`, the backward pass computes the block again."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
         return block(*args)  # type: ignore[no-any-return]
@@ -115,14 +117,14 @@ class Decoder(nn.Module, ABC):
             )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        # A move off the meta device gives every module a Parameter of its own and so undoes the tie.
+        # A move from the meta device gives every module its own Parameter, and so undoes the tie.
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.tie_weights()
         return self
 
 
 def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
-    """Accept a tied checkpoint that stores the shared matrix once, and keep it shared after `assign=True`."""
+    """Accept a tied checkpoint that stores the shared matrix once, and share it again after `assign=True`."""
     assert isinstance(module, Decoder)
     if module.config.tied and "lm_head.weight" in incompatible.missing_keys:
         incompatible.missing_keys.remove("lm_head.weight")

@@ -28,7 +28,7 @@ POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a GPT-2. Raises ValueError where they do not fit together.
+    """Sizes of a GPT-2. Raises a ValueError if they do not fit together.
 
     Without `bias` the linear layers have none, and those of the norms stay 0 and are not trained: OPT has no norm
     without one.
@@ -80,11 +80,10 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> GPT2Config:
-        """Read the fields of an OPT config.json; what is absent has transformers' default.
+        """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read.
 
-        Raises ValueError for a missing size and for what this implementation does not have: other activations than
-        gelu (OPT's own models use relu), post-norm, projected embeddings, other MLP widths than 4 * width.
-        Dropout is ignored: it changes training only.
+        Raises a ValueError for a missing size, and for a feature that this implementation lacks: an activation other
+        than gelu (OPT's own models use relu), post-norm, projected embeddings, an MLP width other than 4 * width.
         """
         required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
         missing = [key for key in required if hf.get(key) is None]
@@ -125,7 +124,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
-        """[B, T, width] from what the projections made of the block's input, [B, T, width] each."""
+        """[B, T, width] from the outputs of the projections, [B, T, width] each."""
         q, k, v = (x.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -146,10 +145,14 @@ class Block(nn.Module):
         self.mlp = GELU(self, "fc1", "fc2")
 
     def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
+        """One block of the residual stream [B, T, width].
+
+        Takes and returns the stream, and the output of the last MLP, which is not yet added: the next norm adds it in
+        the pass in which it reads the stream. None stands for 0.
+        """
         (q, k, v), x = self.qkv(x, delta)
         if v.requires_grad:
-            v = v.contiguous()  # attention keeps v for backward: a view would keep all of q, k and v
+            v = v.contiguous()  # attention saves v for backward: a view would hold all of q, k and v
         delta, x = self.mlp(x, self.final_layer_norm, self.self_attn(q, k, v, cache))
         return x, self.dropout(delta)
 

@@ -5,8 +5,9 @@
     attention: `heads` query heads share `kv_heads` keys and values                     (arXiv:2305.13245)
     mlp(x) = down(silu(gate(x)) * up(x))                                                (arXiv:2002.05202)
 
-The whole is arXiv:2302.13971. Names and mathematics are those of `LlamaForCausalLM` in transformers, so a state_dict
-travels both ways unchanged. Under bf16 autocast the linears run in bf16 and the residual stream stays in FP32.
+The model is that of arXiv:2302.13971. Names and mathematics are those of `LlamaForCausalLM` in transformers, so a
+state_dict travels both ways unchanged. Under BF16 autocast the linear layers run in BF16, and the residual stream stays
+in FP32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama. Raises ValueError where they do not fit together."""
+    """Sizes of a Llama. Raises a ValueError if they do not fit together."""
 
     vocabulary: int
     layers: int
@@ -69,7 +70,7 @@ class LlamaConfig:
             "intermediate_size": self.mlp_width,
             "max_position_embeddings": self.context,
             "tie_word_embeddings": self.tied,
-            # transformers 5 reads the first; version 4 only the second, and would fall back to 10000 in silence.
+            # transformers 5 reads the first, version 4 only the second: without it, it would silently take 10000.
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.norm_eps,
@@ -83,10 +84,10 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
-        """Read config.json's fields; what is absent has transformers' default.
+        """Read the fields of a Llama config.json. An absent field has transformers' default; dropout is not read.
 
-        Raises ValueError for a missing size and for features this implementation does not have: RoPE scaling, biases,
-        activations other than silu, head_dim other than width / heads. Dropout is ignored: it changes training only.
+        Raises a ValueError for a missing size, and for a feature that this implementation lacks: RoPE scaling, biases,
+        an activation other than silu, a head_dim other than width / heads.
         """
         required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
         missing = [key for key in (*required, "max_position_embeddings") if hf.get(key) is None]
@@ -123,8 +124,8 @@ def _rope_theta(hf: Mapping[str, Any]) -> float:
 def rope_tables(config: LlamaConfig, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """FP32 cosines and sines [stop - start, head_dim] of the positions start..stop-1, the halves repeated.
 
-    Computed in each forward, not kept in buffers: they cost little, and nothing is lost when a model built on the meta
-    device gets its memory.
+    They are computed in each forward pass, which costs little. As buffers they would be lost when a model on the meta
+    device is given its memory.
     """
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = 1.0 / config.rope_theta ** (pair / config.head_dim)
@@ -161,7 +162,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        """[B, T, width] of what the projections made of the input: q [B, T, width], k and v [B, T, kv_width]."""
+        """[B, T, width] from the outputs of the projections: q [B, T, width], k and v [B, T, kv_width]."""
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is not None:
@@ -183,10 +184,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
     ) -> tuple[Tensor, Tensor]:
-        """The stream [B, T, width] and what is still to be added to it, in and out: each norm adds as it reads."""
+        """One block of the residual stream [B, T, width].
+
+        Takes and returns the stream, and the output of the last MLP, which is not yet added: the next norm adds it in
+        the pass in which it reads the stream. None stands for 0.
+        """
         (q, k, v), x = self.qkv(x, delta)
         if v.requires_grad:
-            v = v.contiguous()  # attention keeps it for backward: not all of q, k, v for it
+            v = v.contiguous()  # attention saves v for backward: a view would hold all of q, k and v
         attended = self.self_attn(q, k, v, cos, sin, cache)
         delta, x = self.mlp(x, self.post_attention_layernorm, attended)
         return x, self.dropout(delta)

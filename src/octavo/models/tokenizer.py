@@ -1,12 +1,12 @@
 """Text to token ids and back: bytes, byte-level BPE, or a Hugging Face tokenizer (characters: `characters.py`).
 
-In bytes mode the id of a token is the byte itself, in UTF-8: nothing to train, nothing unknown, 256 tokens. Byte-level
-BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 and merges
-frequent neighbours.
+In bytes mode the id of a token is a byte of the text in UTF-8: 256 tokens, none unknown, nothing to train. Byte-level
+BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 tokens and
+merges frequent neighbours.
 
-On disk, both are a Hugging Face `tokenizer.json`. That file spells a byte as a printable character, since JSON holds
-text: a byte that is a printable, non-blank Latin-1 character stands for itself, and the n-th of the others is the
-code point 256 + n. Bytes mode is then a BPE without merges.
+On disk, both are a Hugging Face `tokenizer.json`, and bytes mode is a BPE without merges. JSON holds text, so the file
+spells each byte as a printable character. A byte that is a printable Latin-1 character, and no blank, stands for
+itself; the n-th of the others is the code point 256 + n.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 
 
 
 class Tokenizer(Protocol):
-    """What training and sampling ask of a tokenizer. Ids are in [0, vocabulary_size)."""
+    """The methods that training and sampling need. Ids are in [0, vocabulary_size)."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def chat(self) -> Chat | None:
-        """Writes a conversation as text, with its special tokens; None for a tokenizer without a chat template."""
+        """The chat template, which writes a conversation as text with its special tokens; None if there is none."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens around it."""
@@ -45,10 +45,10 @@ class Tokenizer(Protocol):
         """The ids of each text as an array of unsigned integers, [tokens]."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
 
     def save(self, folder: str | Path) -> None:
-        """Write what `transformers.AutoTokenizer` and `load_tokenizer` open into `folder`, created if missing."""
+        """Write the files of the tokenizer, for `transformers.AutoTokenizer` and `load_tokenizer`, into `folder`."""
 
 
 class ByteTokenizer:
@@ -73,8 +73,8 @@ class ByteTokenizer:
 class BpeTokenizer:
     """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`).
 
-    Opens any `tokenizer.json`, but nothing beside it (names of special tokens, chat template): `HuggingFaceTokenizer`
-    keeps those.
+    It opens any `tokenizer.json`. The names of special tokens and the chat template are in other files, which
+    `HuggingFaceTokenizer` reads too.
     """
 
     chat = None
@@ -84,7 +84,7 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> BpeTokenizer:
-        """Train on `texts` up to `vocabulary` tokens (fewer if the texts run out of pairs), the 256 bytes included."""
+        """Train on `texts` up to `vocabulary` tokens, the 256 bytes included; fewer if the texts run out of pairs."""
         if vocabulary < 256:
             raise ValueError(f"vocabulary must be at least 256 (every byte is a token); got {vocabulary}")
         tokenizers = _tokenizers()
@@ -163,7 +163,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open the tokenizer in `folder`: our bytes or characters, any other `tokenizer.json`, or an older layout.
+    """Open the tokenizer in `folder`: our bytes or characters, any other `tokenizer.json`, or older files.
 
     Bytes and characters need no extra.
 

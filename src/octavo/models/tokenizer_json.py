@@ -1,4 +1,4 @@
-"""A `tokenizer.json` in Hugging Face's form, of the tokenizers that need no library."""
+"""The Hugging Face `tokenizer.json` of the tokenizers that need no library."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def byte_json() -> dict[str, Any]:
 
 
 def is_bytes(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the ids of `byte_json`."""
+    """Whether a tokenizer.json gives the same ids as `byte_json`."""
     model, ours = content["model"], byte_json()["model"]
     plain = not content.get("added_tokens") and content.get("normalizer") is None
     return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")
 
 
 def character_json(characters: str) -> dict[str, Any]:
-    """A tokenizer.json whose token i is the character `characters[i]`, and that refuses every other character."""
+    """A tokenizer.json whose token i is the character `characters[i]`. It refuses every other character."""
     every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     vocabulary = {character: i for i, character in enumerate(characters)}
     # The unknown token is longer than a character and not in the vocabulary, so that an unknown character is an error.
@@ -74,6 +74,6 @@ def character_json(characters: str) -> dict[str, Any]:
 
 
 def characters_of(content: dict[str, Any]) -> str | None:
-    """The characters of a tokenizer.json that `character_json` made; None for another one."""
+    """The characters of a tokenizer.json that `character_json` made; None for any other."""
     characters = "".join(content["model"].get("vocab") or ())
     return characters if content == character_json(characters) else None

@@ -1,4 +1,4 @@
-"""Running a packed folder: models whose linear layers compute on the packed bytes."""
+"""Running a packed folder: models whose linear layers compute with the packed weights."""
 
 from octavo.runtime.build import Loaded, end_tokens, load_packed
 from octavo.runtime.packed_linear import PackedLinear

@@ -1,4 +1,4 @@
-"""From a packed folder to a model that runs on its bytes. Everything is checked before anything is used."""
+"""From a packed folder to a model that computes with its weights. Every file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Loaded(NamedTuple):
 
 
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
-    """Open a packed folder. Nothing but its files is read, and none of them is a pickle.
+    """Open a packed folder. Only its files are read, and none of them is a pickle.
 
     Args:
-        folder: what `octavo pack` wrote.
-        device: where the model shall be; "auto" is the GPU where there is one.
+        folder: a folder that `octavo pack` wrote.
+        device: for the model; "auto" takes the GPU if there is one.
 
     Returns:
-        The model in evaluation mode, its packed layers `PackedLinear` and all else BF16 (a `Llama` or `GPT2` of ours,
-        or a model of transformers), its tokenizer, and its context.
+        The model in evaluation mode (a `Llama` or `GPT2` of ours, or a model of transformers), its tokenizer, and its
+        context. The packed layers are `PackedLinear`, everything else is BF16.
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
-        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
-        ValueError: the device is not there.
+        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
+        ValueError: the device does not exist.
         ImportError: the architecture needs transformers, which is not installed.
     """
     place = choose_device(device)
@@ -84,23 +84,23 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.
 
 
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:
-    """The linear layers whose weight is not in eight bits; a tied head has none of its own."""
+    """The linear layers without a weight in eight bits; a tied head has no weight of its own."""
     specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
     return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
 
 
 def _packed_experts(meta_model: MetaModel, reader: ShardReader) -> list[str]:
-    """The experts whose weights are in eight bits, by their names on disk."""
+    """The experts whose weights are in eight bits, by their names in the files."""
     files = meta_model.experts
     specs = {name: reader.specs.get(f"{name}.weight") for name in ([] if files is None else files.experts)}
     return [name for name, spec in specs.items() if spec is not None and spec.dtype == WEIGHT_DTYPE]
 
 
 def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[str]) -> None:
-    """Put the weights of packed experts in BF16: their stacks are no linear layers, and run as they are."""
+    """Widen the weights of packed experts to BF16: their stacks are no linear layers."""
     for name in experts:
         if (scheme := packing.schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:
-            continue  # `check_tensors` names what is wrong
+            continue  # `check_tensors` reports it
         scale = tensors.pop(f"{name}.{SCALE_NAME}")
         check_scale(f"{name}.{SCALE_NAME}", scale, Path(name))
         tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
@@ -114,7 +114,7 @@ def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[s
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:
-    """Every tensor that the model takes, by its name on disk, scales as they are in memory."""
+    """Every tensor that the model takes, by its name in the files, with scales as `PackedLinear` holds them."""
     tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
     packing.take_kv_scales(tensors, disks, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
@@ -129,7 +129,7 @@ def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> di
 
 
 def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors`, of which those that are not packed are in BF16: other programs store them in float16 or float32."""
+    """Round unpacked tensors in float16 or float32, which other programs write, to BF16."""
     for name, tensor in tensors.items():
         wide = tensor.dtype in (torch.float16, torch.float32)
         if wide and name in required and required[name].dtype == UNQUANTIZED_DTYPE:
@@ -138,7 +138,7 @@ def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict
 
 
 def _check_scales(model: nn.Module, folder: Path) -> None:
-    """Warn where weights multiplied by their scales are far beyond those of a trained model."""
+    """Warn if weights multiplied by their scales are far larger than those of a trained model."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
     weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
     if names := suspected((name, weight.scale, weight.dequantize) for name, weight in weights.items()):
@@ -156,7 +156,7 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
-    """The linear layers of the model that are packed, with their scheme."""
+    """The packed linear layers of the model, with their schemes."""
     linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
     schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
     packed = {name: scheme for name, scheme in schemes.items() if scheme is not None}

@@ -1,4 +1,4 @@
-"""Open a model folder to run it: packed, or in BF16 as Hugging Face's libraries write it."""
+"""Opening a model folder to run it: a packed folder, or a BF16 folder of Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     """The language model of a folder, in evaluation mode, with its tokenizer and its context.
 
     Args:
-        folder: what `octavo pack` wrote, or a Hugging Face model folder, which runs in BF16.
-        device: where the model shall be.
+        folder: a folder that `octavo pack` wrote, or a Hugging Face model folder, which runs in BF16.
+        device: for the model.
 
     Raises:
-        FileNotFoundError, ArtifactError: the folder is not whole, holds pickles, or its model gives no next token.
+        FileNotFoundError, ArtifactError: the folder is incomplete, holds pickles, or its model predicts no next token.
         ImportError: the architecture needs transformers, which is not installed.
-        ValueError: the device is not there.
+        ValueError: the device does not exist.
     """
     place = choose_device(device)
     if PackedFolder(folder).read_config().get("quantization_config"):
@@ -54,6 +54,6 @@ def _predicts(model: nn.Module) -> bool:
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
     if not predicts:
         raise ArtifactError(
-            f"{folder} holds an encoder ({type(model).__name__}), which gives no next token: a causal language model "
-            "is required (Llama, Qwen, Mistral, GPT-2, ...)"
+            f"{folder} holds an encoder ({type(model).__name__}), which predicts no next token: a causal language "
+            "model is required (Llama, Qwen, Mistral, GPT-2, ...)"
         )

@@ -4,9 +4,9 @@
     MLP           n_q as above, or quantize(x);  u = n_q @ [w_gate; w_up]^T;  h_q = quantize(silu(gate) * up)
                   y = h_q @ w_down^T
 
-for layers of the scheme `channel`, in our own models and in the decoder layers of transformers that
-`octavo.nn.transformers_fusion` knows. The operations and their order are those of training, so a run that was trained
-fused gives the same bits. Everything else runs layer by layer.
+This holds for layers of the scheme `channel`, in our models and in the decoder layers of transformers that
+`octavo.nn.transformers_fusion` knows. All other layers run one by one. The operations and their order are those of
+training, so the packed model of a run gives the same bits as the run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from octavo.runtime.stacked_linear import PackedStack, stackable
 
 
 class PackedNormLinear(NormLinear):
-    """What `NormLinear` becomes when the layers that the norm feeds are packed."""
+    """A `NormLinear` whose layers are packed."""
 
     stack: PackedStack
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
-        """As `NormLinear.fused`, from the packed bytes; None where that cannot be."""
+        """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         if x.numel() == 0 or read_norm(self.norm) is None or not self.stack.holds(self.linears):
             return None
         total, n_q = _normed(x, residual, self.norm)
@@ -60,7 +60,7 @@ class PackedMLP(FusedMLP):
         return self._last(h_q, x), total
 
     def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
-        """x + residual, and what the last layer reads [T, F]; None where that cannot be."""
+        """x + residual, and the input [T, F] of the last layer; None if the layers cannot run fused."""
         known = norm is None or read_norm(norm) is not None
         if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(self.outer):
             return None
@@ -78,10 +78,9 @@ class PackedMLP(FusedMLP):
 
 
 def fuse(model: nn.Module) -> None:
-    """Let the norms and MLPs of a packed model run in one pass with their layers, where the pattern is known.
+    """Fuse the norms and MLPs of a packed model with the layers that they feed. A second call changes nothing.
 
-    The layers' bytes move into stacks, on the device where they are: call it when the model is where it shall be.
-    Idempotent.
+    The layers' weights move into stacks on their device, so move the model to its device first.
     """
     fuse_patterns(model)
     for module in list(model.modules()):
@@ -96,12 +95,12 @@ def fuse(model: nn.Module) -> None:
 
 
 def _is_alone(layer: nn.Module) -> bool:
-    """Whether this is a layer that takes a quantized input: packed by channel, and not watched."""
+    """Whether `layer` takes a quantized input: it is packed by channel, and has no hooks."""
     return isinstance(layer, PackedLinear) and layer.by_channel and not watched(layer)
 
 
 def _normed(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tensor, QTensor]:
-    """x + residual [..., K] (x itself where there is none), and its norm, quantized by row [T, K]."""
+    """x + residual [..., K] (x itself without a residual), and its norm, quantized by row [T, K]."""
     found = read_norm(norm)
     assert found is not None
     how, gamma, beta = found

@@ -1,9 +1,9 @@
-"""A linear layer that runs from its packed bytes.
+"""A linear layer that computes with its packed weight.
 
     y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
 
-x is quantized when the layer is called, as its scheme says (`octavo.artifact.packed.scheme`); the weight is never
-widened where the machine has an FP8 GEMM.
+x is quantized in each call, as the scheme says (`octavo.artifact.packed.scheme`). On a machine with an FP8 GEMM the
+weight is never widened.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from octavo.ops import scaled_mm
 
 
 class PackedModule(nn.Module):
-    """A module whose buffers hold bytes and their scales: it moves between devices, and keeps its dtypes when a model
-    is cast as a whole (`model.half()`), which would widen the bytes or round the scales."""
+    """A module whose buffers hold eight-bit weights and their scales.
+
+    It moves between devices, but keeps its dtypes when a model is cast as a whole: `model.half()` would widen the
+    weights and round the scales.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
@@ -37,17 +40,18 @@ class PackedModule(nn.Module):
 
 
 class PackedLinear(PackedModule):
-    """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included. It is for inference,
-    and has no gradient.
+    """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included.
+
+    It is for inference: it has no gradient.
 
     Args:
-        linear: the layer whose place it takes, for its sizes and its device.
-        scheme: how it is packed.
+        linear: the layer that it replaces, for the sizes and the device.
+        scheme: of the packing.
 
     Buffers:
         weight: e4m3 [N, K].
-        weight_scale: as `scheme` says.
-        input_scale: float32 [1], where the scheme is static; or None.
+        weight_scale: of the shape and dtype that `scheme` states.
+        input_scale: float32 [1] if the scheme is static, or None.
         bias: bfloat16 [N], or None.
     """
 
@@ -68,7 +72,8 @@ class PackedLinear(PackedModule):
 
     @property
     def by_channel(self) -> bool:
-        """Whether x is cast by row and all scales lie outside the sum, as the fused operations want it."""
+        """Whether the scheme is `channel`, the one of the fused operations: x is cast by row, and no scale varies along
+        the sum."""
         return self.scheme.name == CHANNEL.name
 
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
@@ -82,7 +87,7 @@ class PackedLinear(PackedModule):
         return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
     def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """y [T, N] of an input [T, K] that is quantized, and the weight; plus a residual [T, N]."""
+        """y [T, N] of the quantized input [T, K] and weight [N, K]; plus a residual [T, N]."""
         return scaled_mm(
             x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
         )  # [T,K] @ [N,K]^T
@@ -93,7 +98,7 @@ class PackedLinear(PackedModule):
 
 
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
-    """Put an empty `PackedLinear` of its scheme in the place of each named linear layer."""
+    """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
     for name, scheme in packed.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)

@@ -1,9 +1,9 @@
-"""Packed layers that read one input, as one GEMM: their bytes lie in one buffer, stacked along N.
+"""Packed layers that read one input, as one GEMM: their weights lie in one buffer, stacked along N.
 
     y[T, N_1 + N_2 + ...] = x_q[T,K] @ weight[N_1 + N_2 + ..., K]^T * s_x[T] * s_w[N_1 + N_2 + ...]
 
-Nothing is held twice: the stack owns the buffers, and each layer's weight, scale and bias are views of them, under
-the names that they had (`state_dict`, `layer.weight`).
+No weight is in memory twice: the stack owns the buffers, and each layer's weight, scale and bias are views of them,
+under their former names (`state_dict`, `layer.weight`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from octavo.runtime.packed_linear import PackedLinear, PackedModule
 
 
 class PackedStack(PackedModule):
-    """The bytes of layers of the scheme `channel`, with as many inputs each.
+    """The weights of layers of the scheme `channel` with the same number of inputs.
 
-    Buffers (none of them in `state_dict`, which has those of the layers):
+    Buffers, which are in `state_dict` under the names of the layers only:
         weight: e4m3 [sum of N, K].
         weight_scale: float32 [sum of N, 1].
-        bias: [sum of N], zeros where a layer has none; None where none has.
+        bias: [sum of N], zeros for a layer without bias; None if no layer has one.
     """
 
     weight: Tensor
@@ -49,7 +49,7 @@ class PackedStack(PackedModule):
             _make_share(layer, self, end - layer.out_features, end)
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether these are the layers of the stack, and nobody watches one of them."""
+        """Whether `layers` are the layers of the stack, and none has hooks."""
         return len(layers) == len(self.layers) and all(
             layer is ours and not watched(layer) for layer, ours in zip(layers, self.layers, strict=True)
         )
@@ -64,19 +64,19 @@ class PackedStack(PackedModule):
 
 
 def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
-    """The layers, where their inputs are cast by row and their scales lie outside the sum: all `channel`; else None."""
+    """The layers, if all are of the scheme `channel`, of the same number of inputs, and not stacked yet; else None."""
     found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.by_channel]
     same = len(found) == len(layers) and len({layer.in_features for layer in found}) == 1
     return found if same and not any(isinstance(layer, PackedShare) for layer in found) else None
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices of one-byte elements, one above the other; torch.cat does not take the float8 dtypes everywhere."""
+    """Concatenate matrices of one-byte elements along N, as bytes: torch.cat lacks float8 dtypes on some devices."""
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 class PackedShare(PackedLinear):
-    """A packed layer that owns no bytes: its rows of a stack."""
+    """A packed layer whose weight is rows of a stack's weight."""
 
     stack: PackedStack
     begin: int

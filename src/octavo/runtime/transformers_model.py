@@ -1,13 +1,13 @@
-"""A packed folder as the model that transformers knows, running on its bytes: `octavo.load`.
+"""Opening a packed folder as a model of transformers that computes with the packed weights: `octavo.load`.
 
     model = octavo.load("packed/first", "cuda")
     model.generate(**inputs, max_new_tokens=200)
 
-The modeling code, `generate` and the configuration are transformers' own; its linear layers are `PackedLinear`, and
-its norms and MLPs are fused with quantization where the pattern is known (`octavo.runtime.fused`). With a static
-cache every shape is fixed, and the model goes through torch.compile and into CUDA graphs:
+The modeling code, `generate` and the configuration are transformers' own. The linear layers are `PackedLinear`, and
+norms and MLPs are fused with quantization in the architectures that `octavo.runtime.fused` knows. With a static cache
+every shape is fixed, so that transformers compiles the model and captures CUDA graphs:
 
-    model.generate(**inputs, cache_implementation="static")        transformers compiles it and makes the graphs
+    model.generate(**inputs, cache_implementation="static")
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from octavo.runtime.build import fill
 
 
 def load_transformers(folder: str | Path, device: str | torch.device = "cpu") -> Any:
-    """Open a packed folder as a model of transformers. Nothing but its files is read, and none of them is a pickle.
+    """Open a packed folder as a model of transformers. Only its files are read, and none of them is a pickle.
 
     Args:
-        folder: what `octavo pack` wrote, of a Hugging Face model or of a run of ours.
-        device: where the model shall be; "auto" is the GPU where there is one.
+        folder: a folder that `octavo pack` wrote, from a Hugging Face model or from a run of `octavo train`.
+        device: for the model; "auto" takes the GPU if there is one.
 
     Returns:
-        The model in evaluation mode: of the class that config.json names, in BF16 but for its packed layers.
+        The model in evaluation mode, of the class that config.json names. All but its packed layers is BF16.
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
-        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
-        ValueError: the device is not there.
+        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
+        ValueError: the device does not exist.
         ImportError: transformers is not installed.
     """
     place = choose_device(device)
@@ -53,22 +53,16 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu") ->
 
 @torch.inference_mode()
 def warm_up(model: nn.Module, context: int) -> None:
-    """Run a language model once in each way that prompts and tokens will, so that no text waits for a compiler.
+    """Run a language model once for each kernel that prompts and tokens use, so that no text waits for a compiler.
 
-    Does nothing on a CPU, where nothing is compiled.
+    On a CPU nothing is compiled, and nothing runs.
 
     Args:
-        model: of ours or of transformers, as it was loaded.
-        context: tokens that it can see.
+        model: of ours or of transformers.
+        context: number of tokens that it can see.
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        for tokens in (
-            1,
-            16,
-            32,
-            MAX_SMALL_M,
-            MAX_SMALL_M + 1,
-        ):  # each tile of the GEMM of small M, and cuBLASLt
+        for tokens in (1, 16, 32, MAX_SMALL_M, MAX_SMALL_M + 1):  # each tile of the small-M GEMM, and cuBLASLt
             model(torch.zeros(1, min(tokens, context), dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)
