@@ -1,4 +1,4 @@
-"""`octavo.quantize`, the function for one tensor by hand."""
+"""`octavo.quantize`, the function for a single tensor."""
 
 import re
 

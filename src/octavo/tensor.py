@@ -1,4 +1,4 @@
-"""Quantize one tensor, by hand: for looking at it, packing it, testing with it."""
+"""Quantization of a single tensor, for inspection, packing and tests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from octavo.ops import quantize as quantize_matrix
 def quantize(
     x: Tensor, format: str = "e4m3", granularity: str = "row", *, scale: str = "fp32", rounding: str = "nearest"
 ) -> QTensor:
-    """`x` as a QTensor: x ≈ q.data * q.scale.
+    """Quantize a tensor: the result q is a QTensor with x ≈ q.data * q.scale.
+
+        >>> q = octavo.quantize(torch.randn(256, 512), granularity="block:128x128")
+        >>> q.data.dtype, q.scale.shape
+        (torch.float8_e4m3fn, torch.Size([2, 4]))
+        >>> x = q.dequantize()
 
     Args:
-        x: float32, bfloat16 or float16, any rank; leading dimensions count as rows.
+        x: float32, bfloat16 or float16, any rank above 0; all dimensions but the last count as rows.
         format: "e4m3", "e5m2", "e4m3fnuz" or "e5m2fnuz".
-        granularity: "tensor", "row", "group:G" or "block:RxC" (the latter for matrices).
-        scale: "fp32", "pow2" or "e8m0"; MX is granularity="group:32", scale="e8m0".
-        rounding: "nearest" or "stochastic" (the draw follows torch.manual_seed).
+        granularity: "tensor", "row", "group:G" or, for matrices, "block:RxC".
+        scale: "fp32", "pow2" or "e8m0". MX is granularity="group:32" with scale="e8m0".
+        rounding: "nearest" or "stochastic" (its random numbers follow torch.manual_seed).
 
     Raises:
-        ValueError: an unknown word (the message has the choices), or a value of `x` that is inf or NaN.
+        ValueError: an unknown name (the message lists the choices), or `x` holds inf or NaN.
     """
     cast = Cast(format, parse_granularity(granularity), scale, rounding)
     bad = ~x.isfinite()

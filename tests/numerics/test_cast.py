@@ -1,4 +1,4 @@
-"""`cast`, torch's own conversion made to keep the contract, against `encode`; and stochastic rounding, noise given."""
+"""`cast`, which clamps and then uses torch's conversion, against `encode`; stochastic rounding with given noise."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_cast_equals_encode(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_infinity_is_cast_alike_however_it_is_rounded(name):
-    """inf saturates; with noise it does nothing else."""
+    """inf saturates, with noise too."""
     fmt, x = FORMATS[name], torch.tensor([torch.inf, -torch.inf])
     nearest = cast(x, fmt)
     assert same(widen(nearest), np.array([fmt.max, -fmt.max]))

@@ -11,7 +11,7 @@ SHAPES = [(1,), (5,), (1, 1), (3, 5), (17, 130), (129, 8), (2, 3, 5), (1, 7, 129
 
 
 def slow_blocks(granularity: Granularity, shape: tuple[int, ...]) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-    """Which elements belong to which block, by a loop over the elements."""
+    """The block of each element, by a loop over the elements."""
     sizes = [1] * len(shape)
     if granularity == TENSOR:
         sizes = list(shape)

@@ -10,7 +10,7 @@ from octavo.ops import quantize
 
 
 def matrix(n: int) -> np.ndarray:
-    """The rotation as a matrix: what it does to the rows of the identity."""
+    """The rotation as a matrix: the rotated rows of the identity."""
     return hadamard(torch.eye(n, dtype=torch.float64)).numpy()
 
 

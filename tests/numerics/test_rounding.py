@@ -46,7 +46,7 @@ GOLDEN = [
 
 
 def test_known_values_for_one_seed():
-    """Golden, in units of 2^-24: kernels and later versions must reproduce these, or old runs no longer repeat."""
+    """Fixed values, in units of 2^-24: if they change, old runs cannot be repeated."""
     actual = uniform_noise((2, 4), torch.tensor(SEED))
     assert actual.dtype == torch.float32
     assert (actual.double() * 2**24).long().tolist() == GOLDEN

@@ -32,7 +32,7 @@ def test_the_bytes_are_left_alone_and_the_result_is_memory_of_its_own(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_numbers_alone_are_widened_as_beside_nan(name):
-    """What is looked at before NaN is put back must change no number."""
+    """The search for NaN must change no number."""
     codes = CODES.flatten()
     number = decode(codes, FORMATS[name]).isfinite()
     wide = widen(codes[number].view(FORMATS[name].dtype))
@@ -42,7 +42,7 @@ def test_numbers_alone_are_widened_as_beside_nan(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_it_is_exact_where_subnormals_are_flushed(name):
-    """FP8's subnormals are ordinary numbers to a float32; `torch.set_flush_denormal` has no business with them."""
+    """FP8's subnormals are normal numbers in float32: `torch.set_flush_denormal` must not change them."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
@@ -54,7 +54,7 @@ def test_it_is_exact_where_subnormals_are_flushed(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_it_takes_the_device_of_its_data_whatever_the_context(name):
-    """A model is often made under `torch.device("meta")`: nothing may be remembered from there."""
+    """A model is often created under `torch.device("meta")`: no tensor of that device may be cached."""
     data = NUMBERS.to(FORMATS[name].dtype)
     expected = data.float()
     with torch.device("meta"):

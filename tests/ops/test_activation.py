@@ -22,7 +22,7 @@ E4M3 = Cast()
 def backward(
     dh: Tensor, u: Tensor, kind: str, cast: Cast = E4M3, h_cast: Cast = E4M3, *, keep: bool = False, **scales: Tensor
 ) -> ActivationGradient:
-    """`activation_backward` after its forward; factors of one where none are given."""
+    """`activation_backward` after its forward; factors that are not given are ones."""
     ones = {"column_scale": torch.ones(1, u.shape[1]), "row_scale": torch.ones(u.shape[0], 1)}
     h_scale = activation_quantize(u, kind, h_cast).scale
     return activation_backward(dh, u, kind, cast, **ones | scales, h_cast=h_cast, h_scale=h_scale, keep=keep)
@@ -78,7 +78,7 @@ def test_the_bytes_are_made_again_on_the_border_of_two_codes(kind):
 
 
 def test_factors_multiply_the_gradient_before_its_amax_is_taken():
-    """A column that its factor makes the largest decides the scale."""
+    """The factor makes one column the largest, which then decides the scale."""
     u, dh = torch.full((1, 4), 20.0), torch.ones(1, 4)
     factors = {"column_scale": torch.tensor([[1.0, 2.0, 896.0, 4.0]]), "row_scale": torch.full((1, 1), 0.5)}
     du = backward(dh, u, "gelu", **factors).du
@@ -91,7 +91,7 @@ def test_factors_multiply_the_gradient_before_its_amax_is_taken():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates_far_from_zero(dtype):
-    """Beyond 88, exp(-gate) is no float32."""
+    """Beyond 88, exp(-gate) exceeds float32."""
     gate = torch.tensor([[200.0] * 3, [-200.0] * 3, [1e4, 0.0, -1e4], [1e30, 1.0, -1e30]]).to(dtype)
     up, dh = torch.tensor([1.0, -2.0, 3.0], dtype=dtype).expand(4, 3), torch.ones(4, 3, dtype=dtype)
     u = torch.cat((gate, up), 1)
@@ -116,7 +116,7 @@ def test_gelu_far_from_zero_is_u_or_zero(value):
 
 
 def test_gelu_is_flat_where_its_density_would_be_subnormal():
-    """From -13.22 down: zero, not a subnormal that one library flushes and another does not."""
+    """Below -13.22 the density is zero, not a subnormal that one library flushes and another does not."""
     u = torch.tensor([[-13.0, -13.1], [-13.25, -13.3], [-14.0, -14.5]]).repeat(1, 40)
     wide = backward(torch.ones_like(u), u, "gelu", keep=True).wide[:, :2]
     assert torch.equal(wide != 0, torch.tensor([[True, True], [False, False], [False, False]]))
@@ -126,7 +126,7 @@ def test_gelu_is_flat_where_its_density_would_be_subnormal():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("kind", "column"), [("gelu", 70), ("swiglu", 70), ("swiglu", 200)])
 def test_a_row_that_is_not_finite_is_nan_and_no_other(kind, column, value):
-    """In swiglu, in the gate and in up."""
+    """For swiglu, both in gate and in up."""
     u, dh, _, _ = given(kind, (17, 130), torch.bfloat16)
     broken = u.clone()
     broken[4, column] = value

@@ -46,7 +46,7 @@ def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
 
 
 def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:
-    """Data and scale of the gradient, data of h (as forward had it, too), and the gradient itself."""
+    """Data and scale of the gradient, data of h (equal to forward's), and the gradient itself."""
     h_data, h_scale = activation_quantize_reference(values[0], kind, cast)
     required = backward_reference(*values, kind, cast, h_scale, keep)
     assert_same(required[2], h_data)
@@ -84,7 +84,7 @@ def test_large_ones_again_and_again(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_border_of_two_codes(kind):
-    """Where an order of rounding other than the reference's would give another code."""
+    """Rounding in another order than the reference would give another code here."""
     u = on_the_border(kind).cuda()
     m, f = u.shape[0], u.shape[1] // KINDS[kind]
     check_forward(u, kind, Cast(), 1)
@@ -93,7 +93,7 @@ def test_the_border_of_two_codes(kind):
 
 
 def constant_rows(values: list[float], kind: str) -> tuple[Tensor, ...]:
-    """A row of 130 for each of `values`: u, or its gate; then dh and factors of one, so that small numbers stay."""
+    """u (or its gate) with a row of 130 for each of `values`, dh, and factors of one, which keep small numbers."""
     column = torch.tensor(values, device="cuda").unsqueeze(1)
     u, dh = column.expand(-1, 130), 1 + torch.rand(len(values), 130, device="cuda")
     if kind == "swiglu":
@@ -109,8 +109,8 @@ def test_values_far_from_zero(kind):
 
 
 def test_gelu_where_its_density_would_be_subnormal():
-    """From -13.2 down exp(-u^2 / 2) is a subnormal float32, and from -14.4 zero. Triton links libdevice so that it may
-    flush subnormals, torch does not: kernel and reference both make it zero."""
+    """exp(-u^2 / 2) is a subnormal float32 below -13.2, and zero below -14.4. Triton links libdevice so that it may
+    flush subnormals, torch does not. Kernel and reference both return zero."""
     values = constant_rows([-13.0, -13.1, -13.2, -13.3, -13.5, -14.0, -14.3, -14.5], "gelu")
     check_forward(values[0], "gelu", Cast(), 1)
     check_backward(values, "gelu", Cast(), True, 1)
@@ -141,7 +141,7 @@ def test_strided_inputs(kind):
 @pytest.mark.parametrize(("kind", "half"), [("gelu", 0), ("swiglu", 0), ("swiglu", 1)], ids=["gelu", "gate", "up"])
 @pytest.mark.parametrize("f", [130, 20000])
 def test_a_row_that_is_not_finite(f, kind, half, value):
-    """In the last column, which of a long row is in the second piece."""
+    """In the last column, which is in the second block of a long row."""
     u, dh, column_scale, row_scale = on_gpu(given(kind, (9, f), torch.bfloat16))
     u = u.clone()
     u[4, half * f + f - 1] = value

@@ -22,7 +22,7 @@ REFERENCES = {
 
 
 def arguments(kind: str, shape: tuple[int, int], keep: bool, device: str = "cpu") -> tuple[tuple, tuple]:
-    """Of the two operations."""
+    """Arguments of the two operations."""
     u, dh, column_scale, row_scale = (t.to(device) for t in given(kind, shape, torch.bfloat16))
     forward = u, Cast().spec, kind
     h_scale = 1000 * row_scale  # so that no h is beyond 448 of it
@@ -57,7 +57,7 @@ def turned(values: tuple[Any, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_inputs_give_contiguous_results(kind):
-    """What is compiled believes the fake's strides."""
+    """Compiled code relies on the strides of the fake implementation."""
     forward, back = map(turned, arguments(kind, (17, 130), True))
     results = *torch.ops.octavo.activation_quantize(*forward), *torch.ops.octavo.activation_backward(*back)
     assert all(t.is_contiguous() for t in results)
@@ -75,7 +75,7 @@ def test_strided_inputs_give_the_same_numbers(kind):
 
 
 def run_both(u: Tensor, dh: Tensor, kind: str, cast: Cast, h_cast: Cast) -> list[Tensor]:
-    """What both operations return, with factors that are not contiguous where they could be."""
+    """The results of both operations, with factors that are not contiguous if their shape allows it."""
     column_scale, row_scale = torch.ones(1, 1).expand(1, u.shape[1]), torch.ones(1, 1).expand(u.shape[0], 1)
     q = activation_quantize(u, kind, cast)
     factors = {"column_scale": column_scale, "row_scale": row_scale, "h_scale": row_scale}

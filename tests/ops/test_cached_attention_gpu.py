@@ -70,7 +70,7 @@ def test_more_queries_than_the_kernel_takes(kind):
 
 @pytest.mark.parametrize("kind", DTYPES)
 def test_queries_of_any_size(kind):
-    """Rows of queries over 60 octaves, whose products float16 would not hold."""
+    """Rows of queries over 60 octaves: float16 does not hold their products."""
     q, *cache = on_gpu(given(kind, 1, 8, 2, 1, 128, 500))
     q = q * torch.exp2(torch.linspace(-60, 0, 8, device="cuda")).view(1, 8, 1, 1).bfloat16()
     q[:, 4:] *= 1e5
@@ -81,7 +81,7 @@ def test_queries_of_any_size(kind):
 
 @pytest.mark.parametrize("kind", DTYPES)
 def test_32768_tokens_again_and_again(kind):
-    """Batch 8, 32 and 8 heads of 128: against PyTorch in float32 on the widened bytes."""
+    """Batch 8, 32 heads of queries and 8 of keys of size 128, against PyTorch in float32 on the widened bytes."""
     torch.manual_seed(0)
     q, *cache = on_gpu(given(kind, 8, 32, 8, 1, 128, 32768))
     required = [

@@ -1,4 +1,4 @@
-"""What is handed to cuBLASLt: padded operands, scales in the order that it reads them."""
+"""The arguments of cuBLASLt: padded operands, and scales in the order in which it reads them."""
 
 import numpy as np
 import pytest

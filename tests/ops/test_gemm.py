@@ -24,7 +24,7 @@ def test_float32_results_on_the_worst_row(pair, size):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_bf16_results_on_the_worst_row(pair):
-    """A long reduction: sums kept in BF16 would lose all of these bounds."""
+    """A long reduction: sums in BF16 would miss these bounds."""
     a, b = operands(pair, 33, 2050, 40)
     assert worst_row(scaled_mm(a, b), wide(a) @ wide(b).T) < 2.0**-8  # half an ulp of each element, at most
 
@@ -94,7 +94,7 @@ def test_a_nan_scale_poisons_its_row_and_no_other():
 )
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 8, 4), (4, 8, 0), (3, 0, 4)])
 def test_empty_operands(cast, m, k, n):
-    """No tokens is an expert's ordinary day; an empty reduction sums to zero."""
+    """Experts often get no tokens. An empty reduction sums to zero."""
     y = scaled_mm(quantize(torch.zeros(m, k), cast), quantize(torch.zeros(n, k), cast))
     assert torch.equal(y, torch.zeros(m, n, dtype=torch.bfloat16))
 

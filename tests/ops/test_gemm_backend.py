@@ -1,4 +1,4 @@
-"""Which GPU runs which scaled GEMM, and what is said where none does."""
+"""The GEMMs that each GPU runs, and the reasons for those that it does not run."""
 
 import pytest
 import torch

@@ -4,10 +4,10 @@ The bound on the error of a row, in the norm of the row:
 
     u |y| + s |r|        r[m,n]^2 = sum over k of (a[m,k] b[n,k])^2
 
-u is the unit roundoff of what the GEMM writes: 2^-8 for BF16, 2^-24 for float32. Adding a bias rounds once more. r is
-the size that partial sums of independent terms have at the end, and s what the tensor core's accumulation may lose of
-it. Its partial sums keep about 14 bits and are truncated, so that one instruction, 32 terms, loses at most 2^-13 of
-what it holds (DeepSeek-V3, arXiv:2412.19437, section 3.3.2; `tensor_core_mm` models it):
+u is the unit roundoff of the GEMM's result: 2^-8 for BF16, 2^-24 for float32. Adding a bias rounds once more. r is the
+size of a sum of independent terms, and s the part of it that the tensor core may lose. Its partial sums keep about 14
+bits and are truncated, so that one instruction (32 terms) loses at most 2^-13 of the sum (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2; tests/support/tensor_core.py models it):
 
     promoted every 128 terms    4 instructions on a sum of size sqrt(128 / K) |r|, and K / 128 of these losses, which
                                 add up like sqrt(K / 128): s = 4 * 2^-13, four times that for the products' alignment
@@ -65,7 +65,7 @@ def test_worst_row(pair, size, dtype, with_bias, fast):
 
 @pytest.mark.parametrize("pair", NATIVE)
 def test_each_column_too_and_a_wrong_scale_is_seen(pair):
-    """Rows of b differ in size by 2^8: in the norm of a row of y a small column could hide."""
+    """Rows of b differ in size by 2^8, so the norm of a row of y could hide an error in a small column."""
     a, b = operands(pair, 257, 515, 129)
     poison()
     error, bound = errors_and_bounds(scaled_mm(on_gpu(a), on_gpu(b)).t(), b, a, None, False)
@@ -80,7 +80,7 @@ def test_each_column_too_and_a_wrong_scale_is_seen(pair):
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 64, 32), (32, 64, 0), (32, 0, 32)])
 @pytest.mark.parametrize("pair", ["tensor", "row", "strip-square", "strip-strip"])
 def test_empty_operands(pair, m, k, n):
-    """No tokens is an expert's ordinary day; an empty reduction sums to zero."""
+    """Experts often get no tokens. An empty reduction sums to zero."""
     a, b = operands(pair, m, k, n)
     poison()
     assert torch.equal(scaled_mm(on_gpu(a), on_gpu(b)).cpu(), torch.zeros(m, n, dtype=torch.bfloat16))
@@ -129,6 +129,6 @@ def test_a_missing_gemm_is_named_and_emulated_when_asked_for(pair):
 
 
 def test_emulation_is_no_substitute_where_the_gemm_is_there():
-    """`emulate` permits; it does not choose: what is reported is what runs."""
+    """`emulate` allows emulation. It does not choose it: the reported backend is the one that runs."""
     a, b = (on_gpu(q) for q in operands("row", 33, 4096, 80))
     assert torch.equal(scaled_mm(a, b, emulate=True), scaled_mm(a, b))

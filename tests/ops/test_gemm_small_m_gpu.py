@@ -1,7 +1,7 @@
 """The GEMM of small M on CUDA against float64 on the same quantized operands, for every path of its kernels.
 
-One row is summed in float32. More run on the tensor core, whose partial sums keep about 14 bits: the bounds are those
-of test_gemm_gpu.
+M = 1 is summed in float32. A larger M runs on the tensor core, whose partial sums keep about 14 bits: the bounds are
+those of test_gemm_gpu.
 """
 
 import pytest
@@ -57,7 +57,7 @@ def test_worst_row(pair, size, m):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 515), (5, 4096, 515), (1, 14336, 4096), (16, 80, 48), (3, 0, 7)])
 def test_a_residual_is_added_as_after_it(m, k, n, dtype):
-    """By whole rows, by tiles, cut up, short, and with nothing to add up."""
+    """GEMV, tiles, split-K, a short K, and an empty K."""
     a, b = (on_gpu(t) for t in operands("row", m, k, n))
     bias, residual = (torch.randn(shape, device="cuda").to(dtype) for shape in ((n,), (m, n)))
     found = product(a, b, bias, dtype, residual=residual)

@@ -1,4 +1,4 @@
-"""Compiled code launches our kernels and calls no operation of ours; where sizes are dynamic it calls them."""
+"""Compiled code launches our kernels instead of calling our operations; with dynamic sizes it calls them."""
 
 import pytest
 import torch

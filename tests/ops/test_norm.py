@@ -57,7 +57,7 @@ def test_eps_is_under_the_root(eps, center):
 
 @pytest.mark.parametrize("center", [False, True])
 def test_eps_is_a_float32(center):
-    """As a kernel has it: the difference from the float64 of 1e-5 shows in rows as small as its root."""
+    """As in a kernel. The difference from the float64 1e-5 shows in rows as small as its root."""
     x = torch.randn(2048, 130) * torch.logspace(-8, 0, 2048).unsqueeze(1)
     assert EPS32 != EPS
     one, other = (norm_quantize(x, None, torch.ones(130), None, eps, Cast(), center=center) for eps in (EPS, EPS32))

@@ -1,8 +1,8 @@
-"""The norms' kernels against their twin on the same GPU, bit for bit; their gradients against autograd in float64.
+"""The norms' kernels against their reference on one GPU, bit for bit; their gradients against autograd in float64.
 
-Kernel and twin add in another order only where that is float64, whose sums differ by 1e-15 of themselves: the float32
-that they are rounded to is the same, but for one row in some hundred million. None of these rows is one. The operation
-rounds eps to float32, so the twin is given it so.
+Kernel and reference add in different orders only in float64, whose sums then differ by 1e-15 of themselves. Rounded to
+float32 they are equal, but for one row in some hundred million. None of the rows here is one. The operation rounds eps
+to float32, so the reference gets the rounded one.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def test_the_longest_rows(layer):
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12])
 def test_eps_decides_in_rows_as_small_as_its_root(eps):
-    """A kernel's eps is that of the reference to the last bit of rstd: the float64 of 1e-5 would show."""
+    """Kernel and reference use the same eps to the last bit of rstd: the float64 1e-5 would show."""
     x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
     weight = torch.ones(130, device="cuda")
     required = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
@@ -114,8 +114,8 @@ def differing(found: QTensor, required: QTensor) -> int:
 @pytest.mark.parametrize(("dtype", "cast"), CASES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [*SIZES, (2048, 2048)], ids=str)
 def test_a_gpu_gives_the_bytes_of_a_cpu(shape, dtype, cast, center):
-    """All but a millionth: where the order of a float64 sum moves the last bit of a mean or rstd, an element of that
-    row that lies on the border of two codes falls to the other side."""
+    """All but a millionth. If the order of a float64 sum changes the last bit of a mean or rstd, an element of that row
+    on the border of two codes may round to the other one."""
     values = given(shape, dtype, True, True)
     found = norm_quantize(*on_gpu(values), EPS, cast, center=center)
     required = norm_quantize(*values, EPS, cast, center=center)

@@ -16,7 +16,7 @@ REFERENCES = {"norm_quantize": norm_quantize_reference, "norm_backward": norm_ba
 
 
 def arguments(shape: tuple[int, int], center: bool, device: str = "cpu") -> tuple[tuple, tuple]:
-    """Of the two operations; all that is optional is there with `center`, and nothing without."""
+    """Arguments of the two operations; with `center`, those that are optional too."""
     x, residual, weight, bias = given(shape, torch.bfloat16, residual=center, bias=center)
     column = torch.ones(shape[0], 1)
     forward = x, Cast(scale="pow2").spec, residual, weight, bias, EPS, center
@@ -44,7 +44,7 @@ def test_shapes_on_the_meta_device(shape, center):
 
 
 def test_strided_inputs_give_contiguous_results():
-    """What is compiled believes the fake's strides."""
+    """Compiled code relies on the strides of the fake implementation."""
     forward, backward = arguments((5, 70), True)
     forward, backward = (
         tuple(v.t().contiguous().t() if isinstance(v, Tensor) and v.shape == (5, 70) else v for v in values)
@@ -117,7 +117,7 @@ def test_casts_that_the_kernels_do_not_do_are_refused(cast):
 
 
 def tensors(device: str, **changed: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """For the two operations, with some changed."""
+    """Tensors for the two operations, some of them changed."""
     x, k, row = (torch.ones(shape, device=device) for shape in ((3, 6), (6,), (3, 1)))
     forward = {"x": x, "residual": x, "weight": k, "bias": k}
     backward = {"dn": x, "x": x, "weight": k, "mean": row, "rstd": row, "residual": x}

@@ -85,7 +85,7 @@ def test_columns_then_rows_are_multiplied_first(cast, which, dtype):
 
 
 def test_the_order_of_the_factors_is_seen():
-    """The other order would round otherwise: the test above can tell them apart."""
+    """The other order rounds differently, so the test above can tell them apart."""
     x, given = matrix((17, 130)).numpy(), factors((17, 130), "both")
     other = x * given["row_scale"].numpy() * given["column_scale"].numpy()
     assert (scaled(x, given) != other).any()
@@ -108,7 +108,7 @@ def test_factors_and_input_are_left_alone():
 
 
 def test_factors_are_given_by_name():
-    """A column's and a row's would be confused otherwise."""
+    """By position, a column's and a row's factor would be confused."""
     with pytest.raises(TypeError, match="positional"):
         quantize(torch.ones(3, 3), Cast(), torch.ones(1, 3))
 

@@ -1,7 +1,7 @@
-"""Every quantizer and the byte transpose on CUDA against the CPU's, whose oracles are in the other files here.
+"""Every quantizer and the byte transpose on CUDA against the CPU's, which other files here test against oracles.
 
-Every byte of the data and every bit of the scales is equal, for finite inputs without exception. Each call is made
-three times over poisoned memory: a kernel that is right now and then is wrong.
+Every byte of the data and every bit of the scales is equal, for finite inputs without exception. Each call is repeated
+three times over poisoned memory, since some errors occur only now and then.
 """
 
 from functools import cache
@@ -34,7 +34,7 @@ def cases(sizes: list[tuple[int, int]]) -> pytest.MarkDecorator:
 
 @cache
 def given_matrix(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """`matrix`, made once: nobody here writes into it."""
+    """`matrix`, cached: no test here writes into it."""
     return matrix(shape, dtype)
 
 
@@ -177,7 +177,7 @@ def test_quantize_scaled_is_nan_throughout_where_x_is_not_finite(fmt, value):
 @pytest.mark.parametrize("shape", [(1, 1), (17, 130), (129, 257), (0, 7), (7, 0), LARGE], ids=str)
 @pytest.mark.parametrize("fmt", KINDS)
 def test_transpose(fmt, shape):
-    """Without a shift the bytes are as they were, NaN's too; with one, NaN may be any NaN."""
+    """Without a shift all bytes are kept, those of NaN too; with one, NaN may become another NaN."""
     data = torch.randint(256, shape, dtype=torch.uint8).view(FORMATS[fmt].dtype)
     shift = torch.randint(0, 24, shape[:1], dtype=torch.int32)
     shift[::5] = 0

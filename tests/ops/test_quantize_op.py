@@ -1,4 +1,4 @@
-"""The registered operations of quantization: what they refuse, and that their fakes tell the truth."""
+"""The registered operations of quantization: refused inputs, and fakes that agree with the operations."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_only_matrices_of_floats_are_taken(x):
 
 
 def test_float64_is_refused_as_the_message_says():
-    """The error's own list leaves it out: rounding it to float32 first would be a second rounding, unannounced."""
+    """Rounding it to float32 first would be a second, silent rounding."""
     with pytest.raises(ValueError, match="takes a matrix of float32, bfloat16 or float16, got"):
         quantize(torch.ones(2, 2, dtype=torch.float64), Cast())
 
@@ -59,7 +59,7 @@ def test_opcheck_quantize_transposed(cast, seed):
 
 @pytest.mark.parametrize("cast", [Cast(), Cast(granularity=TENSOR), Cast(granularity=group(32))], ids=name_of)
 def test_opcheck_of_a_strided_input(cast):
-    """What is compiled believes the fake's strides."""
+    """Compiled code relies on the strides of the fake implementation."""
     x = matrix((70, 5)).t()
     torch.library.opcheck(torch.ops.octavo.quantize.default, (x, cast.spec, None, None, None))
     torch.library.opcheck(torch.ops.octavo.quantize_transposed.default, (x, cast.spec, None))

@@ -1,4 +1,4 @@
-"""Quantizing by a scale known beforehand, against numpy and ml_dtypes."""
+"""Quantization by a given scale, against numpy and ml_dtypes."""
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ def test_quantize_scaled_saturates_and_reports_amax(fmt, dtype):
 
 
 def test_quantize_scaled_of_no_rows():
-    """A mixture's expert may get no token; its delayed scale is [1, 1] all the same."""
+    """An expert may get no tokens; its delayed scale is still [1, 1]."""
     q, amax = quantize_scaled(torch.zeros(0, 16), torch.ones(1, 1), Cast(granularity=TENSOR))
     assert (tuple(q.data.shape), amax.item()) == ((0, 16), 0.0)
 

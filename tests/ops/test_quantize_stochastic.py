@@ -24,7 +24,7 @@ def noise(seed: int, n: int) -> np.ndarray:
 
 
 def round_by(v: np.ndarray, dice: np.ndarray, cast: Cast) -> np.ndarray:
-    """Codes of `v`, up where dice and the distance from the lower neighbour make a whole."""
+    """Codes of `v`, rounded up if dice plus the distance from the lower neighbour is at least one spacing."""
     kind = KINDS[cast.format]
     codes = np.arange(128, dtype=np.uint8)
     values = codes.view(kind).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Casting again by a known scale gives the bytes of the first cast, transposed."""
+"""Requantization by the same scale gives the bytes of the first quantization, transposed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The model of the tensor core's sums: what it keeps, and what it loses."""
+"""The model of the tensor core's sums: the precision that it keeps and loses."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_24_bits_are_exact(k):
 
 
 def relative_error(k: int, promote_every: int | None) -> np.ndarray:
-    """Of sums of positive terms, where truncation can only lose."""
+    """The relative error of sums of positive terms, which truncation can only lower."""
     torch.manual_seed(7)
     a, b = (quantize(torch.rand(8, k) + 0.1, Cast()) for _ in range(2))
     exact = wide(a) @ wide(b).T

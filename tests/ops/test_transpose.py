@@ -79,7 +79,7 @@ def test_nan_survives_any_shift(dtype, shift):
 
 @pytest.mark.parametrize("shift", [0, 1, 30])
 def test_infinity_never_turns_into_a_number(shift):
-    """The codec's rule, "never does inf turn silently into 448", for the bytes of an E5M2 infinity."""
+    """As in the codec: the bytes of an E5M2 infinity never become those of the largest number."""
     data = torch.tensor([[torch.inf, -torch.inf]]).to(torch.float8_e5m2)
     result = transpose(data, torch.tensor([shift], dtype=torch.int32)).float()
     assert not result.isfinite().any()

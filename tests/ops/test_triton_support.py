@@ -1,7 +1,7 @@
-"""Where the Triton kernels run and how large their tiles are; on a GPU, that large ones are right time after time.
+"""The devices and tile sizes of the Triton kernels; on a GPU, repeated runs of large kernels.
 
-A race between the warps of a program, or a store that is lost, shows in one run of many: 20 here, each over fresh data
-and poisoned memory.
+A race between the warps of a program, or a lost store, shows in one run of many: 20 here, each over new data and
+poisoned memory.
 """
 
 import pytest

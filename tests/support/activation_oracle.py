@@ -14,7 +14,7 @@ UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is 
 
 @cache
 def given(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """u, dh, column_scale and row_scale for h of this shape; made once: nobody here writes into them."""
+    """u, dh, column_scale and row_scale for h of this shape. Cached: no test writes into them."""
     m, f = shape
     u = matrix((m, f * KINDS[kind]), dtype)
     dh = (torch.randn(m, f) * torch.exp2(torch.randint(-20, 5, (m, 1)))).to(dtype)

@@ -1,4 +1,4 @@
-"""What the codec is measured by: ml_dtypes, numpy, and exact arithmetic."""
+"""The oracles of the codec: ml_dtypes, numpy, and exact arithmetic."""
 
 import ml_dtypes
 import numpy as np

@@ -70,14 +70,14 @@ def row_norm(y: np.ndarray) -> np.ndarray:
 def errors_and_bounds(
     y: torch.Tensor, a: QTensor, b: QTensor, bias: torch.Tensor | None, fast: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row, from the operands on the CPU."""
+    """The error of each row of y and its bound, from the operands on the CPU."""
     wide_a, wide_b = wide(a), wide(b)
     product = wide_a @ wide_b.T
     exact = product if bias is None else product + bias.double().numpy()
     loss = PROMOTED + (2.0**-13 * math.ceil(a.shape[1] / 32) if fast else 0)
     gemm_dtype = y.dtype if a.granularity.outer else torch.bfloat16
     bound = ROUNDOFF[gemm_dtype] * row_norm(product) + loss * row_norm(np.sqrt(wide_a**2 @ (wide_b**2).T))
-    # the scales, two products in float32, and where there is more to do after the GEMM another rounding
+    # The scales are two products in float32. A bias, or another dtype than the GEMM's, rounds once more.
     bound += 2.0**-22 * row_norm(product)
     if bias is not None or gemm_dtype != y.dtype:
         bound += ROUNDOFF[y.dtype] * row_norm(exact)

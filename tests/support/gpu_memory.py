@@ -1,4 +1,4 @@
-"""What a kernel forgets to write must not look right by chance."""
+"""Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance."""
 
 import torch
 

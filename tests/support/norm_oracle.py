@@ -22,7 +22,7 @@ class Given(NamedTuple):
 
 @cache
 def given(shape: tuple[int, int], dtype: torch.dtype, residual: bool = False, bias: bool = False) -> Given:
-    """Rows of very different size, one of zeros; made once: nobody here writes into it."""
+    """Rows of very different size, one of zeros. Cached: no test writes into them."""
     x, added = matrix(shape, dtype), matrix((shape[0] + 1, shape[1]), dtype)[: shape[0]]
     weight, shift = (1 + torch.randn(shape[1]) / 4).to(dtype), torch.randn(shape[1]).to(dtype)
     return Given(x, added if residual else None, weight, shift if bias else None)

@@ -1,4 +1,4 @@
-"""What a number is: formats, codec, granularity, scaling, rounding, rotation. Pure torch, no torch.nn."""
+"""Number formats and the arithmetic of quantization, in plain PyTorch without torch.nn."""
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.codec import decode, encode

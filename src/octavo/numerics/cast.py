@@ -16,7 +16,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True)
 class Cast:
-    """How a tensor is quantized.
+    """The settings of a quantization. Frozen and hashable.
 
     Args:
         format: "e4m3", "e5m2", "e4m3fnuz" or "e5m2fnuz".

@@ -1,11 +1,11 @@
-"""What a number format is: a sign, a biased exponent, a mantissa, and what the last codes mean.
+"""Number formats: sign, biased exponent, mantissa, and the codes of inf and NaN.
 
 A code with exponent field e and mantissa field f of m bits stands for
 
     (-1)^s * (1 + f/2^m) * 2^(e - bias)        e > 0    normal
     (-1)^s * (    f/2^m) * 2^(1 - bias)        e = 0    subnormal
 
-The families differ in what they do with the codes at the ends:
+The families differ in the meaning of their last codes:
 
     ieee   all-ones exponents are inf and NaN                       (E5M2, BF16, FP16, FP32)
     fn     finite: only S.1111.111 is NaN, no inf                   (E4M3)
@@ -25,7 +25,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """The facts of one number format. `dtype` is the torch dtype with the same bits."""
+    """One number format. `dtype` is the torch dtype with the same bits."""
 
     name: str
     bits: int
@@ -47,14 +47,14 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """The code of the largest finite number. Codes without their sign are ordered as the magnitudes are."""
+        """The code of the largest finite number. (Without the sign, codes have the order of their magnitudes.)"""
         last = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         reserved = {"ieee": 1 << self.mantissa_bits, "fn": 1, "fnuz": 0, "e8m0": 1}
         return last - reserved[self.family]
 
     @property
     def nan_code(self) -> int:
-        """The code written for NaN (quiet and positive where there are several)."""
+        """The code that is written for NaN: the quiet, positive one if there are several."""
         if self.family == "ieee":
             return self.inf_code | (1 << (self.mantissa_bits - 1))
         if self.family == "fnuz":
@@ -63,7 +63,7 @@ class Format:
 
     @property
     def inf_code(self) -> int:
-        """The code of +inf, or of NaN where the format has no inf."""
+        """The code of +inf, or of NaN if the format has no inf."""
         return self.max_code + 1 if self.has_inf else self.nan_code
 
     @property
@@ -98,26 +98,26 @@ FP16 = Format("fp16", 16, 5, 10, 15, "ieee", torch.float16)
 FP32 = Format("fp32", 32, 8, 23, 127, "ieee", torch.float32)
 
 FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, BF16, FP16, FP32)}
-# What a tensor may be quantized to: the eight-bit formats that have a sign and a zero.
+# The formats that a tensor can be quantized to: eight bits, with a sign and a zero.
 FP8_FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 
 
 def get_format(name: str) -> Format:
-    """The format called `name`; a ValueError names the choices."""
+    """The format called `name`. Raises ValueError, which lists the names, if there is none."""
     if name not in FORMATS:
         raise ValueError(f"unknown format {name!r}: choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def fp8_format(name: str) -> Format:
-    """The eight-bit format called `name` that tensors are quantized to; a ValueError names the choices."""
+    """The format called `name`, if tensors can be quantized to it. Raises ValueError, which lists the names, if not."""
     if name not in FP8_FORMATS:
-        raise ValueError(f"{name!r} is no format to quantize to: choose one of {', '.join(FP8_FORMATS)}")
+        raise ValueError(f"tensors cannot be quantized to {name!r}: choose one of {', '.join(FP8_FORMATS)}")
     return FP8_FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format whose bits `dtype` has."""
+    """The format of the torch dtype `dtype`. Raises ValueError if there is none."""
     for f in FORMATS.values():
         if f.dtype == dtype:
             return f

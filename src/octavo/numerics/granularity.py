@@ -1,16 +1,17 @@
 """Granularity is the shape of the scale: how many elements share one.
 
-A tensor is cut into blocks; each has one scale; the scale has as many dimensions as the tensor, and each counts the
-blocks along that one. A last block may be short.
+A tensor is cut into blocks, and each block has one scale. The scale has as many dimensions as the tensor. The size of
+each dimension is the number of blocks along it. The last block may be shorter than the others.
 
     tensor        one block             x[M,K]  scale[1, 1]
     row           1 x K                         scale[M, 1]             (a token of x, an output channel of w)
     group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; block:1x128 is group:128)
     block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
 
-How a granularity behaves when the matrix is transposed decides how many quantizations a layer needs
-(`octavo.recipe`): a tensor or square-block scale transposes with its bytes; a row scale lands on the reduction and must
-be folded into the other operand; groups must be quantized again along the other axis.
+A layer also needs its matrices transposed, and the granularity decides how many quantizations that takes
+(`octavo.recipe`). Scales of the tensor or of square blocks transpose with the bytes. A row scale of the transposed
+matrix varies along the reduction, so it must be folded into the other operand. Groups must be quantized again along the
+other axis.
 """
 
 from __future__ import annotations
@@ -65,21 +66,21 @@ class Granularity:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
-        whole = self.cols is None  # a row, or a tensor, without elements still has its scale
+        whole = self.cols is None  # an empty row, or an empty tensor, still has a scale
         sizes = (*shape[:-1], max(shape[-1], 1)) if whole and shape else shape
         sizes = (1,) * len(shape) if self.rows is None else sizes
         return tuple(-(-n // b) for n, b in zip(sizes, self.block(shape), strict=True))
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude in each block of `x`, in the scale's shape; NaN where a block holds one."""
+        """The largest magnitude in each block of `x`, in the scale's shape; NaN for a block that holds NaN."""
         if self.rows == 1 and self.cols is None:
-            return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # no copy, as abs would make
+            return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # abs would make a copy
         block = self.block(tuple(x.shape))
         cut = _cut(x.abs(), block)
         return cut.amax(dim=tuple(range(1, cut.ndim, 2)))
 
     def expand(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`scale` against the elements of a tensor of `shape`: broadcastable where a block spans a dimension."""
+        """`scale` repeated so that it broadcasts against a tensor of `shape`."""
         for axis, (n, b) in enumerate(zip(shape, self.block(shape), strict=True)):
             if scale.shape[axis] != 1 and b > 1:
                 scale = scale.repeat_interleave(b, dim=axis).narrow(axis, 0, n)
@@ -99,12 +100,12 @@ ROW = Granularity(1, None)
 
 
 def group(size: int) -> Granularity:
-    """`size` elements along the reduction share a scale."""
+    """Each `size` elements along the reduction share a scale."""
     return Granularity(1, size)
 
 
 def block(rows: int, cols: int) -> Granularity:
-    """A block of `rows` x `cols` shares a scale."""
+    """Each block of `rows` x `cols` elements shares a scale."""
     return Granularity(rows, cols)
 
 

@@ -1,4 +1,4 @@
-"""A quantized tensor: bytes, scales, and what they mean."""
+"""A quantized tensor: data, scales, format and granularity."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """x ≈ data * scale. A plain frozen container, not a Tensor: nothing dispatches on it.
+    """x ≈ data * scale. A plain frozen container, not a subclass of Tensor.
 
-    Invariants, checked when one is made:
+    Invariants, checked at construction:
         data.dtype == format.dtype
         scale.ndim == data.ndim, and scale.shape == granularity.scale_shape(data.shape)
         scale.dtype is float32 or float8_e8m0fnu, on the device of data
@@ -53,9 +53,9 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale, computed in float32 and rounded once to `dtype`.
 
-        A product of finite factors beyond float32's range (or BF16's, where that is `dtype`) is the largest number
-        there, not inf: a finite tensor stays finite. The MX specification leaves such products to the implementation.
-        They come of rounding a number near the end of float32 up, in a block whose scale is a power of two.
+        A finite tensor stays finite: a product beyond the range of float32 (or of bfloat16, for that `dtype`) becomes
+        the largest number there, not inf. Such a product occurs if a number near the largest float32 is rounded up in a
+        block with a power-of-two scale. The MX specification leaves it to the implementation.
         """
         wide, scale = widen(self.data), self.granularity.expand(self.scale.float(), tuple(self.shape))
         largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max

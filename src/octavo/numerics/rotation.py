@@ -1,12 +1,12 @@
-"""Hadamard rotation: spread an outlier over its neighbours before quantizing.
+"""Hadamard rotation: spreads an outlier over its neighbours before quantization.
 
-H is the Walsh-Hadamard matrix over sqrt(n): orthogonal, symmetric, its own inverse. Both operands of a GEMM rotated
-along the reduction leave the product as it was,
+H is the Walsh-Hadamard matrix divided by sqrt(n): orthogonal, symmetric, and its own inverse. Rotating both operands of
+a GEMM along the reduction does not change the product,
 
     (x H)(w H)^T = x H H w^T = x w^T,
 
-while an outlier in one channel of x becomes n values of 1/sqrt(n) its size. A size n that is no power of two takes the
-block-diagonal matrix of the largest power of two that divides it (an odd n: no rotation).
+but an outlier in one channel of x becomes n values of 1/sqrt(n) its size. If n is not a power of two, H is
+block-diagonal, with blocks of the largest power of two that divides n (for an odd n, there is no rotation).
 
 Source: Ashkboos et al., "QuaRot" (arXiv:2404.00456); the fast transform is Fino and Algazi's (1976).
 """

@@ -1,8 +1,8 @@
-"""Stochastic rounding needs random numbers that every implementation can make alike.
+"""The random numbers of stochastic rounding, which every implementation can reproduce.
 
-Element i of a tensor draws its noise from a hash of (seed, i): no state, no order, the same bytes from a CPU loop, a
-vectorized twin and a GPU kernel. The hash is a 32-bit xor-shift-multiply mix whose constants come from Wellons' search
-for low bias ("hash-prospector", lowbias32), applied once to the seed and once to the index.
+The noise of element i is a hash of (seed, i). It has no state and no order, so any implementation, on a CPU or a GPU,
+gives the same bytes. The hash is a 32-bit xor-shift-multiply mix, applied once to the seed and once to the index. Its
+constants come from Wellons' search for low bias ("hash-prospector", lowbias32).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MASK = 0xFFFFFFFF
 
 
 def uniform_noise(shape: torch.Size | tuple[int, ...], seed: Tensor) -> Tensor:
-    """float32 noise in [0, 1), multiples of 2^-24: a function of `seed` (int64, 0-dim) and the element's index."""
+    """float32 noise in [0, 1), in multiples of 2^-24: a function of `seed` (int64, 0-dim) and the element's index."""
     count = int(torch.Size(shape).numel())
     index = torch.arange(count, device=seed.device)
     low, high = seed & _MASK, (seed >> 32) & _MASK
@@ -23,7 +23,7 @@ def uniform_noise(shape: torch.Size | tuple[int, ...], seed: Tensor) -> Tensor:
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """A seed (int64, 0-dim) from torch's default generator: torch.manual_seed and checkpoints govern it."""
+    """A seed (int64, 0-dim) from torch's default generator, which torch.manual_seed and checkpoints set."""
     return torch.randint(2**62, (), device=device)
 
 

@@ -1,20 +1,21 @@
-"""From amax to scale: how far a block must shrink to fit its format.
+"""Scales from amax values: a block is divided by its scale to fit the range of the format.
 
     scale = amax / max(format)          x ≈ x_q * scale
 
-Dynamic scaling takes the amax of the very tensor it scales. Delayed scaling takes it from the history of earlier
-steps, so that one pass over the tensor is enough; what grew since then saturates. Rules over a history of L steps:
-its max, the most recent entry, an exponential mean, or a percentile. `margin` leaves 2^margin of headroom, `interval`
-holds a scale for so many steps.
+Dynamic scaling takes the amax of the tensor that it scales. Delayed scaling takes it from a history of earlier steps.
+One pass over the tensor is then enough, and numbers that have grown beyond that amax saturate. The rule over a history
+of L steps is its max, the most recent entry, an exponential mean, or a percentile. `margin` leaves 2^margin of
+headroom, and `interval` is the number of steps for which a scale is held.
 
-Source of delayed scaling: Micikevicius et al. (arXiv:2209.05433) and Transformer Engine's user guide. Three choices of
-ours:
+Source of delayed scaling: Micikevicius et al. (arXiv:2209.05433) and Transformer Engine's user guide.
 
-- The only absolute floor is the smallest normal float32, 2^-126: it keeps 1/scale finite, gives all-zero blocks zero
-  bytes and a scale that no other can fall below, and leaves gradients of 1e-10 their relative error.
-- A block that holds inf or NaN gets the scale NaN: whatever is computed from it is NaN, never a plausible 448.
-- A single huge outlier takes the whole range of its block: with e4m3, elements 2^-19 of it and smaller become zero.
-  That is why finer blocks exist; a percentile rule instead lets the outlier saturate.
+Three properties of the scales here:
+
+- The only absolute floor is the smallest normal float32, 2^-126. It keeps 1/scale finite, and gradients of 1e-10 keep
+  their relative error. All-zero blocks get this smallest scale, and zero bytes.
+- A block that holds inf or NaN gets the scale NaN. All that is computed from it is then NaN, and not a plausible 448.
+- A single huge outlier takes the whole range of its block: with e4m3, elements of 2^-19 of it and smaller become zero.
+  Finer blocks limit the loss; a percentile rule lets the outlier saturate instead.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ RULES = ("max", "most_recent", "ema", "percentile")
 
 
 def scale_from_amax(amax: Tensor, fmt: Format, *, power_of_two: bool = False, relative_floor: float = 0.0) -> Tensor:
-    """The float32 scale that maps `amax` onto the largest number of `fmt`; NaN where amax is not finite.
+    """The float32 scales that map `amax` onto the largest number of `fmt`; NaN for an amax that is not finite.
 
     Args:
         amax: float tensor, any shape.
-        power_of_two: round the scale up to a power of two.
-        relative_floor: no scale is less than this part of the largest one in the tensor.
+        power_of_two: round the scales up to powers of two.
+        relative_floor: the smallest scale allowed, as a fraction of the largest in the tensor.
     """
-    largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # by a Python number a GPU would not divide exactly
+    largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # a GPU's division by a Python number is not exact
     scale = (amax / largest).clamp(min=SMALLEST_SCALE)
     if relative_floor and scale.numel():
         scale = torch.maximum(scale, scale.nan_to_num(0, 0).amax() * relative_floor)
@@ -48,7 +49,7 @@ def scale_from_amax(amax: Tensor, fmt: Format, *, power_of_two: bool = False, re
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is at least `x` (positive normal float32): the mantissa's bits carry over."""
+    """The smallest power of two that is at least `x`, positive normal float32: the mantissa carries over."""
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
@@ -60,15 +61,18 @@ def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class History:
-    """Delayed scaling: which amax the next step's scale comes from.
+    """Delayed scaling: how the amax for the next step's scale is chosen from those of earlier steps.
 
     Args:
-        length: steps remembered.
-        rule: "max", "most_recent", "ema" (weights `beta`^age, newest first) or "percentile".
-        percentile: of the remembered amax values, for that rule.
-        beta: decay of the exponential mean.
-        margin: amax is taken 2^margin larger than it was.
-        interval: a scale is held for so many steps.
+        length: the number of steps in the history.
+        rule: "max", "most_recent", "ema" (an exponential mean with weights `beta`^age) or "percentile".
+        percentile: of the amax values, 0 to 100, for that rule.
+        beta: the decay of the exponential mean, 0 to 1.
+        margin: the amax is multiplied by 2^margin.
+        interval: the number of steps for which a scale is held.
+
+    Raises:
+        ValueError: an unknown rule, or a number outside its range.
     """
 
     length: int = 1024
@@ -87,7 +91,7 @@ class History:
             raise ValueError(f"need 0 < percentile <= 100 and 0 <= beta < 1, got {self.percentile} and {self.beta}")
 
     def amax(self, recent: Tensor) -> Tensor:
-        """The amax to scale by (0-dim float32) from the remembered ones, `recent` [n], newest first."""
+        """The amax (float32, 0-dim) for the next scale, from the history `recent` [n], newest first."""
         if self.rule == "max":
             chosen = recent.amax()
         elif self.rule == "most_recent":

@@ -19,7 +19,7 @@ def check_row_cast(operation: str, cast: Cast) -> None:
     if cast.granularity != ROW or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
         raise ValueError(
             f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
-            f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantization"
+            f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"
         )
 
 

@@ -3,9 +3,9 @@
     mean = sum(x) / K (layer norm; 0 for the root mean square),  rstd = 1 / sqrt(sum((x - mean)^2) / K + eps)
     n = (x - mean) * rstd * weight + bias
 
-Each of the two sums first adds groups of 8 neighbours in float32, pairwise and in a fixed order, and then adds the
-groups in float64, where the order does not change the float32 mean and rstd. All else is float32, each step rounded
-once. n is quantized from float32, without a rounding to BF16 between.
+Each of the two sums first adds groups of 8 neighbours in float32, pairwise and in a fixed order. It then adds the
+groups in float64, whose order does not change the float32 mean and rstd. All else is float32, each step rounded once.
+n is quantized from float32, without a rounding to BF16 between.
 
 Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
