@@ -1,4 +1,4 @@
-"""The report of a conversion: the layers that run in FP8, those that do not and why, and every other matrix."""
+"""The report of a conversion: the layers converted, the layers skipped and why, and the matrices in high precision."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from octavo.words import plural
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer in a conversion: its [N, K], why it was skipped (empty where it was converted), and how many
-    times faster FP8 was predicted to be (`only_if_faster`; else None)."""
+    """One linear layer in a conversion.
+
+    Args:
+        shape: [N, K].
+        reason: why it was skipped; "" if it was converted.
+        speedup: how many times faster FP8 was predicted to be; None without `only_if_faster`.
+    """
 
     name: str
     shape: tuple[int, int]
     reason: str
-    gain: float | None = None
+    speedup: float | None = None
 
 
 @dataclass(frozen=True)
@@ -28,39 +33,39 @@ class Conversion:
     """The report of `convert`; `str()` of it is a table.
 
     Args:
-        recipe: what the converted layers run.
+        recipe: of the converted layers.
         rows: one for each linear layer of the model.
-        backends: what y, dx and dw run on, by these names.
+        backends: the backends of "y", "dx" and "dw".
         coverage: the share of the parameters that FP8 computes, and each matrix that stays in high precision.
-        gains: where the predicted gains come from; empty without `only_if_faster`.
-        fused: names of the modules that norm or activate and quantize in one pass, with the layers that they run.
+        speedup_source: where the predicted speedups come from; "" without `only_if_faster`.
+        fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.
     """
 
     recipe: Recipe
     rows: tuple[Row, ...]
     backends: dict[str, Backend]
     coverage: Coverage
-    gains: str = ""
+    speedup_source: str = ""
     fused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> list[str]:
-        """The names of the layers that run as the recipe says."""
+        """The names of the converted layers."""
         return [row.name for row in self.rows if not row.reason]
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The names of the layers left as they were, with the reason."""
+        """The names of the skipped layers, each with its reason."""
         return {row.name: row.reason for row in self.rows if row.reason}
 
     def summary(self) -> str:
-        """The number of layers converted, what each of the three GEMMs runs on, and the matrices in high precision."""
+        """The number of layers converted, the backend of each GEMM, and the matrices in high precision."""
         layers = plural(len(self.converted), "linear layer")
         lines = [f"{self.recipe.name}: {layers} converted, {len(self.skipped)} skipped"]
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
-        if self.gains:
-            lines.append(f"  only if faster: {self.gains}")
+        if self.speedup_source:
+            lines.append(f"  only if faster: {self.speedup_source}")
         if self.recipe.quantized:
             lines += [f"  {line}" for line in str(self.coverage).splitlines()]
         return "\n".join(lines)
@@ -71,7 +76,7 @@ class Conversion:
         for row in self.rows:
             n, k = row.shape
             outcome = f"skipped: {row.reason}" if row.reason else "converted"
-            if row.gain is not None and not row.reason:
-                outcome += f", {row.gain:.2f}x"
+            if row.speedup is not None and not row.reason:
+                outcome += f", {row.speedup:.2f}x"
             lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {outcome}")
         return "\n".join(lines)

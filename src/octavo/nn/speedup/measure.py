@@ -1,9 +1,9 @@
 """Time `octavo.nn.Linear` against `nn.Linear` on a GPU: compiled, in BF16, forward and backward pass.
 
-Both layers are the real ones, their weight passed in, so that one compilation with dynamic sizes serves every size.
-Each pass is replayed as a CUDA graph: what is timed is the GPU's work. Launching, which a graph or the rest of a model
-hides, and which takes longer where sizes are dynamic, is left out. The two take turns; each turn lies between two CUDA
-events, and nothing waits before the last turn. The median turn counts.
+Both layers are the real ones. Their weight is an argument, so that one compilation with dynamic sizes serves every
+size. Each pass is replayed as a CUDA graph, so that only the GPU's work is timed. Launching is left out: a graph or the
+rest of a model hides it, and it takes longer with dynamic sizes. The two layers take turns; each turn lies between two
+CUDA events, and nothing waits for the GPU before the last turn. The result is the median turn.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ METHOD = (
     "median milliseconds of a forward and backward pass of one linear layer without bias, compiled by torch.compile "
     "and replayed as a CUDA graph, random normal BF16 input, weight and output gradient"
 )
-WARM_UP = 2  # calls once all is compiled, before the first one that counts
+WARM_UP = 2  # calls after compilation and before timing
 TURNS = 7
-TURN_MS = 3.0  # so many calls a turn that events and the switch to the other layer do not count
-COMPILATIONS = 64  # more than equal and small sizes, which the compiler treats apart, can ask for
+TURN_MS = 3.0  # of a turn, so that the events and the switch to the other layer are negligible
+COMPILATIONS = 64  # more than needed: the compiler specializes on equal sizes and on sizes of 1
 
 
 def time_linears(
     recipe: Recipe, shapes: Sequence[Shape], device: torch.device, done: Callable[[], None] = lambda: None
 ) -> list[tuple[float, float]]:
-    """Milliseconds of a forward and backward pass in BF16 and as `recipe` says, for each (M, K, N) of `shapes`.
+    """Milliseconds of a forward and backward pass in BF16 and by `recipe`, for each (M, K, N) of `shapes`.
 
-    Leaves torch's random state as it was, and calls `done` after each shape.
+    Torch's random state is restored. `done` is called after each shape.
 
     Raises:
-        RuntimeError: the GPU has not enough memory for a layer, or the compiler cannot run.
+        RuntimeError: not enough GPU memory for a layer, or the compiler cannot run.
     """
     times = []
     with (
@@ -69,7 +69,7 @@ def compiled(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
         y: Tensor = functional_call(layer, {"weight": w}, (x,))
         return y
 
-    # The compiler counts and keeps compilations by code object: a copy keeps each layer's apart from the others'.
+    # The compiler stores and counts compilations by code object: with a copy of it, each layer has its own.
     own = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
     return torch.compile(own, dynamic=True, fullgraph=True)
 
@@ -83,7 +83,7 @@ def _time(
     calls = [partial(_pass, forward, x, w, dy) for forward in forwards]
     for call in calls:
         call()
-    update_scales(fp8)  # delayed scaling has its scale from the second step on
+    update_scales(fp8)  # delayed scaling uses its history from the second step on
     for call in calls:
         for _ in range(WARM_UP):
             call()
@@ -111,7 +111,7 @@ def interleaved_medians(calls: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _turns(calls: Sequence[Callable[[], None]], repeats: Sequence[int], turns: int) -> list[list[float]]:
-    """For each call, its milliseconds in each turn, of `repeats` calls one after the other."""
+    """For each call, the milliseconds of one of its `repeats` in each turn."""
     marks = [_mark()]
     for _ in range(turns):
         for call, count in zip(calls, repeats, strict=True):

@@ -1,8 +1,8 @@
-"""How many times faster a linear layer is in FP8 than in BF16: what was measured on one GPU, and what follows from it.
+"""How many times faster a linear layer is in FP8 than in BF16: measurements of one GPU, and interpolation between them.
 
-The gain of a layer of K inputs and N outputs, for M tokens, is a ratio of times, forward and backward pass together:
+The speedup of a layer of K inputs and N outputs, for M tokens, is a ratio of times of forward and backward pass:
 
-    gain(M,K,N) = bf16_ms / fp8_ms
+    speedup(M,K,N) = bf16_ms / fp8_ms
 
 Both times are sums of products of sizes (the GEMMs go with M*K*N; quantizing with M*K, M*N and K*N; launching with
 nothing), so their ratio bends where one term overtakes another, and is smooth in the logarithms of the sizes. Hence a
@@ -25,7 +25,7 @@ Shape = tuple[int, int, int]  # M tokens, K inputs, N outputs
 
 @dataclass(frozen=True)
 class Machine:
-    """What the times depend on."""
+    """The GPU and the versions of the software, on which the times depend."""
 
     gpu: str
     compute_capability: str
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds of one forward and backward pass of one linear layer, both ways."""
+    """Milliseconds of a forward and backward pass of one linear layer, in BF16 and in FP8."""
 
     recipe: str
     M: int
@@ -48,7 +48,7 @@ class Measurement:
     def __post_init__(self) -> None:
         sizes_ok = all(isinstance(size, int) and size > 0 for size in self.shape)
         if not sizes_ok or not all(math.isfinite(ms) and ms > 0 for ms in (self.bf16_ms, self.fp8_ms)):
-            raise ValueError(f"a measurement has positive sizes and times, got {self}")
+            raise ValueError(f"a measurement must have positive sizes and times, got {self}")
 
     @property
     def shape(self) -> Shape:
@@ -56,7 +56,7 @@ class Measurement:
         return self.M, self.K, self.N
 
     @property
-    def gain(self) -> float:
+    def speedup(self) -> float:
         """How many times faster FP8 is."""
         return self.bf16_ms / self.fp8_ms
 
@@ -66,10 +66,10 @@ class Table:
     """The measurements of one machine.
 
     Args:
-        machine: where they were taken.
-        method: how.
-        grid: for each recipe all the points of a grid of M, K and N: what gains are interpolated from.
-        shapes: single layers, known as they are; nothing follows from them for others.
+        machine: the machine on which they were taken.
+        method: a description of how they were taken.
+        grid: for each recipe all points of a grid of M, K and N, between which speedups are interpolated.
+        shapes: single layers, which say nothing about layers of other sizes.
     """
 
     machine: Machine
@@ -79,24 +79,24 @@ class Table:
 
     def __post_init__(self) -> None:
         for recipe, rows in Counter(row.recipe for row in self.grid).items():
-            points = self._gains(self.grid, recipe).keys()
+            points = self._speedups(self.grid, recipe).keys()
             if not rows == len(points) == math.prod(len(axis) for axis in _axes(points)):
                 raise ValueError(f"the grid of {recipe} must hold every combination of its M, K and N, each once")
 
     def predict(self, recipe: str, shape: Shape) -> float | None:
-        """The gain at (M, K, N), measured or interpolated; None where this table has nothing to say."""
-        known = self._gains(self.shapes, recipe)
+        """The speedup at (M, K, N), measured or interpolated; None if this table does not have it."""
+        known = self._speedups(self.shapes, recipe)
         if shape in known:
             return known[shape]
-        grid = self._gains(self.grid, recipe)
+        grid = self._speedups(self.grid, recipe)
         return interpolate(grid, shape) if grid else None
 
     @staticmethod
-    def _gains(rows: Sequence[Measurement], recipe: str) -> dict[Shape, float]:
-        return {row.shape: row.gain for row in rows if row.recipe == recipe}
+    def _speedups(rows: Sequence[Measurement], recipe: str) -> dict[Shape, float]:
+        return {row.shape: row.speedup for row in rows if row.recipe == recipe}
 
     def to_json(self) -> str:
-        """The table as JSON, a measurement a line."""
+        """The table as JSON, with one measurement a line."""
         fields = {
             "machine": json.dumps(asdict(self.machine)),
             "method": json.dumps(self.method),
@@ -107,13 +107,13 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """The table that `to_json` wrote. A ValueError says what is wrong with one that is not whole."""
+        """The table that `to_json` wrote. A ValueError says what is wrong with other text."""
         fields = json.loads(text)
         try:
             grid, shapes = (tuple(Measurement(**row) for row in fields.pop(name)) for name in ("grid", "shapes"))
             return cls(Machine(**fields.pop("machine")), grid=grid, shapes=shapes, **fields)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"it is no table of gains: {type(error).__name__}: {error}") from error
+            raise ValueError(f"it is not a table of speedups: {type(error).__name__}: {error}") from error
 
 
 def interpolate(grid: Mapping[Shape, float], shape: Shape) -> float:
