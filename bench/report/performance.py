@@ -155,7 +155,7 @@ def layer_sizes(_: dict[str, Result]) -> str:
     grid = Table.from_json((files("octavo.nn.speedup") / "gains_h100.json").read_text()).grid
     recipes: dict[str, list[tuple[str, str, str]]] = {}
     for row in sorted(grid, key=lambda row: (row.M, row.K, row.N)):
-        cell = f"{row.M:,} x {row.K:,}", f"N = {row.N:,}", f"{row.gain:.2f}x"
+        cell = f"{row.M:,} x {row.K:,}", f"N = {row.N:,}", f"{row.speedup:.2f}x"
         recipes.setdefault(row.recipe, []).append(cell)
     return "\n\n".join(details(name, markdown(pivot("M x K", cells))) for name, cells in recipes.items())
 
