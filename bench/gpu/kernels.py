@@ -25,6 +25,7 @@ from octavo.ops.transposition.reference import transpose_reference
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 T = 8192
+DEVICE = "cuda"
 
 
 class Kernel(NamedTuple):
@@ -53,7 +54,7 @@ def main() -> None:
 @cache
 def copy_ms(moved: int) -> float:
     """Milliseconds of a copy that reads and writes `moved` bytes together."""
-    source = torch.randint(256, (moved // 2,), device="cuda", dtype=torch.uint8)
+    source = torch.randint(256, (moved // 2,), device=DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     return replayed(lambda: target.copy_(source))
 
@@ -79,14 +80,14 @@ def flat(result: Any) -> Iterator[Tensor]:
 
 
 def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 def kernels(k: int) -> Iterator[Kernel]:
     """The kernels on tensors [8192, k]."""
     x_cast, w_cast, dy_cast = ROW_X, ROW_W, Cast(scale="pow2")
     x, n = bf16(T, k), T * k
-    column, row = torch.rand(1, k, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
+    column, row = torch.rand(1, k, device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
 
     def plain(name: str, cast: Cast, size: float, **factors: Tensor) -> Kernel:
         reference = (factors.get("column_scale"), factors.get("row_scale"), None)
@@ -115,7 +116,7 @@ def kernels(k: int) -> Iterator[Kernel]:
             n, 3,
         )  # fmt: skip
     q = ops.quantize(x, x_cast)
-    shift = torch.randint(0, 4, (T,), device="cuda", dtype=torch.int32)
+    shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
         yield Kernel(
             name,
@@ -174,7 +175,7 @@ def activations(f: int, cast: Cast, dy_cast: Cast) -> Iterator[Kernel]:
     dh = bf16(T, f)
     for kind, width in (("swiglu", 2), ("gelu", 1)):
         u = bf16(T, width * f)
-        column, row = torch.rand(1, width * f, device="cuda") + 0.5, torch.rand(T, 1, device="cuda") + 1
+        column, row = torch.rand(1, width * f, device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
         h = ops.activation_quantize(u, kind, cast)
 
         backward = partial(activation_gradient, dh, u, kind, dy_cast, column, row, cast, h.scale)

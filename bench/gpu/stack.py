@@ -56,10 +56,10 @@ PROFILED = (BASE, FUSED, PLAIN)
 class Runner:
     """A mode's model and its step."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS, device: str = "cuda") -> None:
         make, convert, recipe, compiled = MODES[name]
-        with torch.device("cuda"):
-            self.model = make(CONFIG).to(torch.bfloat16)
+        with torch.device(device):
+            self.model = make(config).to(torch.bfloat16)
         torch.manual_seed(0)  # the matrices of all models come in the same order
         for p in self.model.parameters():
             if p.ndim > 1:
@@ -69,14 +69,13 @@ class Runner:
         self.delayed = convert is octavo.convert and recipe == "delayed"
         self.model.__class__ = own_code(type(self.model))
         self.call = torch.compile(self.model) if compiled else self.model
-        generator = torch.Generator("cuda").manual_seed(1)
-        shape = (1, TOKENS, WIDTH)
-        self.x = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
-        self.dy = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
-        self.tables = rope_tables(CONFIG, 0, TOKENS, torch.device("cuda"))
+        generator = torch.Generator(device).manual_seed(1)
+        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
+        self.x, self.dy = x.to(torch.bfloat16).requires_grad_(), dy.to(torch.bfloat16)
+        self.tables = rope_tables(config, 0, tokens, torch.device(device))
 
     def step(self) -> None:
-        """Forward and backward; the gradients are dropped, as `zero_grad` does."""
+        """Forward and backward. The gradients are dropped, as `zero_grad` drops them."""
         self.call(self.x, *self.tables).backward(self.dy)
         self.model.zero_grad()
         self.x.grad = None
@@ -84,7 +83,7 @@ class Runner:
             octavo.update_scales(self.model)
 
     def gradients(self) -> list[Tensor]:
-        """The output and the gradient of the input, which went through every layer."""
+        """The output, and the gradient of the input."""
         y = self.call(self.x, *self.tables)
         y.backward(self.dy)
         found = self.x.grad
@@ -95,7 +94,7 @@ class Runner:
 
 
 def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
-    """A runner of each mode, and the peak gigabytes of a step of each: weights, activations, gradients, casts."""
+    """A runner of each mode, and the peak gigabytes of its step: weights, activations, gradients and casts."""
     runners, peaks = {}, {}
     for name in names:
         before = torch.cuda.memory_allocated()
@@ -103,7 +102,7 @@ def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
             runner = Runner(name)
             for _ in range(3):  # delayed scaling compiles twice
                 runner.step()
-        except Exception as error:  # one mode that does not run here must not cost the others' figures
+        except Exception as error:  # a mode that does not run here must not end the others
             print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
         torch.cuda.synchronize()
@@ -182,7 +181,7 @@ def main() -> None:
 
 
 def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
-    """dB of each mode's output and gradients against BF16 compiled; a wrong one ends the benchmark."""
+    """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
     found = {}
     exact = runners[BASE].gradients()
     for name, runner in runners.items():
@@ -196,7 +195,7 @@ def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
 
 
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
-    """BF16 and ours with weights that are cast already, as in the later micro-batches of an accumulation."""
+    """Times of BF16 and ours with cached weights, as in the later micro-batches of an accumulation."""
     with octavo.cast_once(runners[FUSED].model):
         times = interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
     medians = {name: summary(t)["median"] for name, t in times.items()}

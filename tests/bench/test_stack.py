@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bench.gpu import stack
 from bench.gpu.llama import Engine, Fused, Plain
+from bench.gpu.modes import BASE, FUSED, FUSED_EAGER
 from bench.gpu.peers import RECIPES, EngineBlock, use_transformer_engine
 from bench.report.plots import OWNERS, owner
 from octavo.models.llama import LlamaConfig, rope_tables
@@ -100,6 +101,18 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
         q.data.copy_(p.data)
     x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, 0, 16, torch.device("cpu"))
     torch.testing.assert_close(fused(x, *tables), plain(x, *tables))
+
+
+def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
+    modes = {BASE: "bf16, eager", FUSED: FUSED_EAGER, "plain": "ours plain: rowwise, eager"}
+    runners = {name: stack.Runner(mode, CONFIG, 16, "cpu") for name, mode in modes.items()}
+    found = stack.check(runners)
+    assert found.keys() == {FUSED, "plain"}
+    assert all(10 < db < 40 for each in found.values() for db in each)
+    for runner in runners.values():
+        runner.step()
+        assert runner.x.grad is None
+        assert all(p.grad is None for p in runner.model.parameters())
 
 
 def test_every_mode_has_a_colour() -> None:
