@@ -64,8 +64,8 @@ def test_a_row_scaled_dw_folds_powers_of_two(change):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "fp8"}, "'fp8' is no format to quantize to: choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
-        ({"format": "bf16"}, "'bf16' is no format to quantize to"),
+        ({"format": "fp8"}, "tensors cannot be quantized to 'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
+        ({"format": "bf16"}, "tensors cannot be quantized to 'bf16'"),
         ({"scale": "fp16"}, "unknown kind of scale 'fp16': choose one of fp32, pow2, e8m0"),
         ({"rounding": "up"}, "unknown rounding 'up': choose one of nearest, stochastic"),
         ({"relative_floor": -0.1}, "0 to 1, got -0.1"),
