@@ -39,8 +39,8 @@ def test_it_leads_from_a_text_to_a_packed_model_that_transformers_opens() -> Non
 
 
 def test_every_page_is_linked() -> None:
-    for page in PAGES[1:]:
-        assert f"]({page})" in README, page
+    for page in PAGES[1:]:  # the log is a notebook, for readers of docs/decisions.md
+        assert f"]({page})" in README or page == "docs/log.md", page
 
 
 @pytest.mark.parametrize("page", PAGES)
