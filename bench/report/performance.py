@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.gpu.modes import BASE, CACHE_BF16, FUSED, speedup
 from bench.report.tables import Result, Row, details, markdown, number, pivot, ratio, times, timing
+from octavo.nn.speedup.lookup import SHIPPED
 from octavo.nn.speedup.table import Table
 
 COPY_SHARE = 0.85  # of a copy's bandwidth: what a kernel aims at
@@ -152,7 +153,7 @@ def layer_cells(results: dict[str, Result]) -> Rows:
 
 def layer_sizes(_: dict[str, Result]) -> str:
     """The table of speeds that the package ships, a folded table for each recipe."""
-    grid = Table.from_json((files("octavo.nn.speedup") / "gains_h100.json").read_text()).grid
+    grid = Table.from_json((files("octavo.nn.speedup") / SHIPPED["H100"]).read_text()).grid
     recipes: dict[str, list[tuple[str, str, str]]] = {}
     for row in sorted(grid, key=lambda row: (row.M, row.K, row.N)):
         cell = f"{row.M:,} x {row.K:,}", f"N = {row.N:,}", f"{row.speedup:.2f}x"

@@ -65,4 +65,5 @@ def machine(result: Result) -> str:
     forms = {"gpu": "{}", "processor": "{}", "threads": "{} threads", "torch": "torch {}", "triton": "Triton {}"}
     forms |= {"torchao": "torchao {}", "python": "Python {}", "commit": "commit {}", "measured": "{}"}
     facts = result["machine"]
+    forms["threads"] = "{} thread" if facts.get("threads") == 1 else forms["threads"]
     return ", ".join(form.format(facts[key]) for key, form in forms.items() if facts.get(key)) + "."
