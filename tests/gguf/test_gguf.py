@@ -168,7 +168,7 @@ def test_pieces_with_scores(tmp_path: Path) -> None:
 def test_merges_that_no_scores_can_say(tmp_path: Path, how: dict[str, Any]) -> None:
     source = write_model(tmp_path / "source", "mistral", vocab_size=340)
     pieces(source, **how)
-    with pytest.raises(ArtifactError, match="can be made in ways that its merges leave out or interrupt"):
+    with pytest.raises(ArtifactError, match="merges of the piece '.*' are incomplete or not next to each other"):
         export_gguf(source, tmp_path / "model.gguf")
 
 
@@ -192,7 +192,7 @@ def test_the_stretched_rotation_of_llama_3(tmp_path: Path) -> None:
 def test_a_run_of_ours(tmp_path: Path) -> None:
     config = LlamaConfig(**LLAMA | {"mlp_width": 128})  # type: ignore[arg-type]
     run = write_run(tmp_path / "run", lively(Llama(config)), config.to_hf())
-    with pytest.raises(ArtifactError, match="llama.cpp has no name for here.*--no-tokenizer"):  # bytes alone
+    with pytest.raises(ArtifactError, match="llama.cpp has no name for.*--no-tokenizer"):  # bytes alone
         export_gguf(run, tmp_path / "model.gguf")
     export_gguf(run, tmp_path / "model.gguf", tokenizer=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
@@ -226,7 +226,7 @@ def weight_of(value: float) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "how", "message"),
     [
-        (edited(lambda c: c.update(model_type="gpt2")), {}, "GPT2|gpt2"),
+        (edited(lambda c: c.update(model_type="gpt2")), {}, "GPT2LMHeadModel is supported"),
         (edited(lambda c: c.update(hidden_act="gelu")), {}, "has hidden_act 'gelu'"),
         (edited(lambda c: c.update(sliding_window=16)), {}, "attends to a window of 16 tokens.*set max_pos"),
         (edited(lambda c: c["rope_parameters"].update(rope_type="yarn", factor=2.0)), {}, "rope_type 'yarn'"),

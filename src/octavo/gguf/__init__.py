@@ -1,4 +1,4 @@
-"""Exporting a model as a GGUF file, which llama.cpp opens."""
+"""Exporting a model to a GGUF file, which llama.cpp opens."""
 
 from octavo.gguf.export import GgufReport, export_gguf
 

@@ -1,16 +1,17 @@
-"""A model as a GGUF file, for llama.cpp and what is built on it.
+"""Exporting a model to a GGUF file, for llama.cpp and programs built on it.
 
     linear weights        Q8_0: 32 elements along K share a float16 d, w ≈ q * d, q int8, d = amax / 127; or F16
     embedding and head    F16
     vectors               F32
 
-Q8_0 holds integers, so weights are cast from those of the model, not from e4m3 bytes. Names come from the package
-`gguf` (extra `gguf`; github.com/ggml-org/llama.cpp, gguf-py). llama.cpp rotates neighbours (2i, 2i + 1) where
-transformers rotates halves (i, i + d/2); for the architecture "llama" the rows of q and k are put in that order:
+Q8_0 holds integers, so weights are cast from those of the model, not from a packed folder. Names come from the package
+`gguf` (extra `gguf`; github.com/ggml-org/llama.cpp, gguf-py). In its architecture "llama", which is also Mistral's,
+llama.cpp applies the rotary embedding to neighbours (2i, 2i + 1), and transformers to halves (i, i + d/2). So the rows
+of q and k are reordered:
 
     row (h, i, half) of the file = row (h, half, i) of the model,   h a head, i = 0 .. d/2 - 1
 
-"qwen2" keeps the halves. Mistral is a "llama" there.
+In its architecture "qwen2" llama.cpp rotates halves too.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ _LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What `export_gguf` made: the file, its bytes, its architecture and how many tensors are of each type; and
-    `remarks`, what a reader of the file gets wrong."""
+    """The result of `export_gguf`.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        architecture: the name of the architecture in GGUF.
+        types: the number of tensors of each type.
+        remarks: what a reader of the file gets wrong.
+    """
 
     path: Path
     bytes: int
@@ -59,22 +67,22 @@ def export_gguf(
     step: int | None = None,
     progress: Progress = no_progress,
 ) -> GgufReport:
-    """Write a model as one GGUF file, which appears whole or not at all. Memory: about one tensor.
+    """Write a model to one GGUF file, which appears whole or not at all. Memory: about one tensor.
 
     Args:
         source: the folder of a run of `octavo train`, or of a Hugging Face model: Llama, Mistral or Qwen2.
         out: the file to make.
         weights: the type of linear weights, q8_0 or f16.
-        tokenizer: write the tokenizer too; without it the file holds none.
+        tokenizer: write the tokenizer too.
         step: the checkpoint of a run; None takes the newest.
         progress: called after each tensor (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: the source is not whole, holds inf or NaN or what F16 does not hold, or its
-            tokenizer is of a kind that is not written.
+        FileNotFoundError, ArtifactError: the source is incomplete, holds inf, NaN or a number beyond F16, or has a
+            tokenizer of a kind that is not supported.
         ImportError: the package gguf is not installed.
-        ValueError: an architecture, a feature of it, or sizes that are not written.
+        ValueError: an architecture, a feature of it, or a size that is not supported.
         WriteError: the disk refused.
     """
     if weights not in WEIGHTS:
@@ -95,7 +103,7 @@ def _package() -> Any:
 
 
 class _Model:
-    """The tensors of the file, by their names there, known before a number is read."""
+    """The tensors of the file by their names in GGUF, known before any weight is read."""
 
     def __init__(self, gguf: Any, source: Source, weights: str) -> None:
         self.gguf, self.source, self.config = gguf, source, source.config
@@ -116,7 +124,7 @@ class _Model:
             self._types[self.name(name)] = self._type(name, spec, linears, weights)
 
     def required(self, key: str) -> Any:
-        """A setting that config.json must have."""
+        """A setting that config.json must state."""
         if self.config.get(key) is None:
             raise ArtifactError(f"{self.source.description / 'config.json'} must state {key}: GGUF needs it")
         return self.config[key]
@@ -131,7 +139,7 @@ class _Model:
         return str(found)
 
     def types(self) -> dict[str, int]:
-        """How many tensors are of each type."""
+        """The number of tensors of each type."""
         types = list(self._types.values()) + ["f32"] * (self.frequencies is not None)
         return {kind: types.count(kind) for kind in dict.fromkeys(types)}
 
@@ -147,7 +155,7 @@ class _Model:
         return weights if linear else "f16"
 
     def content(self, progress: Progress) -> Content:
-        """Shape, type and, as it is read, data of every tensor."""
+        """The shape and type of every tensor, and its data, read when it is asked for."""
         shapes = {name: (spec.shape, self._types[name]) for name, spec in self.specs.items()}
         if self.frequencies is not None:
             shapes = {"rope_freqs.weight": (tuple(self.frequencies.shape), "f32"), **shapes}
@@ -164,7 +172,7 @@ class _Model:
             progress(done, len(self.source.specs), "exporting")
 
     def _ordered(self, name: str, tensor: Tensor) -> Tensor:
-        """Rows of q and k as the architecture rotates them."""
+        """The rows of q and k in the order in which the architecture rotates them."""
         module = name.rpartition(".")[0]
         if self.architecture != "llama" or not module.endswith((".q_proj", ".k_proj")):
             return tensor
@@ -173,61 +181,64 @@ class _Model:
 
 
 def _architecture(config: Mapping[str, Any], folder: Path) -> str:
-    """What GGUF calls the model, if all of its features can be written."""
+    """The name of the architecture in GGUF. Raises a ValueError if GGUF lacks a feature of the model."""
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{folder} is a {kind}, which is not written to GGUF here: {', '.join(ARCHITECTURES)} are")
+        raise ValueError(
+            f"{folder} is of the model_type {kind!r} (a GPT-2 is read as 'opt'), which has no export to GGUF: "
+            f"{', '.join(ARCHITECTURES)} have one"
+        )
     if (act := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"{folder} has hidden_act {act!r}, GGUF's {ARCHITECTURES[kind]} has silu alone")
+        raise ValueError(f"{folder} has hidden_act {act!r}, and GGUF's {ARCHITECTURES[kind]} has silu only")
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     if config.get("use_sliding_window", True) and isinstance(window, int) and window < (context or math.inf):
         raise ValueError(
-            f"{folder} attends to a window of {window} tokens, which GGUF's {ARCHITECTURES[kind]} does not: where "
+            f"{folder} attends to a window of {window} tokens, which GGUF's {ARCHITECTURES[kind]} does not have: if "
             f"texts of {window} tokens are enough, set max_position_embeddings to {window} in its config.json"
         )
     return ARCHITECTURES[kind]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the rotation, of newer (`rope_parameters`) and older files."""
+    """The settings of the rotary embedding, from newer (`rope_parameters`) and older files."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
     return {**found, "rope_theta": float(theta), "rope_type": found.get("rope_type", found.get("type", "default"))}
 
 
 def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
-    """What llama.cpp divides the frequencies by, float32 [d/2]: for Llama 3.1's stretched rotation, or None.
+    """The divisors of the rotary frequencies, float32 [d/2], for Llama 3.1's scaled rotary embedding; else None.
 
-    With w = 2 pi / frequency: 1 where w < original / high, factor where w > original / low, between them
-    1 / ((1 - s) / factor + s) with s = (original / w - low) / (high - low).
+    With w = 2 pi / frequency and s = (original / w - low) / (high - low), cut to [0, 1], a divisor is
+    1 / ((1 - s) / factor + s): 1 for w < original / high, factor for w > original / low.
     """
     rope = _rope(config)
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope_type {rope['rope_type']!r} is not written to GGUF here: default and llama3 are")
+        raise ValueError(f"rope_type {rope['rope_type']!r} has no export to GGUF: default and llama3 have one")
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope["original_max_position_embeddings"])
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
     wavelength = 2 * math.pi * rope["rope_theta"] ** exponents
-    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 1 keeps, 0 stretches
+    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     factors: Tensor = 1 / ((1 - share) / factor + share)
     return factors.float()
 
 
 def _remarks(model: _Model) -> list[str]:
-    """What transformers' reader gets wrong: it describes the architecture "llama" without biases."""
+    """The mistakes of transformers' reader, which assumes the architecture "llama" without biases."""
     if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.specs):
         return []
     return [
-        "this model has biases: llama.cpp reads them, and transformers leaves them out, unless it is given "
+        "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
         f"config=AutoConfig.from_pretrained({str(model.source.description)!r})"
     ]
 
 
 def _name(model: _Model) -> str:
-    """The name that the file gives the model. transformers takes a Llama that is called exactly "mistral" for an
-    architecture of that name, which GGUF does not have."""
+    """The name of the model in the file. transformers takes a Llama with the name "mistral" for an architecture of that
+    name, which GGUF does not have."""
     name = model.source.origin.name
     return name.capitalize() if name == "mistral" else name
 

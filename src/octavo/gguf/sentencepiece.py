@@ -1,8 +1,9 @@
-"""A SentencePiece-like BPE (Llama 2's and Mistral's tokenizer.json) as llama.cpp has it: pieces with scores.
+"""A SentencePiece-like BPE (the tokenizer.json of Llama 2 and Mistral) in llama.cpp's form: pieces with scores.
 
-tokenizer.json lists merges in order; SentencePiece knows pieces alone, and joins whichever two neighbours make the
-piece of the highest score. The two say the same where every way to cut a piece in two is a merge, and where the merges
-of a piece stand together: then the score is minus the place of its first merge. That is checked.
+A tokenizer.json lists merges in order. SentencePiece has scores of pieces instead, and joins the two neighbours whose
+piece has the highest score. Both give the same tokens if every way to cut a piece in two is a merge, and if the merges
+of a piece follow each other in the list. Then the score of a piece is minus the position of its first merge. Other
+tokenizers are refused.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
 
 
 def is_sentencepiece(found: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json falls back to bytes for what has no piece, as these do."""
+    """Whether a tokenizer.json spells text without a piece as bytes, as SentencePiece does."""
     model = found.get("model") or {}
     return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
 
 
 def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
-    """Whether a text begins with a blank that it does not have.
+    """Whether the tokenizer puts a blank before a text.
 
-    Raises:
-        ArtifactError: blanks are treated in another way than SentencePiece's.
+    Raises an ArtifactError if it treats blanks in another way than SentencePiece.
     """
     normalizer, cut = found.get("normalizer"), found.get("pre_tokenizer")
     if cut is None and normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}:
@@ -40,13 +40,13 @@ def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
     if normalizer is None and whole and isinstance(cut, dict) and cut.get("split") is False:
         return cut.get("prepend_scheme") in ("first", "always")
     raise ArtifactError(
-        f"{path} treats blanks in another way than SentencePiece, which llama.cpp would not follow: --no-tokenizer "
-        "writes the weights alone"
+        f"{path} treats blanks in another way than SentencePiece, which llama.cpp cannot follow: --no-tokenizer "
+        "writes the weights only"
     )
 
 
 def special_kinds(found: Mapping[str, Any]) -> dict[str, int]:
-    """The kinds of the token for the unknown and of those for bytes, by their texts."""
+    """The kinds of the tokens for bytes and for unknown text, by their texts."""
     kinds = {f"<0x{byte:02X}>": BYTE for byte in range(256)}
     unknown = found["model"].get("unk_token")
     return kinds if unknown is None else kinds | {str(unknown): UNKNOWN}
@@ -55,10 +55,9 @@ def special_kinds(found: Mapping[str, Any]) -> dict[str, int]:
 def scores(
     found: Mapping[str, Any], merges: Sequence[tuple[str, str]], tokens: Sequence[str], path: Path
 ) -> list[float]:
-    """The score of each of `tokens`: minus the place of the first merge that makes it, and the least for all others.
+    """The score of each token: minus the position of the first merge that makes it; the lowest for all others.
 
-    Raises:
-        ArtifactError: SentencePiece would join other neighbours than the `merges` do.
+    Raises an ArtifactError if SentencePiece would join other neighbours than the `merges` do.
     """
     places: dict[str, list[int]] = {}
     for place, (left, right) in enumerate(merges):
@@ -71,7 +70,7 @@ def scores(
         own = places.get(piece, [])
         if missing or (own and own[-1] - own[0] != len(own) - 1):
             raise ArtifactError(
-                f"{path}: the piece {piece!r} can be made in ways that its merges leave out or interrupt, as "
-                "SentencePiece's are not: --no-tokenizer writes the weights alone"
+                f"{path}: the merges of the piece {piece!r} are incomplete or not next to each other, so that its "
+                "tokens are not those of SentencePiece: --no-tokenizer writes the weights only"
             )
     return [-float(places[token][0]) if token in places else -float(len(merges)) for token in tokens]

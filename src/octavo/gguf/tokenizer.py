@@ -1,8 +1,8 @@
 """A tokenizer.json as the metadata of a GGUF file.
 
-llama.cpp has the byte-level BPE tokenizers by name (`tokenizer.ggml.pre`): a name stands for the regular expression
-that cuts a text into words, and for whether a word that is a token is looked up before merging. What it does not have
-by name would be cut in other places, without a message; so only the names below are written, and all else is an error.
+llama.cpp knows byte-level BPE tokenizers by name (`tokenizer.ggml.pre`). A name stands for the regular expression that
+splits a text into words, and for whether a word that is a token is looked up before merging. With a wrong name,
+llama.cpp would split in other places, without a message. So a tokenizer that is none of those below is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-# (the expression of the Split before ByteLevel, or nothing; ignore_merges) -> llama.cpp's name
+# (the expression of the Split before ByteLevel, or ""; ignore_merges) -> llama.cpp's name
 _NAMES = {
     ("", False): "gpt-2",
     (_LLAMA3, True): "llama-bpe",
@@ -31,17 +31,18 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token", "unk": "
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a GGUF file says of a tokenizer.
+    """The description of a tokenizer in a GGUF file.
 
     Attributes:
-        pre: llama.cpp's name of how texts are cut, of a byte-level BPE; nothing for SentencePiece's.
-        tokens, kinds: of each id: its text, and which of ggml's kinds it is.
-        merges: pairs with a blank between, in order; empty for SentencePiece's, which have `scores`.
-        scores: of each id, for SentencePiece's.
-        prepends_blank: whether SentencePiece's put a blank before a text.
-        special: ids of bos, eos, pad and unk, as far as there are.
+        pre: llama.cpp's name of a byte-level BPE; "" for SentencePiece.
+        tokens: the text of each id.
+        kinds: ggml's kind of each id.
+        merges: pairs with a blank between them, in order; empty for SentencePiece.
+        scores: of each id, for SentencePiece; else empty.
+        prepends_blank: whether SentencePiece puts a blank before a text.
+        special: the ids of bos, eos, pad and unk that exist.
         add_bos: whether a text begins with bos.
-        chat_template: in Jinja, or nothing.
+        chat_template: in Jinja, or "".
     """
 
     pre: str
@@ -61,11 +62,11 @@ def read_gguf_tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> G
     Args:
         folder: with tokenizer.json, and tokenizer_config.json if there is one.
         config: the model's config.json, for the ids of special tokens that no file names.
-        size: the rows of the embedding; ids without a token get a name of none.
+        size: the rows of the embedding; an id without a token becomes an unused token.
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
-        ArtifactError: it is not JSON, no BPE that llama.cpp would follow, or larger than the embedding.
+        ArtifactError: it is not JSON, not a BPE that llama.cpp can follow, or larger than the embedding.
     """
     path = folder / "tokenizer.json"
     found = read_json(path)
@@ -77,7 +78,7 @@ def read_gguf_tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> G
     ids |= {content: int(entry["id"]) for content, entry in added.items()}
     if ids and max(ids.values()) >= size:
         raise ArtifactError(
-            f"{path} has the token {max(ids.values())}, the embedding has {size} rows: another model's?"
+            f"{path} has the token {max(ids.values())}, the embedding has {size} rows: give the tokenizer of the model"
         )
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for token, i in ids.items():
@@ -104,18 +105,18 @@ def _name(found: Mapping[str, Any], path: Path) -> str:
     if model.get("type") != "BPE" or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ArtifactError(
             f"{path} is neither a byte-level BPE ({model.get('type')}, cut by {kinds}) nor one like SentencePiece's: "
-            "--no-tokenizer writes the weights alone"
+            "--no-tokenizer writes the weights only"
         )
     bytes_, split = steps[-1], steps[0] if len(steps) > 1 else None
     regex = "" if split is None else str((split.get("pattern") or {}).get("Regex"))
     name = _NAMES.get((regex, bool(model.get("ignore_merges"))))
     whole = split is None or (split.get("behavior") == "Isolated" and not split.get("invert"))
     plain = not bytes_.get("add_prefix_space") and bool(bytes_.get("use_regex", True)) == (split is None)
-    composed = normalizer is None or normalizer.get("type") == "NFC"  # which llama.cpp leaves to the caller
+    composed = normalizer is None or normalizer.get("type") == "NFC"  # llama.cpp leaves NFC to its caller
     if name is None or not whole or not plain or not composed:
         raise ArtifactError(
-            f"{path} cuts texts in a way that llama.cpp has no name for here (known: {', '.join(_NAMES.values())}): "
-            "--no-tokenizer writes the weights alone"
+            f"{path} splits texts in a way that llama.cpp has no name for (known: {', '.join(_NAMES.values())}): "
+            "--no-tokenizer writes the weights only"
         )
     return name
 
@@ -127,12 +128,12 @@ def _steps(pre: Any) -> list[Mapping[str, Any]]:
 
 
 def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-    """Pairs of tokens, which have no blanks."""
+    """The pairs of tokens that are merged, in order."""
     merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in found["model"].get("merges") or []]
     if wrong := [pair for pair in merges if len(pair) != 2 or any(" " in token for token in pair)]:
         raise ArtifactError(f"{path}: a merge must be two tokens without blanks, got {wrong[0]!r}")
     if not merges:
-        raise ArtifactError(f"{path} has no merges, without which llama.cpp opens no file: --no-tokenizer")
+        raise ArtifactError(f"{path} has no merges, which llama.cpp requires: --no-tokenizer writes the weights only")
     return [(pair[0], pair[1]) for pair in merges]
 
 
@@ -153,7 +154,7 @@ def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappin
 def _adds_bos(
     found: Mapping[str, Any], settings: Mapping[str, Any], special: Mapping[str, int], ids: Mapping[str, int]
 ) -> bool:
-    """Whether texts begin with bos: as the settings say, or the template of the tokenizer."""
+    """Whether texts begin with bos, by `add_bos_token` or else by the tokenizer's template."""
     if "add_bos_token" in settings:
         return bool(settings["add_bos_token"])
     post = found.get("post_processor") or {}

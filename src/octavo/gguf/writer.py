@@ -1,4 +1,4 @@
-"""A GGUF file, written through the package gguf: metadata, the list of tensors, and each tensor as it comes."""
+"""Writing a GGUF file through the package gguf: metadata, the list of tensors, and one tensor after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.artifact.atomic_folder import locked_folder, write_error
 
 @dataclass(frozen=True)
 class Content:
-    """Tensors: by name their shape and type (f32, f16 or q8_0), and their numbers in float32 in the same order."""
+    """The tensors of a file: shape and type (f32, f16 or q8_0) by name, and their data in float32 in the same order."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
     data: Iterable[Tensor]
@@ -26,13 +26,13 @@ def write_file(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, 
 
     Args:
         gguf: the package.
-        path: of the file to make.
-        architecture: as GGUF names it.
-        metadata: keys and values: numbers, truths, texts, and lists of them.
+        path: of the file.
+        architecture: its name in GGUF.
+        metadata: keys and values: numbers, booleans, strings, and lists of them.
         content: the tensors.
 
     Raises:
-        LockedError: another program writes it.
+        LockedError: another program writes the file.
         WriteError: the disk is full, or refused the write for another reason.
     """
     with locked_folder(path):
@@ -55,7 +55,7 @@ def _write(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, Any]
         writer.write_ti_data_to_file()
         for (name, (shape, _)), tensor in zip(content.shapes.items(), content.data, strict=True):
             if tuple(tensor.shape) != tuple(shape):
-                raise ValueError(f"{name}: {list(tensor.shape)} came, {list(shape)} was to come")
+                raise ValueError(f"{name} must have the shape {list(shape)}, got {list(tensor.shape)}")
             writer.write_tensor_data(gguf.quantize(tensor.contiguous().numpy(), types[name]))
         writer.close()
         partial.rename(path)
@@ -68,7 +68,7 @@ def _write(gguf: Any, path: Path, architecture: str, metadata: Mapping[str, Any]
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """A key and its value, in the type that readers expect."""
+    """Add a key and its value, in the type that readers expect."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -1,0 +1,130 @@
+"""`octavo.load`: packed folders as models of transformers, which generate, compile and run as they do unpacked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from packed_examples import Example
+from runtime_examples import SIZES, logits, operations, tokens
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import octavo
+from octavo.artifact.files import ArtifactError
+from octavo.packing import convert_layout, pack
+from octavo.runtime import PackedLinear, load_packed
+from octavo.runtime.stacked_linear import PackedStack
+
+
+def test_every_packed_folder_opens_as_the_model_of_transformers(example: Example) -> None:
+    model = octavo.load(example.packed)
+    config = json.loads((example.packed / "config.json").read_text())
+    assert [type(model).__name__] == config["architectures"]
+    assert type(model).__module__.startswith("transformers.")
+    assert not model.training
+    ours = load_packed(example.packed).model
+    with torch.no_grad():
+        required = ours(tokens(40, 256))
+    required = required if isinstance(required, Tensor) else required.logits
+    assert distance(logits(model, tokens(40, 256)), required) < 0.1  # BF16, in another order
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == sum(name.endswith("_scale") for name in load_file(example.packed / "model.safetensors"))
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert held < 1.01 * (example.packed / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "block", "mx"])
+def test_other_schemes_run_from_their_bytes_layer_by_layer(tmp_path: Path, scheme: str) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "out", scheme=scheme)
+    packed = octavo.load(tmp_path / "out")
+    seen = operations(lambda: logits(packed))
+    assert not seen["octavo::norm_quantize"]
+    assert seen["octavo::scaled_mm"] == 14
+    assert not any(isinstance(m, PackedStack) for m in packed.modules())
+    assert distance(logits(packed), logits(model)) < 0.15
+
+
+def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"]).float()  # so that rounding turns no choice
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    text = model.generate(tokens(7), attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert text.shape == (2, 16)
+    ids = tokens(7)
+    for _ in range(9):
+        ids = torch.cat((ids, logits(model, ids)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(text, ids)
+    assert model.generation_config.eos_token_id == 2  # of Llama's configuration
+
+
+def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert_layout(folders["qwen2"], out)
+    (out / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [7, 8]}))
+    model = octavo.load(out)
+    assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (3, [7, 8])
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor"])
+def test_an_encoder_runs_too(tmp_path: Path, scheme: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "out", scheme=scheme)
+    packed = octavo.load(tmp_path / "out")
+    assert type(packed) is BertModel
+    with torch.no_grad():
+        found, required = (m(tokens()).last_hidden_state for m in (packed, model))
+    assert 1e-3 < distance(found, required) < 0.1
+
+
+def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="truncated"):
+        octavo.load(folder)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        octavo.load(folder / "nothing")
+
+
+def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
+    """Logits of a prompt and of three tokens after it, with a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    ids, found = tokens(8).to(model.device), []
+    with torch.no_grad():
+        for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
+            found.append(run(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path], name: str) -> None:
+    torch.compiler.reset()
+    model = octavo.load(folders[name])
+    required = static_steps(model, model)
+    assert distance(required, logits(model, tokens(8))) < 0.03
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(static_steps(model, compiled), required)
+
+
+def test_the_code_of_one_layer_is_the_code_of_all(folders: dict[str, Path]) -> None:
+    torch.compiler.reset()
+    model = octavo.load(folders["llama"])
+    required = logits(model)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        found = model(tokens(), use_cache=False).logits
+    torch.testing.assert_close(found, required)

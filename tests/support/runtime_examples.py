@@ -1,0 +1,80 @@
+"""Small models of transformers that `octavo.load` opens, and how they are watched."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from octavo.runtime import PackedLinear
+
+SIZES = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+}
+
+
+def make_model(name: str) -> Any:
+    """A model whose parameters are BF16 numbers, as in a packed folder, except the weights of its linear layers."""
+    torch.manual_seed(0)
+    architecture, configuration, settings = ARCHITECTURES[name]
+    model = architecture(configuration(**SIZES | settings)).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.copy_((p + torch.randn_like(p) * 0.3 if p.ndim == 1 else p if "embed" in key else 4 * p).bfloat16())
+    return model
+
+
+def tokens(length: int = 21, vocabulary: int = 99) -> Tensor:
+    return torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    found: Tensor = model(tokens() if ids is None else ids).logits
+    return found
+
+
+def operations(call: Callable[[], Any]) -> Counter[str]:
+    """The number of calls of each operation."""
+    seen: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[op.name()] += 1
+            return op(*args, **(kwargs or {}))
+
+    with Count():
+        call()
+    return seen
+
+
+def layer_by_layer(model: nn.Module) -> nn.Module:
+    """A copy that runs unfused, because of its hooks."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, PackedLinear):
+            module.register_forward_hook(lambda *_: None)
+    return twin
