@@ -157,7 +157,7 @@ def pack_within(
     left = [name for name in packed if name not in kept.skip]
     layers = {glob: scheme for glob, scheme in options.layers.items() if any(fnmatchcase(name, glob) for name in left)}
     options = replace(options, skip=[*options.skip, *kept.skip], layers=layers)
-    return pack_source(open_source(source, step), out, options, progress, kept.to_dict()), kept
+    return pack_source(open_source(source, step), out, options, progress, {"budget": kept.to_dict()}), kept
 
 
 def find_kept(

@@ -68,8 +68,8 @@ class PackJob:
             config.setdefault("num_key_value_heads", config["num_attention_heads"])
         return config
 
-    def record(self, budget: Mapping[str, object] | None) -> dict[str, object]:
-        """The entries of octavo.json (docs/format.md)."""
+    def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
+        """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
             scheme.name: {"weight": self.weights.rule.cast(scheme).to_dict(), "input": scheme.inputs.to_dict()}
             for scheme in self.schemes.values()
@@ -82,8 +82,7 @@ class PackJob:
             "weight_scales": self.weights.record(),
             "calibration": None if self.static is None else self.static.record,
             **left,
-            **self.source.folded(),
-            **({} if budget is None else {"budget": budget}),
+            **remarks,
         }
 
     def packed_bytes(self, specs: Mapping[str, Spec]) -> int:

@@ -67,12 +67,12 @@ def pack(
 
 
 def pack_source(
-    source: Source, out: Path, options: PackOptions, progress: Progress, budget: Mapping[str, object] | None = None
+    source: Source, out: Path, options: PackOptions, progress: Progress, remarks: Mapping[str, object] | None = None
 ) -> PackReport:
-    """`pack` for a source that is open. `budget` is an entry of octavo.json."""
+    """`pack` for a source that is open. `remarks` are further entries of octavo.json."""
     layers = choose_layers(source, options)
     job = PackJob(source, layers, options)
-    record = partial(job.record, budget)
+    record = partial(job.record, {**source.folded(), **(remarks or {})})
     written = write_model(source, out, job.change, job.config(), record, progress, "packing", job.kv_scales)
     return PackReport(
         **vars(written),
