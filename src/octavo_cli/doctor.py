@@ -30,9 +30,9 @@ def doctor_command(
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
     """
-    import torch
+    from octavo.device import choose_device
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     report = {"machine": machine(device), "recipes": recipes(device)}
     if measure:
         report["machine"]["table_of_gains"] = str(measure_gains(device))

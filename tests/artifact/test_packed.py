@@ -97,9 +97,9 @@ def test_transformers_reads_the_fp8_layout() -> None:
     assert theirs.activation_scheme == "dynamic"
     assert theirs.modules_to_not_convert == ["lm_head"]
     assert read(config) == packing("block", "fp8")
-    assert packing(layout="fp8").scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale_inv"
-    assert packing(layout="fp8").scales_in_memory("a.q_proj.weight_scale_inv") == ["a.q_proj.weight_scale"]
-    assert packing().scale_on_disk("a.q_proj.weight_scale") == "a.q_proj.weight_scale"
+    assert packing(layout="fp8").name_in_files("a.q_proj.weight_scale") == "a.q_proj.weight_scale_inv"
+    assert packing(layout="fp8").names_in_memory("a.q_proj.weight_scale_inv") == ["a.q_proj.weight_scale"]
+    assert packing().name_in_files("a.q_proj.weight_scale") == "a.q_proj.weight_scale"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

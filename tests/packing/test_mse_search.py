@@ -16,10 +16,10 @@ from octavo.ops import quantize
 from octavo.packing.mse_search import (
     FACTORS,
     POWER_OF_TWO_FACTORS,
-    Found,
+    SearchedScale,
     cast_by,
-    least_squares,
-    least_squares_of_all,
+    search_scale,
+    search_shared_scale,
 )
 
 CASTS = {scheme.name: scheme.weight for scheme in SCHEMES.values() if scheme.name != "static"}
@@ -39,8 +39,8 @@ def rounding_error(w: Tensor, scale: float) -> float:
     return float(((q - exact) ** 2).sum()) * scale**2
 
 
-def search(w: Tensor, cast: Cast) -> Found:
-    return least_squares(w, quantize(w, cast).scale.float(), cast)
+def search(w: Tensor, cast: Cast) -> SearchedScale:
+    return search_scale(w, quantize(w, cast).scale.float(), cast)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,7 +49,7 @@ def test_no_scale_of_the_grid_is_better(name: str, dtype: torch.dtype) -> None:
     cast = CASTS[name]
     w = (torch.randn(256, 384) * torch.logspace(-2, 1, 256)[:, None]).to(dtype)
     first = quantize(w, cast).scale.float()
-    found = least_squares(w, first, cast)
+    found = search_scale(w, first, cast)
     factors = POWER_OF_TWO_FACTORS if cast.power_of_two else FACTORS
     before = after = 0.0
     for place, block in blocks(w, first, cast):
@@ -90,8 +90,8 @@ def test_one_scale_for_several_is_the_best_for_all_of_them() -> None:
     weights = [torch.randn(64, 96), torch.randn(32, 96) * 0.7]
     cast = Cast(granularity=TENSOR)
     scale = quantize(weights[0], cast).scale
-    found = least_squares_of_all(iter(weights), scale, cast)
-    together = least_squares(torch.cat(weights), scale, cast)
+    found = search_shared_scale(iter(weights), scale, cast)
+    together = search_scale(torch.cat(weights), scale, cast)
     assert torch.equal(found.scale, together.scale)
     assert found.before.shape == found.after.shape == (2,)
     assert float(found.after.sum()) == pytest.approx(float(together.after), rel=1e-6)

@@ -150,7 +150,7 @@ class Statistics:
         if rule not in SCALE_RULES:
             raise ValueError(f"unknown rule {rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
         if rule == "mse":
-            return self._least_squares()
+            return self._mse_scale()
         chosen = self.amax if rule == "amax" else self.percentile(percentile)
         if chosen == 0 and self.amax > 0:
             raise ValueError(
@@ -159,7 +159,7 @@ class Statistics:
             )
         return scale_from_amax(torch.tensor(chosen), E4M3)
 
-    def _least_squares(self) -> Tensor:
+    def _mse_scale(self) -> Tensor:
         seen = self.histogram.cpu().nonzero().flatten()
         x, counts = _magnitudes(torch.device("cpu"))[seen], self.histogram.cpu()[seen].double()
         steps = torch.arange(_GRID_STEPS * _GRID_OCTAVES + 1, dtype=torch.float64) / _GRID_STEPS

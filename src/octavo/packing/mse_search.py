@@ -34,7 +34,7 @@ _CHUNK = (1 << 15) - 1
 _EXPONENT, _LEAST, _TO_MAGIC = 0x7F800000, (127 - 6) << 23, (20 << 23) + (1 << 22)
 
 
-class Found(NamedTuple):
+class SearchedScale(NamedTuple):
     """The `scale` found, and the squared error of each weight with the scale begun from and with this: float64
     [weights]."""
 
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     after: Tensor
 
 
-def least_squares(w: Tensor, scale: Tensor, cast: Cast) -> Found:
+def search_scale(w: Tensor, scale: Tensor, cast: Cast) -> SearchedScale:
     """For each block of a weight the scale of least squared error near `scale`; of equals the first factor, 1 before
     all.
 
@@ -65,15 +65,15 @@ def least_squares(w: Tensor, scale: Tensor, cast: Cast) -> Found:
         chosen[i : i + step] = grid[errors.argmin(0), torch.arange(grid.shape[1])]
         before += errors[0].sum()
         after += errors.amin(0).sum()
-    return Found(chosen.view(scale.shape), before, after)
+    return SearchedScale(chosen.view(scale.shape), before, after)
 
 
-def least_squares_of_all(weights: Iterable[Tensor], scale: Tensor, cast: Cast) -> Found:
-    """As `least_squares`, for weights [N_i, K] that get one scale [1, 1]; they are taken one at a time."""
+def search_shared_scale(weights: Iterable[Tensor], scale: Tensor, cast: Cast) -> SearchedScale:
+    """As `search_scale`, for weights [N_i, K] that get one scale [1, 1]; they are taken one at a time."""
     grid = _grid(scale.reshape(1), cast)
     errors = torch.stack([_errors(w.reshape(1, -1), grid)[:, 0] for w in weights])  # [weights, factors]
     best = int(errors.sum(0).argmin())
-    return Found(grid[best].view(1, 1), errors[:, 0], errors[:, best])
+    return SearchedScale(grid[best].view(1, 1), errors[:, 0], errors[:, best])
 
 
 def cast_by(w: Tensor, scale: Tensor, cast: Cast) -> QTensor:

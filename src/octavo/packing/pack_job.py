@@ -32,7 +32,7 @@ class PackJob:
         in_files = {source.meta_model.file_name(name): scheme for name, scheme in self.schemes.items()}
         keys_and_values = {} if self.static is None else self.static.keys_and_values
         self.packing = Packing(options.layout, in_files, bool(keys_and_values))
-        self.kv_scales = self.packing.on_disk(keys_and_values)
+        self.kv_scales = self.packing.to_files(keys_and_values)
         trained = {} if self.static is None else self.static.weights
         self.weights = WeightScales(source, self.schemes, options.weight_rule, trained)
 
@@ -53,7 +53,7 @@ class PackJob:
         stored = {name: q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
         if self.static is not None and scheme.static:
             stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
-        return self.packing.on_disk(in_files(stored))
+        return self.packing.to_files(in_files(stored))
 
     def config(self) -> dict[str, Any]:
         """The config.json of the packed folder."""
@@ -88,5 +88,5 @@ class PackJob:
     def packed_bytes(self, specs: Mapping[str, Spec]) -> int:
         """The bytes of the packed weights and their scales among the files' tensors `specs`."""
         packed = {f"{name}.weight" for name in self.packing.schemes}
-        packed |= {self.packing.scale_on_disk(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
+        packed |= {self.packing.name_in_files(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
         return sum(specs[name].nbytes for name in packed)

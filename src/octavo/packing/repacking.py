@@ -110,7 +110,7 @@ def convert_layout(
             if new.static:
                 scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
             yield f"{name}.weight", data
-            yield from packing.on_disk(scales).items()
+            yield from packing.to_files(scales).items()
             progress(done, len(packing.schemes), "converting")
 
     with whole_folder(out) as partial:

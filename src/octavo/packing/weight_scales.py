@@ -24,7 +24,7 @@ from octavo.hf.fused_groups import groups
 from octavo.hf.source import Source
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
-from octavo.packing.mse_search import Found, cast_by, least_squares, least_squares_of_all
+from octavo.packing.mse_search import SearchedScale, cast_by, search_scale, search_shared_scale
 
 WEIGHT_RULES = ("amax", "mse")
 # Recipes that scale a weight as a whole: a run of theirs packs each weight's own scale.
@@ -126,7 +126,7 @@ class WeightScales:
         q = quantize(w, cast)
         if self.rule.name == "amax":
             return q
-        found = least_squares(w, q.scale.float(), cast)
+        found = search_scale(w, q.scale.float(), cast)
         self._note([module], found)
         exact = cast_by(w, found.scale, cast)
         return replace(exact, scale=found.scale.to(q.scale.dtype))
@@ -143,13 +143,13 @@ class WeightScales:
         scale = torch.stack([quantize(self._weight(name), cast).scale for name in group]).amax(0)
         if self.rule.name == "amax":
             return scale
-        found = least_squares_of_all((self._weight(name) for name in group), scale, cast)
+        found = search_shared_scale((self._weight(name) for name in group), scale, cast)
         self._note(group, found)
         return found.scale
 
     def _weight(self, module: str) -> Tensor:
         return self.source.get(f"{module}.weight")
 
-    def _note(self, modules: Sequence[str], found: Found) -> None:
+    def _note(self, modules: Sequence[str], found: SearchedScale) -> None:
         for module, before, after in zip(modules, found.before.tolist(), found.after.tolist(), strict=True):
             self.gains[module] = 0.0 if before == after else 10 * math.log10(before / after) if after else math.inf

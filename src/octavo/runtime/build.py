@@ -14,9 +14,9 @@ from octavo.artifact.files import ArtifactError, model_tensors, read_json
 from octavo.artifact.packed.layouts import (
     UNQUANTIZED_DTYPE,
     WEIGHT_DTYPE,
-    PackedFolder,
     Packing,
     check_tensors,
+    read_config,
     read_packing,
 )
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
@@ -57,7 +57,7 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     """
     place = choose_device(device)
     path = Path(folder)
-    meta_model = read_meta_model(PackedFolder(path).read_config(), path)
+    meta_model = read_meta_model(read_config(path), path)
     return Loaded(fill(meta_model, path, place), load_tokenizer(path), meta_model.context)
 
 
@@ -66,18 +66,18 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.
 
     Raises what `load_packed` raises.
     """
-    packed = PackedFolder(folder)
+    where = folder / "config.json"
     disks = meta_model.linears()
-    reader = ShardReader(packed.path)
+    reader = ShardReader(folder)
     experts = _packed_experts(meta_model, reader)
-    packing = read_packing(meta_model.config, [*disks, *experts], packed.config, _plain(disks, reader))
-    swap_linears(meta_model.model, _packed_layers(meta_model, packing, packed.config))
+    packing = read_packing(meta_model.config, [*disks, *experts], where, _plain(disks, reader))
+    swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
     tensors = _read_tensors(packing, reader, disks)
     _widen_experts(tensors, packing, experts)
     required = meta_model.on_disk(model_tensors(meta_model.model))
-    check_tensors(_rounded(tensors, required), required, packed.path)
+    check_tensors(_rounded(tensors, required), required, folder)
     model: nn.Module = fill_model(meta_model, meta_model.in_model(tensors))
-    _check_scales(model, packed.path)
+    _check_scales(model, folder)
     model.to(device)
     fuse(model)
     return model
@@ -115,7 +115,7 @@ def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[s
 
 def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:
     """Every tensor that the model takes, by its name in the files, with scales as `PackedLinear` holds them."""
-    tensors = packing.in_memory({name: reader.get(name) for name in reader.specs})
+    tensors = packing.from_files({name: reader.get(name) for name in reader.specs})
     packing.take_kv_scales(tensors, disks, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:

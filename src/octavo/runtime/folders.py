@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octavo.artifact.files import ArtifactError, model_tensors
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, PackedFolder
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, read_config
 from octavo.device import choose_device
 from octavo.hf.meta_model import fill_model
 from octavo.hf.outputs import is_language_model
@@ -32,7 +32,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
         ValueError: the device does not exist.
     """
     place = choose_device(device)
-    if PackedFolder(folder).read_config().get("quantization_config"):
+    if read_config(folder).get("quantization_config"):
         loaded = load_packed(folder, place)
         _require(_predicts(loaded.model), loaded.model, folder)
         return loaded

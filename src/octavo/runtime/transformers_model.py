@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.artifact.packed.layouts import PackedFolder
+from octavo.artifact.packed.layouts import read_config
 from octavo.device import choose_device
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.ops.gemm import MAX_SMALL_M
@@ -43,7 +43,7 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu") ->
     """
     place = choose_device(device)
     path = Path(folder)
-    model: Any = fill(transformers_meta_model(PackedFolder(path).read_config(), path), path, place)
+    model: Any = fill(transformers_meta_model(read_config(path), path), path, place)
     if (path / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig
 

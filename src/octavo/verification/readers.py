@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.packed.layouts import PackedFolder
+from octavo.artifact.packed.layouts import read_config
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import open_local
 from octavo.hf.meta_model import read_meta_model
@@ -210,7 +210,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 def _octavo(probe: Probe, version: str, device: str) -> Consumer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of scales that are not used, which the report remarks
-        model = fill(read_meta_model(PackedFolder(probe.folder).read_config(), probe.folder), probe.folder, device)
+        model = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)
     with torch.inference_mode():
         found = outputs(model, probe.ids.to(device), probe.causal)
     return probe.judge("octavo", version, found, BF16, f"in BF16, on {device}")

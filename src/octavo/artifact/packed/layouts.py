@@ -83,7 +83,7 @@ class Packing:
     schemes: Mapping[str, Scheme]
     kv_cache: bool = False
 
-    def scale_on_disk(self, name: str) -> str:
+    def name_in_files(self, name: str) -> str:
         """What the layout calls the tensor `name`, where that is a scale."""
         module, _, leaf = name.rpartition(".")
         if self.layout == "fp8" and leaf == SCALE_NAME:
@@ -92,8 +92,8 @@ class Packing:
             return f"{module}.{leaf[0]}_proj.{leaf}"
         return name
 
-    def scales_in_memory(self, name: str) -> list[str]:
-        """What a tensor of a file is called in memory: the inverse of `scale_on_disk`, for every name that is read."""
+    def names_in_memory(self, name: str) -> list[str]:
+        """What a tensor of a file is called in memory: the inverse of `name_in_files`, for every name that is read."""
         module, _, leaf = name.rpartition(".")
         if leaf in OTHER_NAMES and self.layout in ("fp8", "autofp8"):
             return [f"{module}.{OTHER_NAMES[leaf]}"]
@@ -101,19 +101,19 @@ class Packing:
         of_output = leaf == "output_scale" and not self.kv_cache and self.layout != "autofp8"
         return [name] if of_output else kv_names(name)
 
-    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a file that hold `tensors`: scales may have another name and another shape there."""
-        return {self.scale_on_disk(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
+        return {self.name_in_files(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
 
-    def in_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `on_disk`, for every name, dtype and shape that is read (`octavo.artifact.packed.scales`).
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `to_files`, for every name, dtype and shape that is read (`octavo.artifact.packed.scales`).
 
         Raises:
             ArtifactError: two tensors are the same scale.
         """
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            for ours in self.scales_in_memory(name):
+            for ours in self.names_in_memory(name):
                 if ours in found:
                     raise ArtifactError(f"{name}: the file has this scale under a second name, too; keep one of them")
                 found[ours] = self._read(ours, tensor)
@@ -153,41 +153,26 @@ class Packing:
         return self.schemes[module].name == "block"
 
 
-@dataclass(frozen=True)
-class PackedFolder:
-    """Where things lie in a packed folder."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a packed folder, with a `quantization_config` in the newest spelling.
 
-    path: Path
+    compressed-tensors named it `compression_config` once. ModelOpt has an older spelling, which may also be in
+    hf_quant_config.json alone.
 
-    @property
-    def config(self) -> Path:
-        """The model's description, with its `quantization_config`."""
-        return self.path / "config.json"
-
-    def read_config(self) -> dict[str, Any]:
-        """config.json, with a `quantization_config` in today's words, wherever and however the writer stated it.
-
-        compressed-tensors called it `compression_config` once, ModelOpt has its own words, and may have them in
-        hf_quant_config.json alone.
-
-        Raises:
-            FileNotFoundError: there is no config.json.
-            ArtifactError: one of them is not JSON.
-        """
-        config, beside = read_json(self.config), self.path / modelopt.SIDE_FILE
-        if isinstance(older := config.pop("compression_config", None), dict):
-            config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
-        found, where = config.get("quantization_config"), self.config
-        if found is None and beside.is_file():
-            found, where = read_json(beside), beside
-        if isinstance(found, dict) and modelopt.is_modelopt(found):
-            config["quantization_config"] = modelopt.in_newer_words(found, where)
-        return config
-
-    @property
-    def tensors(self) -> Path:
-        """The weights."""
-        return self.path / "model.safetensors"
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ArtifactError: one of the files is not JSON.
+    """
+    where, beside = folder / "config.json", folder / modelopt.SIDE_FILE
+    config = read_json(where)
+    if isinstance(older := config.pop("compression_config", None), dict):
+        config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
+    found = config.get("quantization_config")
+    if found is None and beside.is_file():
+        found, where = read_json(beside), beside
+    if isinstance(found, dict) and modelopt.is_modelopt(found):
+        config["quantization_config"] = modelopt.in_newer_words(found, where)
+    return config
 
 
 def quantization_config(packing: Packing, linears: Iterable[str]) -> dict[str, Any]:
@@ -217,7 +202,7 @@ def read_packing(
     """How a packed folder's config.json says that the layers `linears` (their names on disk) are packed.
 
     Args:
-        config: what `PackedFolder.read_config` returned.
+        config: as `read_config` returned it.
         linears: every linear layer.
         where: of the file, for messages.
         plain: those whose weight is not in eight bits. An output head among them is not packed, whether the

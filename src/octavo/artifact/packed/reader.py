@@ -17,9 +17,9 @@ from octavo.artifact.packed.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_s
 from octavo.artifact.packed.layouts import (
     HEADS,
     WEIGHT_DTYPE,
-    PackedFolder,
     Packing,
     quantization_config,
+    read_config,
     read_packing,
     write_config,
 )
@@ -50,19 +50,19 @@ class PackedTensors:
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
-        self.folder = PackedFolder(Path(folder))
-        self.config = self.folder.read_config()
-        self.reader = ShardReader(self.folder.path)
+        self.folder = Path(folder)
+        self.config = read_config(self.folder)
+        self.reader = ShardReader(self.folder)
         found: Any = self.config.get("quantization_config")
         settings = found if isinstance(found, dict) else {}
         keys = ("ignore", "modules_to_not_convert", "ignored_layers")
         stated: Any = next((settings[key] for key in keys if settings.get(key)), [])
         self.ignored: list[str] = self._resolved(stated, exact=settings.get("quant_method") == "compressed-tensors")
         linears = list(dict.fromkeys([*self._eight_bits(), *self.ignored]))
-        packing = read_packing(self.config, linears, self.folder.config, self._plain())
+        packing = read_packing(self.config, linears, self.folder / "config.json", self._plain())
         self.kv_scales, cache = self._kv_scales(packing, linears)
         self.packing = replace(packing, kv_cache=bool(self.kv_scales))
-        names = {ours: name for name in self.reader.specs for ours in packing.scales_in_memory(name)}
+        names = {ours: name for name in self.reader.specs for ours in packing.names_in_memory(name)}
         self._scales = {
             ours: names[ours]
             for layer in packing.schemes
@@ -71,7 +71,7 @@ class PackedTensors:
         }
         packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
         rest = [name for name in self.reader.specs if name not in packed]
-        self.unused = unused_scales(rest, self.reader.get, self.folder.path)
+        self.unused = unused_scales(rest, self.reader.get, self.folder)
         self.others = [name for name in rest if name not in self.unused]
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
@@ -108,12 +108,12 @@ class PackedTensors:
 
     def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
         """The scales of a cache, taken from the files and checked; and their names there."""
-        disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.scales_in_memory(name)))]
-        found = packing.in_memory({name: self.reader.get(name) for name in disks})
-        return packing.take_kv_scales(found, linears, self.folder.path), disks
+        disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
+        found = packing.from_files({name: self.reader.get(name) for name in disks})
+        return packing.take_kv_scales(found, linears, self.folder), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
-        where, weight = self.folder.path, self.reader.specs.get(f"{name}.weight")
+        where, weight = self.folder, self.reader.specs.get(f"{name}.weight")
         if weight is None or weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
             is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
             raise ArtifactError(f"{where}: {name}.weight must be a matrix of {WEIGHT_DTYPE}, it {is_there}")
@@ -128,19 +128,19 @@ class PackedTensors:
     def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
         ours = f"{name}.{leaf}"
         if ours not in self._scales:
-            raise ArtifactError(f"{self.folder.path}: {ours} is missing, and {name}.weight is packed: pack it again")
+            raise ArtifactError(f"{self.folder}: {ours} is missing, and {name}.weight is packed: pack it again")
         spec = self.reader.specs[self._scales[ours]]
         meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        if (found := Spec.of(self.packing.in_memory({self._scales[ours]: meta})[ours])) != required:
+        if (found := Spec.of(self.packing.from_files({self._scales[ours]: meta})[ours])) != required:
             raise ArtifactError(
-                f"{self.folder.path}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
+                f"{self.folder}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
                 f"{found.dtype} {list(found.shape)}"
             )
 
     def _scale(self, name: str, leaf: str) -> Tensor:
         ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
-        scale = self.packing.in_memory({disk: self.reader.get(disk)})[ours]
-        check_scale(disk, scale, self.folder.path)
+        scale = self.packing.from_files({disk: self.reader.get(disk)})[ours]
+        check_scale(disk, scale, self.folder)
         return scale
 
     def stored(self, name: str) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class PackedTensors:
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
         """The scales of a cache as the files of `packing` hold them."""
         scales = self.kv_scales.items() if packing.kv_cache else ()
-        return packing.on_disk({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
+        return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
 
     def specs_as(self, packing: Packing) -> dict[str, Spec]:
         """What the files would hold if the packed layers were packed so."""
@@ -175,7 +175,7 @@ class PackedTensors:
             scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
             if scheme.static:
                 scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
-            specs |= {disk: Spec.of(t) for disk, t in packing.on_disk(scales).items()} | {f"{name}.weight": weight}
+            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()} | {f"{name}.weight": weight}
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:
@@ -185,4 +185,4 @@ class PackedTensors:
             linears = [*packing.schemes, *self.ignored]
             config["quantization_config"] = quantization_config(packing, linears)
         write_config(target, config)
-        copy_description(self.folder.path, target)
+        copy_description(self.folder, target)
