@@ -1,4 +1,4 @@
-"""What every result file begins with: the machine, the versions, the commit."""
+"""The files of bench/results. Each begins with the machine, the versions and the commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def facts() -> dict[str, Any]:
-    """Of this machine, now."""
+    """The date, the commit, and the versions and processors of this machine."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -35,14 +35,14 @@ def facts() -> dict[str, Any]:
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
-    """Write `result` to results/NAME.json, under the facts of this machine unless it has those of another."""
+    """Write `result` to results/NAME.json, with the facts of this machine unless it has a "machine" of its own."""
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": facts(), **result}, indent=2) + "\n")
     return path
 
 
 def installed(package: str) -> str:
-    """The version of a package, or nothing."""
+    """The version of a package; empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,13 +1,13 @@
-"""What folding gains, on a small Llama that `octavo train` made: KL of the quantized model from its source.
+"""The gain of smoothing and rotation on a small Llama: KL of the quantized model from its source.
 
-Twice: as it was trained, and with outlier channels planted without a change of what it computes (one channel in 17 of
-each norm, and of `up`, 64 times larger, what reads it as much smaller), as large models have them. Each is folded
-(smooth, rotate, both), calibrated, and quantized four ways, in FP32 arithmetic but for the casts:
+The Llama is measured as `octavo train` left it, and with planted outliers, as large models have them: one channel in 17
+of each norm and of `up` is 64 times larger, and the weights that read it are 64 times smaller, so that the model
+computes the same. Each is smoothed, rotated or both, calibrated, and quantized in four ways. Arithmetic is in FP32:
 
     fp8 token    e4m3, a scale for each output channel and each token       int8 token    the same in INT8
     fp8 static   e4m3, one scale a weight, one calibrated scale an input    int8 static   INT8, a scale for each channel
 
-The check first: every folded model gives the source's logits before it is quantized, but for BF16's rounding ("none").
+Before it is quantized ("none"), every transformed model must give the logits of its source but for BF16's rounding.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(out: Path) -> Path:
 
 
 def plant(source: Path, out: Path) -> None:
-    """The same function, with outliers in what the norms and `up` write."""
+    """Write the same function with outliers in the outputs of the norms and of `up`."""
     shutil.copytree(source, out)
     tensors = load_file(out / "model.safetensors")
     for i in range(SIZES["layers"]):
@@ -88,7 +88,7 @@ def plant(source: Path, out: Path) -> None:
 
 
 def measure(source: Path, root: Path) -> list[dict[str, Any]]:
-    """Every fold by every cast."""
+    """The rows of a source: every transform with every cast."""
     prompts = read_prompts(EVALUATION, open_tokenizer(source), PromptOptions(24, SIZES["context"]))
     batches = prompts.batches(8)
     calibration = calibrated(source, root)
@@ -145,7 +145,7 @@ def int8(x: Tensor, amax: Tensor) -> Tensor:
     return (x / scale).round().clamp(-127, 127) * scale
 
 
-# How numbers are rounded; whether a weight has a scale for each channel; whether an input has one for each token.
+# The rounding; whether a weight has a scale for each channel; whether an input has a scale for each token.
 CASTS: Mapping[str, tuple[Round, bool, bool]] = {
     "fp8 token": (fp8, True, True),
     "fp8 static": (fp8, False, False),
@@ -155,7 +155,7 @@ CASTS: Mapping[str, tuple[Round, bool, bool]] = {
 
 
 def quantized(model: nn.Module, name: str, scales: Mapping[str, float]) -> Outputs:
-    """The model with the layers that calibration saw quantized so, while it runs."""
+    """The model, its calibrated layers quantized by the cast `name` while it runs."""
     rounded, by_channel, by_token = CASTS[name]
 
     @contextmanager

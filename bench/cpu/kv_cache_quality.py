@@ -1,8 +1,8 @@
-"""What keys and values in eight bits cost: the demo's BF16 run, packed by channel, with caches of each dtype.
+"""The cost of keys and values in eight bits: the demo's BF16 run, packed by channel, with a cache of each dtype.
 
-Held-out prompts pass the model in chunks, so that every token but those of the first chunk attends to what the cache
-holds. The reference is the same packed model with a cache in BF16, on the same prompts, chunk by chunk. Scales are of a
-calibration, or of each prompt's first chunk.
+Held-out prompts pass through the model in chunks, so that the tokens after the first chunk attend to the cache. The
+reference is the same packed model with a BF16 cache, on the same prompts and chunks. The scales come from a
+calibration, or from the first chunk of each prompt.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ WAYS = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "fir
 
 
 def cache(dtype: str, calibration: Calibration | None) -> Cache:
-    """How to make a cache for a model and so many tokens."""
+    """A function that makes a cache for a model and a number of tokens."""
     scales = {} if calibration is None else {"scales": scales_from_calibration(calibration, dtype)}
     return lambda model, tokens: QuantizedKVCache.for_model(model, tokens, dtype, **scales)
 
 
 def in_chunks(model: Any, make: Cache) -> Outputs:
-    """Logits [B, T, V] of ids [B, T], as a model gives them that decodes in chunks."""
+    """A function from ids [B, T] to the logits [B, T, V] of a model that decodes in chunks."""
 
     @torch.no_grad()
     def run(ids: Tensor) -> Tensor:

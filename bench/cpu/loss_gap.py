@@ -1,7 +1,7 @@
-"""Does FP8 training end where BF16 ends? The demo's model and text, three seeds of each, and the packed model.
+"""The final loss of FP8 training against BF16's, on the demo's model and text with three seeds, and the packed model's.
 
 For each seed both runs start from the same weights and see the same batches. The result holds every evaluation, the
-relative gap of the last one by seed, their mean, and beside it the spread between the BF16 seeds.
+relative gap of the last evaluation for each seed, the mean gap, and the spread between the BF16 seeds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def name(folder: Path, recipe: str, seed: int) -> Path:
 
 
 def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One run of the demo: its evaluation losses by step."""
+    """Train the demo once; returns the evaluation losses by step."""
     out = name(folder, recipe, seed)
     overrides = [*demo.SETTINGS, "--recipe", recipe, "--seed", str(seed), "--out", str(out), "--device", "cpu"]
     if signal := start_run(Config.load(None, overrides), Console(quiet=True)).run().interrupted:
@@ -62,7 +62,7 @@ def train(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def judge(folder: Path, seed: int, runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Pack the FP8 run of a seed: what its bytes weigh and what its loss is."""
+    """Pack the FP8 run of a seed; returns the loss of the packed model and the size of its weights."""
     run = name(folder, "rowwise", seed)
     report = pack(run, folder / f"packed-{seed}")
     model, tokenizer, _ = load_packed(report.folder)

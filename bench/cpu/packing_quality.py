@@ -1,7 +1,7 @@
-"""What each way of packing costs: a BF16 run of the demo's model, packed and verified on held-out text.
+"""The cost of each packing scheme in quality: a BF16 run of the demo's model, packed and verified on held-out text.
 
-The model is trained once, in BF16; every scheme packs the same weights and is judged on the same prompts, so that the
-changes of perplexity are paired. INT8 is the baseline that verify runs beside each.
+The model is trained once, in BF16. Every scheme packs the same weights and is measured on the same prompts, so the
+changes of perplexity are paired. INT8 is the baseline that verify runs beside each scheme.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> Calibration:
-    """A trained model in `folder`/model, its texts and its calibration beside it."""
+    """Train a model and write it to `folder`/model, its texts and its calibration beside it."""
     config = train(folder / "run")
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
@@ -68,7 +68,7 @@ def prepare(folder: Path) -> Calibration:
 
 
 def train(out: Path) -> Config:
-    """The demo's run in BF16, its MLP a multiple of 128 wide, which the scheme block needs."""
+    """The demo's run in BF16. The width of its MLP is a multiple of 128, as the scheme block needs."""
     config = Config.load(
         None, [*demo.SETTINGS, "--mlp-width", "768", "--recipe", "bf16", "--out", str(out), "--device", "cpu"]
     )
@@ -78,7 +78,7 @@ def train(out: Path) -> Config:
 
 
 def write_model(run: Path, out: Path) -> Path:
-    """The run as a Hugging Face folder in BF16, which can be calibrated."""
+    """Write the run as a Hugging Face folder in BF16, which `calibrate` can open."""
     trained = Against(run)
     out.mkdir()
     copy_description(trained.folder, out)
@@ -95,7 +95,7 @@ def write_model(run: Path, out: Path) -> Path:
 
 
 def write_texts(config: Config, model: Path, folder: Path) -> None:
-    """What the run was trained on and what it held out, as text."""
+    """Write a part of the training text and the held-out text of the run."""
     corpus = build_corpus(
         read_text(config.data).texts, load_tokenizer(model), config.context, config.validation_fraction
     )
@@ -105,7 +105,7 @@ def write_texts(config: Config, model: Path, folder: Path) -> None:
 
 
 def judge(scheme: str, folder: Path) -> Report:
-    """Pack by a scheme and verify; a folder with findings is no result."""
+    """Pack with a scheme and verify the folder; findings end the benchmark."""
     began = time.perf_counter()
     calibration = folder / "calibrated" if scheme == "static" else None
     pack(folder / "model", folder / scheme, scheme=scheme, calibration=calibration)
@@ -117,7 +117,7 @@ def judge(scheme: str, folder: Path) -> Report:
 
 
 def row(report: Report) -> dict[str, Any]:
-    """What the table shows of a scheme."""
+    """The figures of a scheme that the page shows."""
     assert report.quality is not None
     assert report.sizes is not None
     outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]

@@ -1,7 +1,7 @@
-"""How much slower an emulated FP8 training step is than a BF16 and an FP32 one, on this CPU, at the demo's size.
+"""The time of an emulated FP8 training step against BF16's and FP32's, on this CPU, at the size of the demo.
 
-First the correctness check: the emulated layer's output against float64 on the same operands. Then the steps
-(forward, backward, clipping, AdamW), interleaved, and the ratio of their medians.
+First an emulated GEMM is compared with float64 on the same operands. Then the modes take turns: forward, backward,
+clipping and AdamW. The ratios are of medians.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def check() -> None:
-    """The emulated GEMM against float64; a benchmark of wrong numbers is worth nothing."""
+    """Compare an emulated GEMM with float64 on the same eight-bit operands."""
     x, w = torch.randn(64, 256), torch.randn(704, 256)
     a, b = ops.quantize(x, ROW_X), ops.quantize(w, ROW_W)
     exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
@@ -51,13 +51,13 @@ def check() -> None:
 
 
 def make_trainer(recipe: str, precision: str, folder: Path) -> Trainer:
-    """A run of the demo's model and batch."""
+    """A run with the demo's model and batch."""
     config = Config(recipe=recipe, precision=precision, device="cpu", out=str(folder / f"{recipe}-{precision}"))
     return start_run(config, Console(quiet=True))
 
 
 def measure(trainers: dict[tuple[str, str], Trainer]) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each step: every mode once a round, after two rounds to warm up."""
+    """Seconds of each step. Every mode runs once a round; two rounds warm up."""
     seconds: dict[tuple[str, str], list[float]] = {mode: [] for mode in trainers}
     for index in range(ROUNDS + 2):
         for mode, trainer in trainers.items():

@@ -1,4 +1,4 @@
-"""How a quantizer divides by its scale: by the reciprocal, as Octavo does, or so that x / s is rounded once.
+"""Three ways for a quantizer to divide by its scale. Octavo multiplies by the reciprocal, which rounds twice.
 
 Three variants of the kernel that quantizes rows to E4M3:
 
@@ -76,14 +76,14 @@ def quantizer(x: Tensor, way: str) -> Callable[[], tuple[Tensor, Tensor]]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
-    x, data, scale, m, k,
+    x_ptr, data_ptr, scale_ptr, m, k,
     FORMAT_MAX: tl.constexpr, WAY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    here = (row < m)[:, None] & (col < k)[None, :]
-    at = row[:, None] * k + col[None, :]
-    v = tl.load(x + at, here, other=0.0).to(tl.float32)
+    mask = (row < m)[:, None] & (col < k)[None, :]
+    offs = row[:, None] * k + col[None, :]
+    v = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
     s = device_scale(amax_bits(v, 1), FORMAT_MAX, False)
     by, inv = tl.broadcast_to(s[:, None], v.shape), tl.broadcast_to(inverse(s)[:, None], v.shape)
     if WAY == 1:
@@ -92,8 +92,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         q = v * inv
         if WAY == 2:
             q = tl.fma(tl.fma(-q, by, v), inv, q)
-    tl.store(data + at, q.to(data.dtype.element_ty), here)
-    tl.store(scale + row, s, row < m)
+    tl.store(data_ptr + offs, q.to(data_ptr.dtype.element_ty), mask)
+    tl.store(scale_ptr + row, s, row < m)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The GEMM of small M under other tilings than it chooses: which is fastest, by shape and rows.
+"""Times the GEMM of small M with many tilings, by shape and rows.
 
-Prints, for each, the choice of `octavo.ops.gemm.kernel.choose` and the best three beside cuBLASLt, in microseconds and
-as a share of a copy of the same bytes. It shows how to change `choose` and `max_small_m`, and writes no result.
+It prints the tiling that `octavo.ops.gemm.kernel.choose` takes and the best three, beside cuBLASLt, in microseconds and
+as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it. It writes no result.
 
     python -m bench.gpu.gemm_tune [--rows 1,16,64]
 """
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def shape(m: int, n: int, k: int) -> None:
-    """Time one shape over as many weights in turn as the cache cannot keep."""
+    """Time one shape. The weights take turns, and together they are too large for the L2 cache."""
     a = quantize(torch.randn(m, k, device="cuda"), Cast())
     count = max(2, BEYOND_CACHE // (n * k))
     bs = [quantize(torch.randn(n, k, device="cuda"), Cast()) for _ in range(count)]
@@ -56,7 +56,7 @@ def shape(m: int, n: int, k: int) -> None:
     for tiling in (chosen, *(kernel.Tiling(*how) for how in tilings(m))):
         try:
             found[tiling] = us(partial(ours, tiling))
-        except Exception as error:  # more shared memory than there is
+        except Exception as error:  # the tiling needs more shared memory than there is
             print(f"  {tuple(tiling)}: {type(error).__name__}", flush=True)
     copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
     print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {us(native):.1f} us", flush=True)
@@ -65,7 +65,7 @@ def shape(m: int, n: int, k: int) -> None:
 
 
 def tilings(m: int) -> Iterator[tuple[int, ...]]:
-    """Rows, terms, stages, warps and splits that are worth a try."""
+    """BLOCK_N, BLOCK_K, stages, warps and splits that are worth a try."""
     if m == 1:
         yield from product((2, 4, 8, 16), (512, 1024, 2048), (1, 3, 4), (4,))
     else:

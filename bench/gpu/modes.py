@@ -17,6 +17,6 @@ CACHE_TORCH, CACHE_BF16, CACHE_FP8 = "bf16 cache, torch's attention", "bf16 cach
 
 
 def speedup(cell: dict[str, Any], mode: str, other: str) -> float:
-    """How many times as fast `mode` is as `other`: the median over the rounds, in which the modes took turns."""
+    """The speed of `mode` as a multiple of that of `other`: the median over rounds in which the modes took turns."""
     rounds: dict[str, list[float]] = cell["rounds"]
     return statistics.median(b / a for a, b in zip(rounds[mode], rounds[other], strict=True))

@@ -1,9 +1,10 @@
 """Serving Llama-3-8B's shape on one GPU: BF16 compiled, torchao's dynamic row-wise FP8, and packed models.
 
-The weights are random, made and packed on the GPU. The order: logits in FP8 against BF16, and fused against layer by
-layer; bytes of the weights; decode of one token at a context of 1,024 for 1 and for 64 texts, with BF16 and FP8 caches;
-prefill of 8,192 tokens to the logits of the last; the GEMM of few rows alone. Layers are compiled and all modes take
-turns in one process. Each part is printed and written when it is done.
+The weights are random, made and packed on the GPU. First the logits in FP8 are compared with BF16's, and those of fused
+layers with those of single ones. Then the bytes of the weights are counted, and three things are timed: decode of one
+token at a context of 1,024, for 1 and for 64 texts, with BF16 and FP8 caches; prefill of 8,192 tokens to the logits of
+the last; and the GEMM of small M alone. Layers are compiled and all modes take turns in one process. Each part is
+printed and written when it is done.
 
     python -m bench.gpu.serve [--layers 32]
 """
@@ -71,13 +72,12 @@ def main() -> None:
 
 
 def check(wide: Any, packed: Any) -> dict[str, float]:
-    """dB of the packed model's logits against BF16's and, once it is fused, against its own layer by layer."""
+    """SQNR of the packed model's logits, fused, against BF16's and against its own before it was fused."""
     ids = torch.randint(0, wide.config.vocab_size, (4, 64), device="cuda")
     exact, apart = forward(wide, ids), forward(packed, ids)
     with torch.no_grad():
-        assert decibels(wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0], exact) > 40, (
-            "this forward is not transformers'"
-        )
+        theirs = wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0]
+    assert decibels(theirs, exact) > 40, "`forward` must compute what transformers computes"
     fuse(packed)
     fused = forward(packed, ids)
     found = {"fused against bf16": decibels(exact, fused), "fused against layer by layer": decibels(apart, fused)}
@@ -111,7 +111,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
 
 
 def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
-    """A token of each of `batch` texts, the cache being full with it, as CUDA graphs."""
+    """One token of each of `batch` texts, which is the last that the cache has room for, as CUDA graphs."""
     ids = torch.randint(0, wide.config.vocab_size, (batch, 1), device="cuda")
     stores = random_stores(wide.config, batch, CONTEXT, "cuda", "bf16", "fp8")
     plain = [PlainCache(store) for store in stores["bf16"]]
@@ -138,21 +138,19 @@ def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Microseconds of our kernel, of cuBLASLt and of BF16, by shape and rows, and of a copy of the FP8 bytes."""
+    """Microseconds of our kernel, of cuBLASLt, of BF16, and of a copy of the FP8 bytes, by shape and rows."""
     rows = []
     for n, k in SHAPES:
         for m in ROWS:
             row = gemm(m, n, k)
             rows.append(row)
-            print(
-                {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True
-            )
+            print(row, flush=True)
         torch.cuda.empty_cache()
     return rows
 
 
 def gemm(m: int, n: int, k: int) -> dict[str, Any]:
-    """One shape: over as many weights in turn as the cache cannot keep."""
+    """One shape. The weights take turns, and together they are too large for the L2 cache."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     count = max(2, BEYOND_CACHE // (n * k))
     wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
@@ -183,7 +181,7 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
 
 
 def runs(m: int, n: int) -> str:
-    """What a GEMM of so many rows and columns runs on."""
+    """The backend that octavo chooses for a GEMM of m rows and n columns."""
     return find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), (m, n)).name
 
 

@@ -1,9 +1,10 @@
 """Four layers of Llama-3-8B's shape, 8,192 tokens, BF16 weights, forward and backward: every mode in one process.
 
 A step includes the cast of the weights, as after every optimizer step; only "kept" leaves it out, as the later
-micro-batches of an accumulation do (`octavo.cast_once`). The order: peak memory of each mode; outputs and gradients of
-each mode against BF16; times, the modes taking turns; kernels by category; and the floor, which is the time of the
-GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other bytes at the speed of a copy.
+micro-batches of an accumulation do (`octavo.cast_once`). First come the peak memory of each mode, and its outputs and
+gradients against BF16. Then the modes take turns and are timed, and the profiler sums kernels by category. The floor is
+the time of the GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other bytes at the
+speed of a copy.
 
     python -m bench.gpu.stack [--quick]
 """

@@ -35,7 +35,7 @@ def interleaved(steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: 
 
 
 def own_code(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose forward is a code object of its own, by which torch.compile counts and keeps compilations."""
+    """A subclass with a copy of the code of `forward`. torch.compile counts and caches compilations by code object."""
     forward = cls.forward
     copy = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
     return type(cls.__name__, (cls,), {"forward": copy})
@@ -78,7 +78,7 @@ class Captured:
 def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
     """Median milliseconds of a small piece of device work without its launch: a CUDA graph of a few calls.
 
-    What the L2 cache keeps from call to call counts; compare with work that moves as many bytes, timed alike.
+    Reads may hit the L2 cache from call to call. Compare with work that moves as many bytes, timed alike.
     """
 
     def repeat() -> None:

@@ -1,8 +1,10 @@
 """Write docs/performance.md, docs/accuracy.md, the plots and README's table from bench/results: `make docs`.
 
-The words of a page are in its template beside this file. `{name}` in a template is the table that the function `name`
-of the page's module makes; `{gpu_stack[floors][cast][total]:.2f}` is one number of bench/results/gpu_stack.json; and
-`{machine[gpu_stack]}` is the line that says where, with what and when that file was measured.
+The words of a page are in its template beside this file. A template may name
+
+    {stack_modes}                               the table that this function of the page's module makes
+    {gpu_stack[floors][cast][total]:.2f}        a number of bench/results/gpu_stack.json
+    {machine[gpu_stack]}                        the machine, the versions and the date of that file
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def with_gains(readme: str, results: dict[str, Result]) -> str:
 
 
 class Values(dict[str, Any]):
-    """What a template may name."""
+    """The values that a template may name."""
 
     def __init__(self, module: ModuleType, results: dict[str, Result]) -> None:
         super().__init__(results)

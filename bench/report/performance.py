@@ -129,7 +129,7 @@ def layer_ranges(results: dict[str, Result]) -> Rows:
 
 
 def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
-    """How many times as fast `mode` is as `other`, in each cell that has both."""
+    """The speed of `mode` as a multiple of that of `other`, in each cell that has both."""
     return [speedup(cell, mode, other) for cell in cells if {mode, other} <= cell["rounds"].keys()]
 
 

@@ -94,7 +94,7 @@ def owner(mode: str) -> str:
 
 
 def layer(results: dict[str, Result]) -> Any:
-    """The gain of ours over BF16 by inputs K and outputs N, a panel for each number of tokens M."""
+    """The speed of Octavo vs BF16 by inputs K and outputs N, a panel for each number of tokens M."""
     result = results["gpu_layer"]
     cells = {(c["m"], c["k"], c["n"]): speedup(c, "ours", "bf16") for c in result["cells"]}
     sizes = sorted({size for cell in cells for size in cell})
