@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runtime import distance, layer_by_layer, logits, static_steps, tokens
+from metrics import distance
+from runtime_examples import layer_by_layer, logits, static_steps, tokens
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 

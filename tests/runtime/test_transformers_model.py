@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from metrics import distance
 from packed_examples import Example
-from runtime_examples import SIZES, logits, operations, tokens
+from runtime_examples import SIZES, logits, operations, static_steps, tokens
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.artifact.files import ArtifactError
@@ -97,16 +96,6 @@ def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
         octavo.load(folder)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         octavo.load(folder / "nothing")
-
-
-def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
-    """Logits of a prompt and of three tokens after it, with a static cache."""
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    ids, found = tokens(8).to(model.device), []
-    with torch.no_grad():
-        for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
-            found.append(run(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
-    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

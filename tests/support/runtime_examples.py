@@ -19,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
 )
 
 from octavo.runtime import PackedLinear
@@ -78,3 +79,13 @@ def layer_by_layer(model: nn.Module) -> nn.Module:
         if isinstance(module, PackedLinear):
             module.register_forward_hook(lambda *_: None)
     return twin
+
+
+def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
+    """Logits of a prompt and of three tokens after it, with a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    ids, found = tokens(8).to(model.device), []
+    with torch.no_grad():
+        for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
+            found.append(run(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1)
