@@ -174,6 +174,15 @@ def test_nothing_reaches_into_an_operation(name):
     assert not IMPORTS[name] & inner
 
 
+@pytest.mark.parametrize("module", ["files", "layer_spec", "numbers", "kv_cache", "reference"])
+def test_the_reference_of_verification_shares_nothing_with_packing(module):
+    """It is a second reading of the format, so it may use quality metrics and no code that casts, packs or loads."""
+    found = {f"octavo.verification.{module}"}
+    while new := {name for known in found for name in IMPORTS[known]} - found:
+        found |= new
+    assert {package_of(name) for name in found} <= {"verification", "evaluation", "text", "extras", "device", "words"}
+
+
 def test_names_of_test_files_are_unique():
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
