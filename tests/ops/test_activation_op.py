@@ -1,12 +1,10 @@
-"""The registered operations of the activations: their fakes, when the kernels run, and refused inputs."""
-
-from typing import Any
+"""The operations of the activations: when the kernels run, and refused inputs."""
 
 import pytest
 import torch
-from activation_oracle import KINDS, given
+from activation_oracle import KINDS
 from bits import bits
-from fused_op_examples import FLOAT, REFUSED, SIZES, kernels_on_the_cpu
+from fused_op_examples import FLOAT, REFUSED, kernels_on_the_cpu
 from torch import Tensor
 
 from octavo.numerics import Cast
@@ -19,59 +17,6 @@ REFERENCES = {
     "activation_quantize": activation_quantize_reference,
     "activation_backward": activation_backward_reference,
 }
-
-
-def arguments(kind: str, shape: tuple[int, int], keep: bool, device: str = "cpu") -> tuple[tuple, tuple]:
-    """Arguments of the two operations."""
-    u, dh, column_scale, row_scale = (t.to(device) for t in given(kind, shape, torch.bfloat16))
-    forward = u, Cast().spec, kind
-    h_scale = 1000 * row_scale  # so that no h is beyond 448 of it
-    specs = Cast("e5m2", scale="pow2").spec, Cast().spec
-    return forward, (dh, u, *specs, keep, kind, column_scale, row_scale, h_scale)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_opcheck(kind, keep):
-    forward, back = arguments(kind, (5, 70), keep)
-    torch.library.opcheck(torch.ops.octavo.activation_quantize.default, forward)
-    torch.library.opcheck(torch.ops.octavo.activation_backward.default, back)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("shape", [*SIZES, (0, 7)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shapes_on_the_meta_device(kind, shape, keep):
-    operations = torch.ops.octavo.activation_quantize, torch.ops.octavo.activation_backward
-    both = zip(operations, arguments(kind, shape, keep), arguments(kind, shape, keep, "meta"), strict=True)
-    for operation, real, fake in both:
-        for one, other in zip(operation(*real), operation(*fake), strict=True):
-            assert other.device.type == "meta"
-            assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, other.is_contiguous())
-
-
-def turned(values: tuple[Any, ...]) -> list[Any]:
-    """The same matrices, laid out by columns."""
-    return [v.t().contiguous().t() if isinstance(v, Tensor) and v.shape[0] == 17 else v for v in values]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_strided_inputs_give_contiguous_results(kind):
-    """Compiled code relies on the strides of the fake implementation."""
-    forward, back = map(turned, arguments(kind, (17, 130), True))
-    results = *torch.ops.octavo.activation_quantize(*forward), *torch.ops.octavo.activation_backward(*back)
-    assert all(t.is_contiguous() for t in results)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_strided_inputs_give_the_same_numbers(kind):
-    operations = torch.ops.octavo.activation_quantize, torch.ops.octavo.activation_backward
-    for operation, values in zip(operations, arguments(kind, (17, 130), True), strict=True):
-        for one, other in zip(operation(*values), operation(*turned(values)), strict=True):
-            assert torch.equal(bits(one), bits(other))
-
-
-# ---- where the kernels run
 
 
 def run_both(u: Tensor, dh: Tensor, kind: str, cast: Cast, h_cast: Cast) -> list[Tensor]:

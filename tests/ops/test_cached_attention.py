@@ -145,17 +145,6 @@ def test_storing_refuses_other_shapes():
         append_kv(k, k, keys, values, None, None, length_of(3), clipped[:1])
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-def test_opcheck(kind):
-    q, *cache = given(kind, 2, 4, 2, 2, 16, 9)
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # no allclose for FP8
-    args = (q, *cache, length_of(3), torch.zeros(2, dtype=torch.int32), 0.25)
-    torch.library.opcheck(torch.ops.octavo.cached_attention.default, args, test_utils=checks)
-    k = torch.randn(2, 2, 2, 16).bfloat16()
-    args = (k, k, *cache, length_of(3), torch.zeros(2, dtype=torch.int64))
-    torch.library.opcheck(torch.ops.octavo.append_kv.default, args, test_utils=checks[:2])
-
-
 # ---- how the kernel is cut up
 
 

@@ -112,10 +112,6 @@ def test_shape_on_the_meta_device():
     assert (y.device.type, tuple(y.shape), y.dtype) == ("meta", (3, 5), torch.float16)
 
 
-# All but test_schema, whose allclose torch has not for FP8: that inputs are left alone is the next test.
-OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
 def test_operands_are_left_alone():
     a, b = operands("group64", 17, 130, 33)
     bias = torch.ones(33)
@@ -124,16 +120,6 @@ def test_operands_are_left_alone():
     scaled_mm(a, b, bias=bias, out_dtype=torch.float32)
     for then, now in zip(before, tensors, strict=True):
         assert torch.equal(then.view(torch.uint8), now.view(torch.uint8))
-
-
-@pytest.mark.parametrize("pair", ["row", "mx"])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_opcheck(pair, with_bias):
-    a, b = operands(pair, 3, 64, 5)
-    more = (torch.ones(5), torch.ones(3, 5).bfloat16()) if with_bias else (None, None)
-    scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-    args = (a.data, b.data, torch.bfloat16, "emulated", *scales, *more, False)
-    torch.library.opcheck(torch.ops.octavo.scaled_mm.default, args, test_utils=OPCHECKS)
 
 
 def test_a_gpu_without_the_kernel_raises_unless_emulation_is_asked_for(monkeypatch):

@@ -1,10 +1,10 @@
-"""The registered operations of the norms: their fakes, when the kernels run, and refused inputs."""
+"""The operations of the norms: when the kernels run, and refused inputs."""
 
 import pytest
 import torch
 from bits import bits
-from fused_op_examples import FLOAT, REFUSED, SIZES, kernels_on_the_cpu
-from norm_oracle import EPS, EPS32, given
+from fused_op_examples import FLOAT, REFUSED, kernels_on_the_cpu
+from norm_oracle import EPS, EPS32
 from torch import Tensor
 
 from octavo.numerics import Cast
@@ -13,57 +13,6 @@ from octavo.ops.norm.reference import norm_backward_reference, norm_quantize_ref
 from octavo.ops.triton_support import LONGEST_ROW
 
 REFERENCES = {"norm_quantize": norm_quantize_reference, "norm_backward": norm_backward_reference}
-
-
-def arguments(shape: tuple[int, int], center: bool, device: str = "cpu") -> tuple[tuple, tuple]:
-    """Arguments of the two operations; with `center`, those that are optional too."""
-    x, residual, weight, bias = given(shape, torch.bfloat16, residual=center, bias=center)
-    column = torch.ones(shape[0], 1)
-    forward = x, Cast(scale="pow2").spec, residual, weight, bias, EPS, center
-    backward = x, x, weight, column, column, residual, center
-    return tuple(tuple(v.to(device) if isinstance(v, Tensor) else v for v in v_s) for v_s in (forward, backward))
-
-
-@pytest.mark.parametrize("center", [False, True])
-def test_opcheck(center):
-    forward, backward = arguments((5, 70), center)
-    torch.library.opcheck(torch.ops.octavo.norm_quantize.default, forward)
-    torch.library.opcheck(torch.ops.octavo.norm_backward.default, backward)
-
-
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("shape", [*SIZES, (0, 7)], ids=str)
-def test_shapes_on_the_meta_device(shape, center):
-    operations = torch.ops.octavo.norm_quantize, torch.ops.octavo.norm_backward
-    for operation, real, fake in zip(
-        operations, arguments(shape, center), arguments(shape, center, "meta"), strict=True
-    ):
-        for one, other in zip(operation(*real), operation(*fake), strict=True):
-            assert other.device.type == "meta"
-            assert (one.shape, one.dtype, one.is_contiguous()) == (other.shape, other.dtype, other.is_contiguous())
-
-
-def test_strided_inputs_give_contiguous_results():
-    """Compiled code relies on the strides of the fake implementation."""
-    forward, backward = arguments((5, 70), True)
-    forward, backward = (
-        tuple(v.t().contiguous().t() if isinstance(v, Tensor) and v.shape == (5, 70) else v for v in values)
-        for values in (forward, backward)
-    )
-    results = *torch.ops.octavo.norm_quantize(*forward), *torch.ops.octavo.norm_backward(*backward)
-    assert all(t.is_contiguous() for t in results)
-
-
-def test_strided_inputs_give_the_same_numbers():
-    x, residual, weight, _ = given((17, 130), torch.float32, residual=True)
-    turned = [t.t().contiguous().t() for t in (x, residual)]
-    for center in (False, True):
-        one = torch.ops.octavo.norm_quantize(x, Cast().spec, residual, weight, None, EPS, center)
-        other = torch.ops.octavo.norm_quantize(turned[0], Cast().spec, turned[1], weight, None, EPS, center)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
-
-
-# ---- where the kernels run
 
 
 @pytest.mark.parametrize(

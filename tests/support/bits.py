@@ -8,7 +8,7 @@ from torch import Tensor
 
 def bits(t: Tensor) -> Tensor:
     """The bits of a tensor as integers, so that -0 differs from 0 and a NaN equals itself."""
-    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def assert_same(found: Tensor, required: Tensor) -> None:

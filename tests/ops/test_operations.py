@@ -1,0 +1,107 @@
+"""Every registered operation: its fake implementation, its schema, and strided inputs."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import attention_oracle
+import pytest
+import torch
+from bits import bits
+from gemm_examples import operands
+from quantize_oracle import matrix
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from octavo.numerics import TENSOR, Cast, block, group
+from octavo.ops import quantize
+from octavo.ops.inductor import OPERATIONS
+
+CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
+ROW = Cast().spec
+
+
+def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Operations by name, and arguments with matrices of this shape."""
+    m, k = shape
+    x, seeds = matrix(shape, torch.bfloat16), (None, torch.tensor(5))
+    row, column, vector, one = torch.rand(m, 1) + 0.1, torch.rand(1, k) + 0.1, torch.rand(k), torch.full((1, 1), 0.1)
+    for cast, seed in product(CASTS, seeds):
+        yield "quantize_transposed", (x, cast.spec, seed)
+        for factors in ((None, None), (column, None), (None, row), (column, row)):
+            yield "quantize", (x, cast.spec, *factors, seed)
+    for seed in seeds:
+        yield "quantize_scaled", (x, one, "e4m3", seed)
+    yield "quantize_stack", ([x, x[: m // 2]], ROW)
+    yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)))
+    for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
+        yield "transpose", (quantize(x, Cast(fmt)).data, shift)
+    for center in (False, True):
+        residual, bias, mean = (x, vector, row) if center else (None, None, None)
+        yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center)
+        yield "norm_backward", (x, x, vector, row, row, residual, center)
+        yield "requantize_norm", (x, "e4m3", row, mean, row, vector, bias)
+    for (kind, width), keep in product((("gelu", 1), ("swiglu", 2)), (False, True)):
+        u, factor = x.repeat(1, width), torch.rand(1, width * k)
+        yield "activation_quantize", (u, ROW, kind)
+        h_scale = 1e6 * row  # so that no h saturates
+        yield (
+            "activation_backward",
+            (x, u, Cast("e5m2", scale="pow2").spec, ROW, keep, kind, factor, row, h_scale),
+        )
+
+
+def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
+        a, b = operands(pair, 3, 64, 5)
+        scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
+        yield "scaled_mm", (a.data, b.data, torch.bfloat16, "emulated", *scales, *added, False)
+    for kind in attention_oracle.DTYPES:
+        q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
+        yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
+        k = torch.randn(2, 2, 2, 16).bfloat16()
+        yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
+
+
+def each(*groups: Iterator[tuple[str, tuple[Any, ...]]]) -> pytest.MarkDecorator:
+    listed = [case for group in groups for case in group]
+    return pytest.mark.parametrize(("name", "values"), listed, ids=[name for name, _ in listed])
+
+
+def test_every_operation_is_tested_here():
+    ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")}
+    assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
+    assert OPERATIONS.keys() == {name for name, _ in (*cases((5, 70)), *cases_of_gemm_and_attention())}
+
+
+@each(cases((5, 70)), cases_of_gemm_and_attention())
+def test_opcheck(name, values):
+    checks = ["test_autograd_registration", "test_faketensor"]
+    if name != "append_kv":
+        checks.append("test_aot_dispatch_dynamic")
+    if all(t.element_size() > 1 for t in tree_leaves(values) if isinstance(t, Tensor)):
+        checks.append("test_schema")  # torch has no allclose for eight-bit inputs
+    torch.library.opcheck(getattr(torch.ops.octavo, name).default, values, test_utils=checks)
+
+
+@each(*map(cases, ((1, 1), (17, 130), (0, 7))), cases_of_gemm_and_attention())
+def test_results_on_the_meta_device(name, values):
+    operation = getattr(torch.ops.octavo, name)
+    fakes = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, values)
+    for real, fake in zip(tree_leaves(operation(*values)), tree_leaves(operation(*fakes)), strict=True):
+        if real is not None:
+            assert fake.device.type == "meta"
+            assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+            assert (fake.is_contiguous(), real.is_contiguous()) == (True, True)
+
+
+@each(cases((17, 130)))
+def test_strided_inputs_give_the_same_contiguous_results(name, values):
+    """And are left as they are. Compiled code relies on the strides of the fake implementation."""
+    operation = getattr(torch.ops.octavo, name)
+    by_columns = tree_map(lambda v: v.t().contiguous().t() if isinstance(v, Tensor) and v.ndim == 2 else v, values)
+    for one, other in zip(tree_leaves(operation(*values)), tree_leaves(operation(*by_columns)), strict=True):
+        assert other.is_contiguous()
+        assert torch.equal(bits(one), bits(other))
+    for one, other in zip(tree_leaves(values), tree_leaves(by_columns), strict=True):
+        assert not isinstance(one, Tensor) or torch.equal(bits(one), bits(other))
