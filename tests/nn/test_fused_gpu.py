@@ -19,10 +19,10 @@ from fused_oracle import (
     linears,
     output_gradients,
     run,
-    sqnr,
     swiglu,
     tokens,
 )
+from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo

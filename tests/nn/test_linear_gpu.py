@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_oracle import sqnr
+from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo

@@ -1,15 +1,14 @@
 """Decoder layers of transformers, fused: against the same model layer by layer, and against what it was."""
 
 import copy
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from fused_oracle import sqnr
+from metrics import sqnr
+from operation_counts import operations
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
@@ -62,19 +61,6 @@ def make(name: str, **more) -> nn.Module:
 def tokens(length: int = 21) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randint(0, 99, (2, length))
-
-
-def operations(call) -> Counter:
-    seen: Counter = Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            seen[op.name()] += 1
-            return op(*args, **(kwargs or {}))
-
-    with Count():
-        call()
-    return seen
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the tests of the fused functions share: small models that use them, and an oracle in float64.
+"""Small models that use the fused functions, and an oracle in float64.
 
 The oracle does the mathematics of `octavo.nn.fused` with PyTorch's own norms, activations and autograd, quantizes where
 the formulas say so, and rounds to the dtype of the layer where a tensor passes through memory. So it names the very
@@ -12,14 +12,23 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from metrics import sqnr
+from operation_counts import operations
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo import ops
-from octavo.nn import GELU, NormLinear, SwiGLU
+from octavo.nn import GELU, FusedMLP, NormLinear, SwiGLU
 from octavo.recipe import rowwise
 
 RECIPE = rowwise()
+# Limits in dB of sqnr against the oracle. They leave room for another order of sums and for a byte here and there.
+FLOAT32_DB = 55
+BFLOAT16_DB = 38  # outputs are rounded to BF16
+AUTOCAST_DB = 45  # outputs are rounded to BF16, gradients are not
+SAME_BYTES_DB = 45  # two ways through the same bytes
+NEAR_UNQUANTIZED_DB = 22  # an MLP of two quantized layers against none
+QUANTIZED_DB = 40  # whatever is quantized to e4m3 stays below
 Tensors = dict[str, Tensor]
 
 
@@ -45,7 +54,7 @@ class NormThenLinears(nn.Module):
 class NormThenMLP(nn.Module):
     """A norm, or none, and an MLP, as `SwiGLU` or `GELU` runs them, and one after the other."""
 
-    def __init__(self, norm: nn.Module | None, mlp: SwiGLU) -> None:
+    def __init__(self, norm: nn.Module | None, mlp: FusedMLP) -> None:
         super().__init__()
         self.norm, self.mlp = norm, mlp
 
@@ -71,12 +80,12 @@ class OwnGELU(GELU):
 Block = NormThenLinears | NormThenMLP
 
 
-def mlp_layers(mlp: SwiGLU) -> tuple[tuple[str, ...], str]:
+def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], str]:
     """The names of the layers before and after the activation."""
     return (("fc1",), "fc2") if isinstance(mlp, GELU) else (("gate_proj", "up_proj"), "down_proj")
 
 
-def activation(mlp: SwiGLU, *u: Tensor) -> Tensor:
+def activation(mlp: FusedMLP, *u: Tensor) -> Tensor:
     return F.gelu(u[0]) if isinstance(mlp, GELU) else F.silu(u[0]) * u[1]
 
 
@@ -125,8 +134,8 @@ def run(
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
         outputs = forward(*inputs.values())
     parameters = dict(block.named_parameters())
-    wanted = [*inputs.values(), *parameters.values()]
-    gradients = torch.autograd.grad(outputs, wanted, output_gradients(outputs))
+    leaves = [*inputs.values(), *parameters.values()]
+    gradients = torch.autograd.grad(outputs, leaves, output_gradients(outputs))
     named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     return named | {f"d {name}": g for name, g in zip([*inputs, *parameters], gradients, strict=True)}
 
@@ -137,19 +146,24 @@ def output_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [n.to(y.device, y.dtype) for n, y in zip(noise, outputs, strict=True)]
 
 
-def sqnr(exact: Tensor, got: Tensor) -> float:
-    """Signal to noise in dB."""
-    exact, got = exact.detach().cpu().double(), got.detach().cpu().double()
-    assert exact.shape == got.shape
-    noise = (exact - got).square().sum()
-    return float(10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300)))
-
-
-def check(exact: Tensors, got: Tensors, least: float) -> None:
+def check(exact: Tensors, actual: Tensors, least: float) -> None:
     """Every tensor above `least` dB."""
-    assert exact.keys() == got.keys()
+    assert exact.keys() == actual.keys()
     for name, tensor in exact.items():
-        assert sqnr(tensor, got[name]) > least, (name, sqnr(tensor, got[name]))
+        assert sqnr(tensor, actual[name]) > least, (name, sqnr(tensor, actual[name]))
+
+
+def check_equal(expected: Tensors, actual: Tensors) -> None:
+    """Every tensor equal, with its dtype."""
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+def is_fused(block: Block, x: Tensor) -> bool:
+    """Whether `block` calls the operations that only fused modules call."""
+    return bool({"octavo::norm_quantize", "octavo::activation_quantize"} & operations(lambda: block(x)).keys())
 
 
 # ---- the oracle

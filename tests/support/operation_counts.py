@@ -1,0 +1,21 @@
+"""Counts of the operations that a call dispatches."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def operations(call: Callable[[], object]) -> Counter[str]:
+    """How often each operation is called, by names such as "octavo::quantize"."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[op.name()] += 1
+            return op(*args, **(kwargs or {}))
+
+    counts: Counter[str] = Counter()
+    with Count():
+        call()
+    return counts
