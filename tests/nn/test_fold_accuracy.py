@@ -6,6 +6,8 @@ the energy, is rounded, where a float32 scale represents it exactly.
 
 import pytest
 import torch
+from linear_examples import exact_gradients, separately_by_row
+from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
@@ -44,14 +46,6 @@ def make(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, dy
 
 
-def separately(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    def q(t: Tensor) -> Tensor:
-        scale = t.abs().amax(1, keepdim=True) / 448
-        return (t / scale).to(torch.float8_e4m3fn).double() * scale
-
-    return q(x) @ q(w).t(), q(dy) @ q(w.t()).t(), q(dy.t()) @ q(x.t()).t()
-
-
 def octavos(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     linear = nn.Linear(K, N, bias=False)
     linear.weight.data.copy_(w)
@@ -61,10 +55,6 @@ def octavos(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tens
     return y.detach(), *torch.autograd.grad(y, [x, linear.weight], dy)
 
 
-def decibels(exact: Tensor, got: Tensor) -> float:
-    return float(10 * torch.log10(exact.square().sum() / (exact - got).square().sum()))
-
-
 @pytest.mark.parametrize("kind", list(MOST["rowwise"]))
 @pytest.mark.parametrize("recipe", list(MOST))
 def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
@@ -72,7 +62,7 @@ def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         x, w, dy = make(kind)
-        exact = x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()
-        pairs = zip(exact, separately(x, w, dy), octavos(recipe, x, w, dy), strict=True)
-        losses[seed] = torch.tensor([decibels(e, s) - decibels(e, o) for e, s, o in pairs])
+        exact = exact_gradients(x, w, dy)
+        pairs = zip(exact, separately_by_row(x, w, dy), octavos(recipe, x, w, dy), strict=True)
+        losses[seed] = torch.tensor([sqnr(e, s) - sqnr(e, o) for e, s, o in pairs])
     assert (losses.mean(0) <= torch.tensor(MOST[recipe][kind])).all(), losses.mean(0)

@@ -1,0 +1,191 @@
+"""The three GEMMs of the linear layer against float64: on the same quantized operands, and on exact ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gemm_examples import worst_row
+from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients, run, separately_by_row
+from metrics import sqnr
+from torch import nn
+
+import octavo
+from octavo import ops
+from octavo.numerics import ROW, Cast
+from octavo.recipe import Gemm, Recipe, rowwise
+
+# Limits in dB of sqnr against the exact product.
+E4M3_DB = 27  # at least, with both operands in e4m3
+E5M2_DB = 23  # at least, with gradients in e5m2
+QUANTIZED_DB = 40  # at most, with anything quantized
+FLOAT32_DB = 100  # at least, with nothing quantized
+FOLDING_DB = 0.5  # lost at most by folding scales
+
+
+@pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (1, 1, 1), (33, 17, 5)])
+def test_rowwise_is_the_formula_of_its_operands(t: int, k: int, n: int) -> None:
+    """y, dx and dw against float64 products of the very bytes and scales that the formulas name."""
+    linear = converted("rowwise", k=k, n=n)
+    x, dy = torch.randn(t, k), torch.randn(t, n) * torch.randn(t, 1).exp()
+    y, dx, dw = run(linear, x, dy)
+    recipe = rowwise()
+    x_q, w_q = ops.quantize(x, recipe.x), ops.quantize(linear.weight.detach(), recipe.w)
+    mantissa, exponent = torch.frexp(x_q.scale)
+    g_q = ops.quantize(dy * w_q.scale.t() * (2 * mantissa), recipe.dy)
+    assert worst_row(y, (x_q.dequantize(torch.float64) @ w_q.dequantize(torch.float64).t()).numpy()) < 1e-6
+    assert worst_row(dx, (g_q.dequantize(torch.float64) / (2 * mantissa.double()) @ w_q.data.double()).numpy()) < 1e-6
+    c = (torch.exp2(exponent - 1.0) * g_q.scale).double()
+    h = (g_q.data.double() * (c / c.max())).float().clamp(-448, 448).to(torch.float8_e4m3fn).double()  # [T,N]
+    exact = h.t() @ x_q.data.double() * (c.max() / w_q.scale.double())
+    assert worst_row(dw, exact.numpy()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "log-normal channels", "scaled tokens"])
+@pytest.mark.parametrize(("t", "k", "n"), [(1024, 512, 768), (513, 387, 259)])
+def test_rowwise_keeps_the_accuracy_of_separate_row_scaling(kind: str, t: int, k: int, n: int) -> None:
+    x, w, dy = torch.randn(t, k), torch.randn(n, k) * 0.02, torch.randn(t, n) * 1e-3
+    if kind == "log-normal channels":
+        x *= torch.randn(1, k).exp()
+    if kind == "scaled tokens":  # over eight binades each; were one token to dominate dw: docs/decisions.md
+        x *= torch.exp2(8 * torch.rand(t, 1))
+        dy *= torch.exp2(8 * torch.rand(t, 1))
+    linear = converted("rowwise", k=k, n=n)
+    linear.weight.data.copy_(w)
+    exact = exact_gradients(x, w, dy)
+    ours, usual = run(linear, x, dy), separately_by_row(x, w, dy)
+    for name, e, o, u in zip(("y", "dx", "dw"), exact, ours, usual, strict=True):
+        assert sqnr(e, o) > sqnr(e, u) - FOLDING_DB, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradients_db"), [(r, E5M2_DB if r in ("tensorwise", "delayed") else E4M3_DB) for r in QUANTIZED]
+)
+def test_every_recipe_is_near_the_exact_product(recipe: str, gradients_db: float) -> None:
+    linear = converted(recipe)
+    x, dy = torch.randn(T, K), torch.randn(T, N) * 1e-3
+    exact = exact_gradients(x, linear.weight.detach(), dy)
+    for _ in range(2):  # the second pass of `delayed` scales by its history
+        for e, o, limit in zip(exact, run(linear, x, dy), (E4M3_DB, gradients_db, gradients_db), strict=True):
+            assert sqnr(e, o) > limit
+        octavo.update_scales(nn.Sequential(linear))
+    assert sqnr(exact[0], run(linear, x, dy)[0]) < QUANTIZED_DB
+
+
+def test_gradients_of_1e_10_keep_their_relative_error() -> None:
+    linear, x, dy = converted("rowwise"), torch.randn(T, K), torch.randn(T, N)
+    _, _, dw_exact = exact_gradients(x, linear.weight.detach(), dy)
+    _, dx, dw = run(linear, x, dy)
+    _, dx_tiny, dw_tiny = run(linear, x, dy * 2.0**-33)
+    assert torch.equal(dx_tiny, dx * 2.0**-33)
+    assert torch.equal(dw_tiny, dw * 2.0**-33)
+    assert sqnr(dw_exact, dw) > E4M3_DB
+
+
+def test_an_all_zero_weight_and_zero_rows_learn() -> None:
+    """Rows of w that are zero have no part in dx, but their dw must be as good as any other's."""
+    x, dy = torch.randn(T, K), torch.randn(T, N)
+    for zeroed in (slice(None), slice(0, 7)):
+        linear = converted("rowwise")
+        linear.weight.data[zeroed] = 0
+        dw = run(linear, x, dy)[2]
+        exact = exact_gradients(x, linear.weight.detach(), dy)[2]
+        assert sqnr(exact[zeroed], dw[zeroed]) > E4M3_DB - 3
+
+
+def test_all_zero_tokens_and_gradients_give_zeros_not_nan() -> None:
+    linear, x, dy = converted("rowwise"), torch.randn(T, K), torch.randn(T, N)
+    x[3], dy[5], dy[:, 2] = 0, 0, 0
+    y, dx, dw = run(linear, x, dy)
+    assert not y[3].any()
+    assert not dx[5].any()
+    assert not dw[2].any()
+    y, dx, dw = run(linear, torch.zeros(T, K), torch.zeros(T, N))
+    assert not y.any()
+    assert not dx.any()
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -> None:
+    linear = converted(recipe)
+    for _ in range(2):
+        x, dy = torch.randn(T, K), torch.randn(T, N)
+        run(linear, x, dy)
+        octavo.update_scales(nn.Sequential(linear))
+    y, _, dw = run(linear, x.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(bad)), dy)
+    assert not y[2].isfinite().any()
+    assert not dw[:, 3].isfinite().any()
+    _, dx, dw = run(linear, x, dy.index_put((torch.tensor(4), torch.tensor(1)), torch.tensor(bad)))
+    assert not dx[4].isfinite().any()
+    assert not dw[1].isfinite().any()
+
+
+def test_rotation_undoes_itself_across_the_layer() -> None:
+    linear = converted(replace(rowwise(), rotate=True), k=96)
+    x, dy = torch.randn(T, 96), torch.randn(T, N)
+    for e, o in zip(exact_gradients(x, linear.weight.detach(), dy), run(linear, x, dy), strict=True):
+        assert sqnr(e, o) > E4M3_DB
+
+
+def test_rotation_saves_the_other_tokens_from_an_outlier() -> None:
+    """One element of 2^20 takes the range of a tensor-wide scale: the other tokens vanish, but for a rotation."""
+    x, dy = torch.randn(T, 128), torch.randn(T, N)
+    x[0, 5] = 2.0**20
+    recipe = octavo.PRESETS["tensorwise"]()
+    plain, rotated = converted(recipe, k=128), converted(replace(recipe, rotate=True), k=128)
+    rotated.weight = plain.weight
+    exact = exact_gradients(x, plain.weight.detach(), dy)[0][1:]
+    assert sqnr(exact, run(plain, x, dy)[0][1:]) < 1
+    assert sqnr(exact, run(rotated, x, dy)[0][1:]) > 15
+
+
+def test_stochastic_rounding_of_gradients_is_unbiased_and_follows_the_seed() -> None:
+    c = replace(rowwise().dy, rounding="stochastic")
+    recipe = rowwise()
+    recipe = Recipe("stochastic", y=recipe.y, dx=replace(recipe.dx, a=c), dw=replace(recipe.dw, a=c))
+    linear, x, dy = converted(recipe), torch.randn(T, K), torch.randn(T, N)
+    torch.manual_seed(3)
+    first = run(linear, x, dy)[1]
+    torch.manual_seed(3)
+    assert torch.equal(run(linear, x, dy)[1], first)
+    assert not torch.equal(run(linear, x, dy)[1], first)
+    w_q = ops.quantize(linear.weight.detach(), recipe.w)
+    exact = dy.double() @ w_q.dequantize(torch.float64)
+    mean = torch.stack([run(linear, x, dy)[1] for _ in range(200)]).double().mean(0)
+    assert sqnr(exact, mean) > sqnr(exact, first) + 18  # 23 dB less noise if independent and unbiased
+
+
+def test_a_gemm_without_casts_runs_in_high_precision() -> None:
+    row = Cast(granularity=ROW, scale="pow2")
+    only_forward = Recipe("forward", y=Gemm(row, row))
+    linear, x, dy = converted(only_forward), torch.randn(T, K), torch.randn(T, N)
+    exact = exact_gradients(x, linear.weight.detach(), dy)
+    y, dx, dw = run(linear, x, dy)
+    assert sqnr(exact[0], y) < QUANTIZED_DB
+    assert sqnr(exact[1], dx) > FLOAT32_DB
+    assert sqnr(exact[2], dw) > FLOAT32_DB
+
+
+def test_bias_and_its_gradient() -> None:
+    linear = converted("rowwise", bias=True)
+    x, dy = torch.randn(T, K), torch.randn(T, N)
+    y = linear(x)
+    y.backward(dy)
+    plain = converted("rowwise")
+    plain.weight = linear.weight
+    torch.testing.assert_close(y, plain(x) + linear.bias)
+    torch.testing.assert_close(linear.bias.grad, dy.double().sum(0).float())
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_micro_batches_add_up_in_float32(recipe: str) -> None:
+    linear = converted(recipe)
+    parts = [(torch.randn(T, K), torch.randn(T, N) * 1e-4) for _ in range(8)]
+    for x, dy in parts:
+        linear(x).backward(dy)
+    assert linear.weight.grad.dtype == torch.float32
+    fresh = converted(recipe)
+    fresh.weight = nn.Parameter(linear.weight.detach().clone())
+    each = [run(fresh, x, dy)[2].double() for x, dy in parts]
+    torch.testing.assert_close(linear.weight.grad.double(), torch.stack(each).sum(0), rtol=1e-5, atol=1e-9)

@@ -1,0 +1,153 @@
+"""The linear layer as a program uses it: any shape and dtype, autocast, checkpointed, compiled, frozen, tied."""
+
+import pytest
+import torch
+from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients
+from metrics import sqnr
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+
+E4M3_DB = 27  # the least sqnr of a product of two operands in e4m3
+
+
+@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+def test_any_rank_and_no_rows(recipe: str) -> None:
+    linear = converted(recipe, bias=True)
+    x = torch.randn(2, 3, 4, K)
+    assert torch.equal(linear(x), linear(x.view(-1, K)).view(2, 3, 4, N))
+    assert linear(x[0, 0, 0]).shape == (N,)
+    empty = torch.randn(0, K, requires_grad=True)
+    y = linear(empty)
+    assert y.shape == (0, N)
+    y.sum().backward()
+    assert empty.grad is not None
+    assert not linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_autocast_sets_the_output_dtype_and_nothing_else(recipe: str) -> None:
+    """Inside autocast the float32 arithmetic of the operations must stay float32."""
+    linear = converted(recipe, bias=True)
+    x = torch.randn(T, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, linear(x).bfloat16())
+    y.float().sum().backward()
+    assert x.grad.dtype == linear.weight.grad.dtype == linear.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_follow_input_and_parameters(dtype: torch.dtype) -> None:
+    linear = converted("rowwise", bias=True).to(dtype)
+    x = torch.randn(T, K, dtype=dtype, requires_grad=True)
+    linear(x).sum().backward()
+    assert linear(x).dtype == x.grad.dtype == linear.weight.grad.dtype == linear.bias.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+def test_checkpointed_activations_give_the_same_gradients(recipe: str) -> None:
+    linear = converted(recipe)
+    for _ in range(2):
+        x, dy = torch.randn(T, K, requires_grad=True), torch.randn(T, N)
+        linear(x).backward(dy)
+        plain = x.grad.clone(), linear.weight.grad.clone()
+        x.grad = linear.weight.grad = None
+        checkpoint(linear, x, use_reentrant=False).backward(dy)
+        assert torch.equal(x.grad, plain[0])
+        assert torch.equal(linear.weight.grad, plain[1])
+        linear.weight.grad = None
+        octavo.update_scales(nn.Sequential(linear))
+
+
+@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))
+    octavo.convert(model, recipe)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    start = octavo.scale_state(model)
+    start = {name: t.clone() for name, t in start.items()}
+
+    def train(forward: nn.Module) -> list[Tensor]:
+        octavo.load_scale_state(model, start)
+        seen = []
+        for i in range(3):
+            torch.manual_seed(i)
+            x = torch.randn(8, 4, K, requires_grad=True)
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = forward(x)
+            y.float().square().mean().backward()
+            octavo.update_scales(model)
+            seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        return seen + [t.clone() for t in octavo.scale_state(model).values()]
+
+    for a, b in zip(train(model), train(compiled), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
+    """Once for the dynamic first step, once for all that follow."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(K, N))
+    octavo.convert(model, "delayed")
+    graphs = []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for _ in range(5):
+        compiled(torch.randn(T, K)).sum().backward()
+        octavo.update_scales(model)
+    assert len(graphs) == 2
+
+
+def test_compiled_by_inductor() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))
+    octavo.convert(model, "rowwise")
+    x = torch.randn(T, K)
+    y = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_frozen_parts_are_not_computed_or_saved() -> None:
+    """LoRA-like: a frozen weight gets no gradient, and the layer then keeps neither x nor its bytes."""
+    linear = converted("rowwise")
+    linear.weight.requires_grad_(False)
+    x = torch.randn(T, K, requires_grad=True)
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        y = linear(x)
+    assert torch.Size([T, K]) not in saved
+    y.sum().backward()
+    assert linear.weight.grad is None
+    trained = converted("rowwise")
+    dy = torch.randn(T, N)
+    (dx,) = torch.autograd.grad(linear(x), x, dy)
+    assert sqnr(exact_gradients(x.detach(), linear.weight, dy)[1], dx) > E4M3_DB
+    trained(x.detach()).sum().backward()  # no dx needed
+    assert trained.weight.grad is not None
+
+
+def test_saved_activations_are_one_byte_an_element() -> None:
+    linear, x = converted("rowwise"), torch.randn(T, K)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x)
+    of_x = [t for t in saved if t.shape == (T, K)]
+    assert [t.element_size() for t in of_x] == [1]
+
+
+def test_tied_weights_collect_both_gradients() -> None:
+    first, second = converted("rowwise", k=64, n=64), converted("rowwise", k=64, n=64)
+    second.weight = first.weight
+    x = torch.randn(T, 64)
+    second(first(x)).square().mean().backward()
+    grad = first.weight.grad.clone()
+    first.weight.grad = None
+    hidden = first(x)
+    leaf = hidden.detach().requires_grad_()
+    second(leaf).square().mean().backward()
+    hidden.backward(leaf.grad)
+    torch.testing.assert_close(first.weight.grad, grad)

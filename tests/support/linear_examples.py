@@ -1,0 +1,38 @@
+"""A converted linear layer and its three products."""
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.recipe import Recipe
+
+T, K, N = 96, 80, 112
+QUANTIZED = [name for name in octavo.PRESETS if name != "bf16"]
+
+
+def converted(recipe: str | Recipe, bias: bool = False, k: int = K, n: int = N) -> octavo.Linear:
+    linear = nn.Linear(k, n, bias=bias)
+    octavo.convert(nn.Sequential(linear), recipe)
+    return linear
+
+
+def run(linear: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = linear(x)
+    dx, dw = torch.autograd.grad(y, [x, linear.weight], dy)
+    return y.detach(), dx, dw
+
+
+def exact_gradients(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, dy = x.double(), w.double(), dy.double()
+    return x @ w.t(), dy @ w, dy.t() @ x
+
+
+def separately_by_row(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The usual answer: every operand of every GEMM quantized by row along its own reduction, float32 scales."""
+
+    def q(t: Tensor) -> Tensor:
+        scale = t.abs().amax(1, keepdim=True) / 448
+        return (t / scale).to(torch.float8_e4m3fn).double() * scale
+
+    return q(x) @ q(w).t(), q(dy) @ q(w.t()).t(), q(dy.t()) @ q(x.t()).t()
