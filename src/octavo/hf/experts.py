@@ -111,7 +111,9 @@ class ExpertFiles:
         found: Tensor = stacked[0] if isinstance(stacked, list) else stacked
         return found
 
-    def in_model(self, get: Callable[[str], Tensor], names: Iterable[str]) -> tuple[Callable[[str], Tensor], list[str]]:
+    def by_model_names(
+        self, get: Callable[[str], Tensor], names: Iterable[str]
+    ) -> tuple[Callable[[str], Tensor], list[str]]:
         """Turn a reader of files into one that takes the names of the model; also returns these names.
 
         Args:
@@ -162,7 +164,7 @@ class ExpertReader(ShardReader):
     def __init__(self, folder: Path, files: ExpertFiles) -> None:
         super().__init__(folder)
         in_files, self.specs = self.specs, {}
-        self._get, names = files.in_model(super().get, in_files)
+        self._get, names = files.by_model_names(super().get, in_files)
         for name in names:
             parts = [part for part in files.parts.get(name, [name]) if part in in_files]
             dtype = in_files[parts[0] if parts else name].dtype

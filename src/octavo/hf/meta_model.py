@@ -39,12 +39,12 @@ class MetaModel:
     context: int
     experts: ExpertFiles | None = None
 
-    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the files that hold `tensors`, which have the names of the model."""
+    def split_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turn tensors of the model into those of its files: unchanged, unless experts are stacked."""
         return dict(tensors) if self.experts is None else self.experts.split(tensors)
 
-    def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `on_disk`, for all tensors of the files."""
+    def stack_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `split_experts`, for all tensors of the files."""
         return dict(tensors) if self.experts is None else self.experts.merge(tensors)
 
     def file_name(self, layer: str) -> str:

@@ -100,8 +100,8 @@ def open_source(path: Path, step: int | None = None) -> Source:
     meta_model = transformers_meta_model(config, path)
     reader = open_tensors(path, config) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
     required = model_tensors(meta_model.model)
-    stored = meta_model.on_disk({name: _meta(spec) for name, spec in reader.specs.items()})
-    needed = meta_model.on_disk(required)
+    stored = meta_model.split_experts({name: _meta(spec) for name, spec in reader.specs.items()})
+    needed = meta_model.split_experts(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
     check_match(found, needed, f"{path} is not of the model that its config.json describes")
     left_out = sorted(reader.specs.keys() - required.keys() - meta_model.model.state_dict().keys())

@@ -45,7 +45,7 @@ class PackJob:
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the files that hold the model's tensor `name`, see `octavo.hf.model_writer.Change`."""
         module, _, leaf = name.rpartition(".")
-        in_files = self.source.meta_model.on_disk
+        in_files = self.source.meta_model.split_experts
         if leaf != "weight" or module not in self.schemes:
             return in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
         scheme = self.schemes[module]

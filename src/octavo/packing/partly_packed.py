@@ -39,7 +39,7 @@ class PartlyPackedModel:
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
         tensors = PackedTensors(packed)
         packing, specs = tensors.packing, tensors.reader.specs
-        in_model = source.meta_model.in_model(_tensors(tensors))
+        in_model = source.meta_model.stack_experts(_tensors(tensors))
         self._model = _fill(source)
         self.causal = gives_logits(source)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}

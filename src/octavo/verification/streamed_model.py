@@ -70,7 +70,7 @@ class StreamedModel:
         meta_model = transformers_meta_model(read_json(folder / "config.json"), folder)
         model: Any = meta_model.model.to(dtype)
         if meta_model.experts is not None:
-            get, stored = meta_model.experts.in_model(get, stored)
+            get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
         self.compute, self.device, self.causal = compute, torch.device(device), is_language_model(model)
         self._cache = cache
@@ -96,7 +96,7 @@ class StreamedModel:
 def required_by(meta_model: MetaModel) -> Required:
     """What the files of a model must hold."""
     model = meta_model.model
-    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.on_disk(model.state_dict()).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.split_experts(model.state_dict()).items()}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears += [] if meta_model.experts is None else meta_model.experts.experts
     return Required(shapes, linears, _ties(model))
@@ -146,7 +146,7 @@ class Against:
         self.context = self._source.meta_model.context
         self.causal = gives_logits(self._source)
         metas = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._source.specs.items()}
-        self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.on_disk(metas).items()}
+        self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
 
     def get(self, name: str) -> Tensor:
         """A tensor, as it is stored."""
