@@ -34,7 +34,7 @@ from octavo.train.data import build_corpus
 from octavo.train.start import start_run
 from octavo.verification.pipeline import verify
 from octavo.verification.result import Report
-from octavo.verification.streamed_model import Against
+from octavo.verification.streamed_model import BaselineModel
 
 SCHEMES = ("channel", "block", "static", "mx")
 SAMPLES = 96
@@ -79,7 +79,7 @@ def train(out: Path) -> Config:
 
 def write_model(run: Path, out: Path) -> Path:
     """Write the run as a Hugging Face folder in BF16, which `calibrate` can open."""
-    trained = Against(run)
+    trained = BaselineModel(run)
     out.mkdir()
     copy_description(trained.folder, out)
     config = read_json(trained.folder / "config.json") | {"dtype": "bfloat16"}
@@ -124,7 +124,7 @@ def row(report: Report) -> dict[str, Any]:
     return report.quality.to_dict() | {
         "bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16,
         "output_sqnr": {"mean": sum(outputs) / len(outputs), "least": min(outputs)},
-        "readers": {consumer.name: asdict(consumer) for consumer in report.consumers},
+        "readers": {reader.name: asdict(reader) for reader in report.readers},
     }
 
 

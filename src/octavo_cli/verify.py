@@ -1,4 +1,4 @@
-"""octavo verify: is a packed folder right, and what did packing cost?"""
+"""octavo verify: check a packed folder, and measure what packing cost."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ROWS = 12
 def verify_command(
     packed: Packed,
     against: Annotated[
-        Path, typer.Option(metavar="MODEL", help="The model that it was packed from: a folder, or a run.")
+        Path, typer.Option(metavar="MODEL", help="The model that the folder was packed from: a folder, or a run.")
     ],
     data: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}; without it quality is not measured.")
+        list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}; without it the quality is not measured.")
     ] = None,
     budget: Annotated[
         list[str] | None,
@@ -40,52 +40,61 @@ def verify_command(
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(metavar="NUMBER", help="The seed of the choice of prompts.")] = 0,
     folded: Annotated[
-        bool, typer.Option("--folded", help="Something was folded into the weights: compare what they do alone.")
+        bool,
+        typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them."),
     ] = False,
     to_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found there, as JSON.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE, as JSON.")
     ] = None,
-    to_html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page there.")] = None,
+    to_html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write all results to FILE, as one HTML page.")
+    ] = None,
 ) -> None:
-    """Check a packed folder, and what packing cost.
+    """Check a packed folder, and measure what packing cost.
 
-    The command checks the bytes, and every program installed here that opens the folder. It ends with exit code 1 if
-    anything is wrong, a reader disagrees with the bytes, or the cost is over the budget.
-    Nothing of the folder is run that is not safetensors or JSON.
+    The command checks the bytes, and opens the folder with every installed program that can read it. The exit code is 1
+    if something is wrong, a reader disagrees with the bytes, or the cost is over the budget.
+    Only safetensors and JSON are read from the folder; no code of it runs.
 
     Example:
 
       octavo verify packed/qwen --against models/qwen --data texts/ --budget kl=0.01 --budget ppl=0.5% --html q.html
     """
     from octavo.evaluation import Budget, PromptOptions
-    from octavo.verification.pipeline import verify as run_verify
-    from octavo.verification.report import sections, verdict
+    from octavo.verification import verify
 
     budgets, prompts = [Budget.parse(text) for text in budget or ()], PromptOptions(samples, context, batch, seed)
     check_writable(to_json, "--json")
     check_writable(to_html, "--html")
     with progress("reading model and prompts") as advance:
-        report = run_verify(
+        report = verify(
             packed, against, data or (), budgets=budgets, prompts=prompts, device=device, folded=folded,
             progress=advance, on_read=print_reading,
         )  # fmt: skip
-    for section in sections(_worst(report)):
-        print_table(section.columns, section.rows, prose=[""], title=section.title)
-        if section.remark:
-            say(section.remark, "dim")
-        say()
-    for remark in _worst(report).remarks:
-        say(remark)
-    say(f"{packed}: {verdict(report)}", "" if report.ok else "red")
-    for finding in report.findings:
-        say(f"  {finding.kind} {finding}")
+    _print(report)
     _write(report, to_json, to_html)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _worst(report: Report) -> Report:
-    """With the layers alone that lose most, where they are many."""
+def _print(report: Report) -> None:
+    from octavo.verification.report import sections, verdict
+
+    shown = _with_worst_layers(report)
+    for section in sections(shown):
+        print_table(section.columns, section.rows, prose=[""], title=section.title)
+        if section.remark:
+            say(section.remark, "dim")
+        say()
+    for remark in shown.remarks:
+        say(remark)
+    say(f"{report.packed}: {verdict(report)}", "" if report.ok else "red")
+    for finding in report.findings:
+        say(f"  {finding.kind} {finding}")
+
+
+def _with_worst_layers(report: Report) -> Report:
+    """The report with at most `_ROWS` layers, those with the lowest SQNR."""
     if len(report.layers) <= _ROWS:
         return report
     ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
@@ -95,10 +104,11 @@ def _worst(report: Report) -> Report:
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
     from octavo.verification.html import page
-    from octavo.verification.report import Run, to_dict
+    from octavo.verification.report import Invocation, to_dict
 
-    run = Run.now(shlex.join(["octavo", *sys.argv[1:]]))
+    invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
     if to_json is not None:
-        to_json.write_text(json.dumps(to_dict(report, run), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(to_dict(report, invocation), indent=1, allow_nan=False)
+        to_json.write_text(f"{text}\n", encoding="utf-8")
     if to_html is not None:
-        to_html.write_text(page(report, run), encoding="utf-8")
+        to_html.write_text(page(report, invocation), encoding="utf-8")

@@ -87,7 +87,7 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     assert written["data"]["files"] == 1
     assert out.startswith("read 1 file (")
     assert len(written["layers"]) == 14
-    assert written["consumers"][0]["outcome"] == "agrees"
+    assert written["readers"][0]["outcome"] == "agrees"
     assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]
     assert written["int8"]["tokens"] == 384
     check_page(tmp_path / "r.html", layers=14)
@@ -140,7 +140,7 @@ def test_damage(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
     code, out, err = octavo("verify", bad, "--against", folders["model"], *files)
     assert (code, err) == (1, "")
-    assert "is truncated or no safetensors file" in out
+    assert "is truncated or not a safetensors file" in out
     assert "1 thing is wrong; nothing was run on this folder, since its bytes are wrong" in out
     assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "file"
     check_page(tmp_path / "r.html", layers=0)

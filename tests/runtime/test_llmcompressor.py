@@ -132,7 +132,7 @@ IDS = torch.arange(40)[None]
 def test_verify_finds_them_right(made: Made, name: str) -> None:
     report = verify(made(name), made("BF16"))
     assert report.ok, [str(finding) for finding in report.findings]
-    outcomes = {consumer.name: consumer.outcome for consumer in report.consumers}
+    outcomes = {reader.name: reader.outcome for reader in report.readers}
     assert (outcomes["transformers"], outcomes["octavo"]) == ("agrees", "agrees")
     assert report.remarks == []
 

@@ -143,7 +143,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_verify_finds_a_right_folder_right(made: Made, source: Path, writer: str, readers: list[str]) -> None:
     report = verify(made(writer)[0], source)
     assert report.ok, [str(finding) for finding in report.findings]
-    assert [consumer.name for consumer in report.consumers if consumer.outcome == "agrees"] == readers
+    assert [reader.name for reader in report.readers if reader.outcome == "agrees"] == readers
     assert report.remarks == []
 
 
@@ -157,7 +157,7 @@ def test_verify_finds_a_right_folder_right(made: Made, source: Path, writer: str
         ),
         (
             "single numbers, outputs' scales, zero points", "ignore_mismatched_sizes",
-            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers takes only \[1\]"],
+            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers accepts only \[1\]"],
         ),
         ("cache in k_proj.output_scale", "missing_keys: model.layers.0.self_attn.k_scale", []),
     ],
@@ -166,7 +166,7 @@ def test_verify_says_what_transformers_gets_wrong(
     made: Made, source: Path, writer: str, failure: str, remarks: list[str]
 ) -> None:
     report = verify(made(writer)[0], source)
-    outcomes = {consumer.name: consumer.outcome for consumer in report.consumers}
+    outcomes = {reader.name: reader.outcome for reader in report.readers}
     assert (outcomes["transformers"], outcomes["octavo"]) == ("failed", "agrees")
     (finding,) = report.findings
     assert finding.where == "transformers"

@@ -44,13 +44,13 @@ def pack_calibrated(model: Path, folder: Path, how: dict[str, Any]) -> Path:
 
 
 def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
-    """What verify has of vLLM: the fields of a `Consumer`."""
+    """What verify has of vLLM: the fields of a `ReaderResult`."""
     found = folder.with_suffix(".json")
     command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
     helper = Path(__file__).with_name("verify_with_vllm.py")
     ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=False)
     assert found.exists(), ran.stdout + ran.stderr
-    (said,) = [consumer for consumer in json.loads(found.read_text())["consumers"] if consumer["name"] == "vllm"]
+    (said,) = [reader for reader in json.loads(found.read_text())["readers"] if reader["name"] == "vllm"]
     return dict(said)
 
 

@@ -12,15 +12,15 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as theirs_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
-from octavo.verification.layer_spec import Words, WordsError, read_words
+from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs
 from octavo.verification.numbers import round_input, widen
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
 
 
-def one(settings: dict[str, Any], name: str = "a.q_proj") -> Words | None:
-    return read_words(settings, NAMES)[0][name]
+def one(settings: dict[str, Any], name: str = "a.q_proj") -> LayerSpec | None:
+    return read_specs(settings, NAMES)[0][name]
 
 
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -34,19 +34,19 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: A
 @pytest.mark.parametrize(
     ("weights", "inputs", "words", "shape"),
     [
-        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, Words(1, 0, "token"), (256, 1)),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, Words(0, 0, "static"), (1,)),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, Words(0, 0, "tensor"), (1,)),
-        ({"strategy": "group", "group_size": 64}, None, Words(1, 64, "none"), (256, 6)),
+        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, LayerSpec(1, 0, "token"), (256, 1)),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, LayerSpec(0, 0, "static"), (1,)),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec(0, 0, "tensor"), (1,)),
+        ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
         (
             {"strategy": "block", "block_structure": [128, 128]},
             {"strategy": "group", "group_size": 128, "dynamic": True},
-            Words(128, 128, "token", 128), (2, 3),
+            LayerSpec(128, 128, "token", 128), (2, 3),
         ),
-        ({"type": "int", "strategy": "channel"}, None, Words(1, 0, "none", integers=True), (256, 1)),
+        ({"type": "int", "strategy": "channel"}, None, LayerSpec(1, 0, "none", integers=True), (256, 1)),
     ],
 )  # fmt: skip
-def test_compressed_tensors(weights: Any, inputs: Any, words: Words, shape: tuple[int, ...]) -> None:
+def test_compressed_tensors(weights: Any, inputs: Any, words: LayerSpec, shape: tuple[int, ...]) -> None:
     assert one(compressed(weights, inputs)) == words
     assert one(compressed(weights, inputs), "lm_head") is None
     assert words.scale_shapes(256, 384)[0] == shape
@@ -54,20 +54,20 @@ def test_compressed_tensors(weights: Any, inputs: Any, words: Words, shape: tupl
 
 def test_other_layouts() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
-    assert one(fp8 | {"weight_block_size": [128, 128]}) == Words(128, 128, "token", 128, scale="weight_scale_inv")
-    assert one(fp8) == Words(0, 0, "token", flat=True)
-    assert one(fp8 | {"activation_scheme": "static"}) == Words(0, 0, "static", flat=True)
+    assert one(fp8 | {"weight_block_size": [128, 128]}) == LayerSpec(128, 128, "token", 128, scale="weight_scale_inv")
+    assert one(fp8) == LayerSpec(0, 0, "token", flat=True)
+    assert one(fp8 | {"activation_scheme": "static"}) == LayerSpec(0, 0, "static", flat=True)
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_*"]}
-    assert one(modelopt) == Words(0, 0, "static", flat=True)
+    assert one(modelopt) == LayerSpec(0, 0, "static", flat=True)
     assert one(modelopt, "lm_head") is None
-    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == Words(1, 0, "token", flat=True)
-    assert Words(0, 0, "static", flat=True).scale_shapes(8, 8)[0] == ()
+    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == LayerSpec(1, 0, "token", flat=True)
+    assert LayerSpec(0, 0, "static", flat=True).scale_shapes(8, 8)[0] == ()
     blocks = one(modelopt | {"quant_algo": "fp8_pb_wo"})
-    assert blocks == Words(128, 128, "token", 128, flat=True)
+    assert blocks == LayerSpec(128, 128, "token", 128, flat=True)
     assert blocks.scale_shapes(256, 128) == [(2, 1, 1, 1), (2, 1)]
     scale = torch.tensor([2.0, 3.0]).view(2, 1, 1, 1)
     assert widen(torch.ones(256, 128), scale, blocks)[[0, 127, 128, 255], 5].tolist() == [2, 2, 3, 3]
-    with pytest.raises(WordsError, match="quant_algo must be one of FP8, .* it is 'NVFP4'"):
+    with pytest.raises(SpecError, match="quant_algo must be one of FP8, .* it is 'NVFP4'"):
         one(modelopt | {"quant_algo": "NVFP4"})
 
 
@@ -78,38 +78,38 @@ def test_targets_by_name_come_before_patterns_and_classes() -> None:
             ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
         )
     }
-    words, unused = read_words(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
+    words, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
     assert [how and how.rows for how in words.values()] == [1, 0, None]
     assert unused == ["gone"]
-    with pytest.raises(WordsError, match="no group of config_groups has lm_head, and neither has ignore"):
-        read_words(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
+    with pytest.raises(SpecError, match="neither config_groups nor ignore has lm_head"):
+        read_specs(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
 
 
 def test_widening() -> None:
     data = torch.randn(6, 8).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2) + 0.5
-    got = widen(data, scale, Words(2, 4, "none"))
+    got = widen(data, scale, LayerSpec(2, 4, "none"))
     for i in range(6):
         for j in range(8):
             assert got[i, j] == data[i, j].float() * scale[i // 2, j // 4]
     exponents = torch.randint(100, 140, (6, 2), dtype=torch.uint8)
-    got = widen(data, exponents, Words(1, 4, "none", exponents=True))
+    got = widen(data, exponents, LayerSpec(1, 4, "none", exponents=True))
     assert got[5, 7] == data[5, 7].float() * 2.0 ** (int(exponents[5, 1]) - 127)
 
 
-ARGUMENTS: list[tuple[Words, dict[str, Any]]] = [
-    (Words(1, 0, "token"), {"strategy": "token"}),
-    (Words(1, 0, "tensor"), {"strategy": "tensor"}),
-    (Words(1, 0, "token", 128), {"strategy": "group", "group_size": 128}),
+ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
+    (LayerSpec(1, 0, "token"), {"strategy": "token"}),
+    (LayerSpec(1, 0, "tensor"), {"strategy": "tensor"}),
+    (LayerSpec(1, 0, "token", 128), {"strategy": "group", "group_size": 128}),
     (
-        Words(1, 32, "token", 32, exponents=True),
+        LayerSpec(1, 32, "token", 32, exponents=True),
         {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
     ),
 ]
 
 
 @pytest.mark.parametrize(("words", "arguments"), ARGUMENTS)
-def test_inputs_are_rounded_as_compressed_tensors_rounds_them(words: Words, arguments: dict[str, Any]) -> None:
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(words: LayerSpec, arguments: dict[str, Any]) -> None:
     x = torch.randn(3, 5, 256) * torch.logspace(-3, 3, 5)[:, None]
     x[1, 2] = 0
     args = QuantizationArgs(**EIGHT | arguments | {"dynamic": True})
@@ -121,7 +121,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(words: Words, argu
 
 def test_static_inputs_saturate() -> None:
     x = torch.linspace(-1200, 1200, 4001)[None]
-    got = round_input(x, Words(0, 0, "static"), torch.tensor([2.0]))
+    got = round_input(x, LayerSpec(0, 0, "static"), torch.tensor([2.0]))
     want = np.clip(x.numpy() / 2, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
     assert np.array_equal(got.numpy(), want)
     assert float(got.max()) == 896
@@ -131,7 +131,7 @@ def test_powers_of_two_are_rounded_up() -> None:
     x = torch.zeros(4, 32)
     x[0, 3], x[1, 3], x[2, 3] = 448, 449, 1e-3
     x[0, 4] = x[1, 4] = 2**-9  # the least number at a scale of 1, none at 2
-    got = round_input(x, Words(1, 32, "token", 32, exponents=True))
+    got = round_input(x, LayerSpec(1, 32, "token", 32, exponents=True))
     assert got[0, 3:5].tolist() == [448, 2**-9]
     assert got[1, 3:5].tolist() == [448, 0]  # 224 * 2
     assert float(got[2, 3]) == pytest.approx(1e-3, rel=2**-4)

@@ -23,10 +23,10 @@ from octavo.verification.readers import (
     BF16,
     BF16_WITH_CACHE,
     FLOAT32,
-    Consumer,
     Probe,
+    ReaderResult,
     next_logprobs,
-    try_consumers,
+    try_readers,
 )
 from octavo.verification.reference import distance
 
@@ -41,12 +41,12 @@ def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack(model, tmp_path_factory.mktemp("packed") / "out").folder
 
 
-def outcomes(model: Path, packed: Path) -> dict[str, Consumer]:
+def outcomes(model: Path, packed: Path) -> dict[str, ReaderResult]:
     report = verify(packed, model)
-    assert {finding.where for finding in report.findings if finding.kind == "consumer"} == {
-        consumer.name for consumer in report.consumers if consumer.outcome in ("disagrees", "failed")
+    assert {finding.where for finding in report.findings if finding.kind == "reader"} == {
+        reader.name for reader in report.readers if reader.outcome in ("disagrees", "failed")
     }
-    return {consumer.name: consumer for consumer in report.consumers}
+    return {reader.name: reader for reader in report.readers}
 
 
 def test_one_that_misreads_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_what_transformers_finds_missing(packed: Path, tmp_path: Path) -> None:
     """Past our own check, which would have stopped it: a head that is named nowhere."""
     bad = shutil.copytree(packed, tmp_path / "bad")
     change_config(bad, ignore=[])
-    theirs = next(iter(try_consumers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
+    theirs = next(iter(try_readers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
     assert theirs.outcome == "failed"
     assert theirs.note.startswith("missing_keys: lm_head.weight_scale")
 
@@ -100,8 +100,8 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
     )
     report = verify(packed, model)
     assert report.ok
-    assert (report.consumers[0].outcome, report.consumers[1].outcome) == ("not run", "agrees")
-    assert "compressed-tensors, which is not installed" in report.consumers[0].note
+    assert (report.readers[0].outcome, report.readers[1].outcome) == ("not run", "agrees")
+    assert "compressed-tensors, which is not installed" in report.readers[0].note
 
 
 def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
@@ -166,8 +166,8 @@ def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
     for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
-        theirs = next(iter(try_consumers(probe_of(Path("gone"), settings), "cpu")))
-        assert (theirs.outcome, theirs.note) == ("not run", "it does not read this layout, which is vLLM's")
+        theirs = next(iter(try_readers(probe_of(Path("gone"), settings), "cpu")))
+        assert (theirs.outcome, theirs.note) == ("not run", "it does not read this layout; vLLM does")
 
 
 def test_tolerances_can_fail() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from octavo.hf.meta_model import transformers_meta_model
 from octavo.packing import pack
 from octavo.verification import pipeline as verification_pipeline
 from octavo.verification.checks import check_folder
-from octavo.verification.files import Bytes, read_bytes
+from octavo.verification.files import CheckpointFiles, read_files
 from octavo.verification.kv_cache import cache_scales
 from octavo.verification.pipeline import verify
 from octavo.verification.reference import PackedLayers
@@ -67,7 +68,7 @@ def test_readers_agree_with_the_bytes(
     pack(models[name], tmp_path / "out", **how)
     report = run(tmp_path / "out", models[name], models["text"])
     assert not report.findings
-    theirs, ours, vllm = report.consumers
+    theirs, ours, vllm = report.readers
     assert (theirs.name, theirs.outcome) == ("transformers", "agrees")
     assert (ours.name, ours.outcome) == ("octavo", "agrees")
     assert (vllm.outcome, vllm.note) == ("not run", "not installed")
@@ -96,7 +97,7 @@ def test_readers_agree_with_the_bytes(
 def test_what_was_packed_from_a_run(packed: dict[str, Example], models: dict[str, Path], name: str) -> None:
     report = run(packed[name].packed, packed[name].run, models["text"])
     assert not report.findings
-    assert [consumer.outcome for consumer in report.consumers[:2]] == ["agrees", "agrees"]
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
     assert len(report.layers) == {"gpt2": 12, "llama untied": 12}.get(name, 14)  # on disk, q, k and v are three
     assert isinstance(report.quality, LogitQuality)
     assert 0 < report.quality.kl.value < 0.2
@@ -244,9 +245,9 @@ def test_without_data(models: dict[str, Path], tmp_path: Path) -> None:
     report = verify(tmp_path / "out", models["opt"], progress=lambda *what: told.append(what))
     assert report.ok
     assert report.quality is None
-    assert [consumer.outcome for consumer in report.consumers] == ["agrees", "agrees", "not run"]
+    assert [reader.outcome for reader in report.readers] == ["agrees", "agrees", "not run"]
     assert all(layer.output_sqnr is None and layer.weight_sqnr for layer in report.layers)
-    assert {doing for _, _, doing in told} == {"reading tensors", "comparing weights", "opening with every consumer"}
+    assert {doing for _, _, doing in told} == {"reading tensors", "comparing weights", "opening with every reader"}
 
 
 def test_folded_weights_are_compared_by_what_they_do(models: dict[str, Path], tmp_path: Path) -> None:
@@ -285,10 +286,10 @@ def test_weights_are_widened_one_at_a_time(
 ) -> None:
     """While prompts run, no tensor of a layer outlives the layer."""
     pack(models["llama"], tmp_path / "out")
-    monkeypatch.setattr(verification_pipeline, "try_consumers", lambda *_: iter(()))  # those hold whole models
+    monkeypatch.setattr(verification_pipeline, "try_readers", lambda *_: iter(()))  # those hold whole models
     alive: list[Any] = []
     most = 0
-    for cls in (Bytes, ShardReader):
+    for cls in (CheckpointFiles, ShardReader):
 
         def counted(self: Any, name: str, get: Any = cls.get) -> Tensor:
             nonlocal most
@@ -316,7 +317,7 @@ def test_keys_and_values_are_rounded_as_transformers_does(models: dict[str, Path
     before, after = (run(folder, models[name], models["text"]) for folder in (plain, cached))
     assert not after.findings
     assert "keys and values are rounded by the folder's scales, as its cache does" in after.remarks
-    theirs, ours = after.consumers[:2]
+    theirs, ours = after.readers[:2]
     assert (theirs.outcome, ours.outcome) == ("agrees", "agrees")
     assert theirs.distance is not None
     assert theirs.distance < 1e-5
@@ -331,7 +332,7 @@ def test_scales_of_keys_and_values_by_every_name(models: dict[str, Path], tmp_pa
     for layout in ("compressed-tensors", "modelopt", "autofp8"):
         how = {"scheme": "static", "calibration": tmp_path / "c", "kv_cache": "fp8", "layout": layout}
         pack(models["llama"], tmp_path / layout, **how)
-        found.append(cache_scales(read_bytes(tmp_path / layout)))
+        found.append(cache_scales(read_files(tmp_path / layout)))
     assert list(found[0]) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
     for other in found[1:]:
         assert other == found[0]
@@ -342,26 +343,27 @@ def test_scales_of_keys_and_values_by_every_name(models: dict[str, Path], tmp_pa
             del tensors[f"{name.removesuffix('k_scale')}v_scale"]
 
     change_tensors(tmp_path / "autofp8", rename)
-    assert {name: k for name, (k, v) in cache_scales(read_bytes(tmp_path / "autofp8")).items() if k == v} == {
+    assert {name: k for name, (k, v) in cache_scales(read_files(tmp_path / "autofp8")).items() if k == v} == {
         name: k for name, (k, _) in found[0].items()
     }
     change_tensors(tmp_path / "autofp8", lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
-    assert cache_scales(read_bytes(tmp_path / "autofp8")) == {}
+    assert cache_scales(read_files(tmp_path / "autofp8")) == {}
 
 
 def test_layouts_of_other_writers(models: dict[str, Path], tmp_path: Path) -> None:
     """One scale a tensor as ModelOpt and AutoFP8 name and shape it, with those of a KV cache: read, and run here."""
     calibrate(models["mistral"], [str(models["text"])], tmp_path / "c", prompts=PromptOptions(8, 64))
     pack(models["mistral"], tmp_path / "ours", scheme="static", calibration=tmp_path / "c")
-    ours = read_bytes(tmp_path / "ours")
-    required = required_by(transformers_meta_model(ours.config, tmp_path / "ours"))
+    ours = read_files(tmp_path / "ours")
+    meta_model = partial(transformers_meta_model, ours.config, tmp_path / "ours")
+    required = required_by(meta_model())
     ids = torch.randint(256, (2, 20))
 
-    def logits(read: Bytes) -> Tensor:
+    def logits(read: CheckpointFiles) -> Tensor:
         layers = check_folder(read, required)
         assert not read.findings, [str(finding) for finding in read.findings]
         assert len(layers) == 14
-        return StreamedModel(read.folder, read.get, read.shapes, PackedLayers(read, layers, "cpu"))(ids)
+        return StreamedModel(meta_model(), read.get, read.shapes, PackedLayers(read, layers, "cpu"))(ids)
 
     want = logits(ours)
     for name, settings, cache in (
@@ -376,11 +378,11 @@ def test_layouts_of_other_writers(models: dict[str, Path], tmp_path: Path) -> No
             tensors[f"model.layers.0.self_attn.{cache}_scale"] = torch.tensor(0.5)
 
         change_tensors(theirs, flatten)
-        assert torch.equal(logits(read_bytes(theirs)), want)
+        assert torch.equal(logits(read_files(theirs)), want)
     side = shutil.copytree(tmp_path / "modelopt", tmp_path / "side")
     config = json.loads((side / "config.json").read_text())
     said = config.pop("quantization_config")
     (side / "config.json").write_text(json.dumps(config))
     words = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": said["ignore"]}
     (side / "hf_quant_config.json").write_text(json.dumps({"quantization": words}))
-    assert torch.equal(logits(read_bytes(side)), want)
+    assert torch.equal(logits(read_files(side)), want)

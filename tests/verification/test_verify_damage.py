@@ -54,12 +54,12 @@ def good(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No consumer sees a folder whose bytes are wrong."""
+    """No reader sees a folder whose bytes are wrong."""
 
     def refuse(*_: Any) -> Any:
-        raise AssertionError("a consumer was tried")
+        raise AssertionError("a reader was tried")
 
-    monkeypatch.setattr(verification_pipeline, "try_consumers", refuse)
+    monkeypatch.setattr(verification_pipeline, "try_readers", refuse)
 
 
 def damaged(folder: Path, target: Path, damage: Damage) -> Path:
@@ -74,7 +74,7 @@ def expect(report: Report, kind: str, where: str, message: str) -> None:
     assert len(report.findings) <= 2, said  # one planted thing is not a page of findings
     assert not report.ok
     assert report.not_run
-    assert not report.consumers
+    assert not report.readers
 
 
 def cut(folder: Path) -> None:
@@ -101,20 +101,20 @@ def index(change: Callable[[dict[str, str]], Any]) -> Damage:
 
 
 FILES: list[tuple[str, Damage, str, str, str]] = [
-    ("channel", cut, "file", "model.safetensors", "is truncated or no safetensors file"),
-    ("channel", write("model.safetensors", b"\x80\x02}q\x00."), "file", "model.safetensors", "is truncated or no saf"),
-    ("channel", write("model.safetensors", b"\xff" * 64), "file", "model.safetensors", "is truncated or no safeten"),
+    ("channel", cut, "file", "model.safetensors", "is truncated or not a safetensors file"),
+    ("channel", write("model.safetensors", b"\x80\x02}q\x00."), "file", "model.safetensors", "is truncated or not a"),
+    ("channel", write("model.safetensors", b"\xff" * 64), "file", "model.safetensors", "is truncated or not a safeten"),
     ("channel", no_tensors, "file", "model.safetensors", "the folder has no tensors"),
     ("channel", write("config.json", "{"), "file", "config.json", "is not valid JSON"),
     ("channel", write("config.json", b"\xff\xfe{"), "file", "config.json", "is not valid JSON"),
     ("channel", write("config.json", "[]"), "file", "config.json", "must hold a JSON object, it holds list"),
-    ("channel", write("config.json", '{"a": 1}'), "config", "config.json", "transformers makes no model of it"),
+    ("channel", write("config.json", '{"a": 1}'), "config", "config.json", "transformers cannot build the model"),
     ("channel", lambda f: (f / "config.json").unlink(), "file", "config.json", "is missing"),
-    ("channel", write("training.bin", b"x"), "pickle", "training.bin", "was not opened; delete it"),
+    ("channel", write("training.bin", b"x"), "pickle", "training.bin", "was not opened: delete it"),
     ("shards", write("model.safetensors.index.json", "{}"), "file", "model.safetensors.index.json", "must map the"),
     (
         "shards", index(lambda names: names.update({f"{Q}.weight": "../../secret.safetensors"})), "file",
-        "model.safetensors.index.json", "'../../secret.safetensors', which is outside of the folder: it was not opened",
+        "model.safetensors.index.json", "'../../secret.safetensors', which is outside of the folder: not opened",
     ),
     (
         "shards", index(lambda names: names.update({f"{Q}.weight": "/etc/passwd"})), "file",
@@ -122,11 +122,11 @@ FILES: list[tuple[str, Damage, str, str, str]] = [
     ),
     (
         "shards", index(lambda names: names.update({f"{Q}.weight": "pytorch_model.bin"})), "file",
-        "model.safetensors.index.json", "'pytorch_model.bin', which is no safetensors file: it was not opened",
+        "model.safetensors.index.json", "'pytorch_model.bin', which is not a safetensors file: not opened",
     ),
     (
         "shards", index(lambda names: names.pop(f"{Q}.bias", None) or names.pop("model.norm.weight")), "tensor",
-        "model.norm.weight", "does not say so",
+        "model.norm.weight", "does not list it",
     ),
     (
         "shards", index(lambda names: names.update({"model.extra": names["model.norm.weight"]})), "tensor",
@@ -147,7 +147,7 @@ def test_files(good: dict[str, Path], model: Path, tmp_path: Path, number: int) 
 def test_a_missing_shard(good: dict[str, Path], model: Path, tmp_path: Path) -> None:
     bad = damaged(good["shards"], tmp_path / "bad", lambda f: sorted(f.glob("model-*"))[0].unlink())
     report = verify(bad, model)
-    assert "is missing, which model.safetensors.index.json names" in report.findings[0].message
+    assert "is missing, and model.safetensors.index.json names it" in report.findings[0].message
 
 
 def test_no_folder(model: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_pickle_is_never_loaded(good: dict[str, Path], model: Path, tmp_path: 
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(tmp_path / "harm"))))
 
     report = verify(damaged(good["channel"], tmp_path / "bad", damage), model)
-    expect(report, "pickle", "pytorch_model.bin", "can run code: it was not opened")
+    expect(report, "pickle", "pytorch_model.bin", "can run code, and was not opened")
     assert not (tmp_path / "harm").exists()
 
 
@@ -187,14 +187,14 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"format": "pack-quantized"}, "format must be one of float-quantized"),
     ({"config_groups": {}}, "config_groups must hold groups, it is {}"),
     ({"config_groups": {"g": 3}}, "config_groups.g must have targets (names) and weights, it is 3"),
-    ({"config_groups": groups(num_bits=4)}, "must be of 8 bits, float or int, symmetric; it is of 4"),
+    ({"config_groups": groups(num_bits=4)}, "must have num_bits 8, type float or int, and symmetric true; it has 4"),
     ({"config_groups": groups(strategy="diagonal")}, "strategy must be tensor, channel, group"),
     ({"ignore": "lm_head"}, "ignore must be a list of names of modules"),
-    ({"ignore": ["model.layers.7.o"]}, "has 'model.layers.7.o', which is no linear layer"),
-    ({"ignore": ["lm_head", "model.layers.7.o"]}, "has 'model.layers.7.o', which is no linear layer"),
+    ({"ignore": ["model.layers.7.o"]}, "has 'model.layers.7.o', which is not a linear layer"),
+    ({"ignore": ["lm_head", "model.layers.7.o"]}, "has 'model.layers.7.o', which is not a linear layer"),
     ({"ignore": ["lm_head", Q]}, f"is packed (F8_E4M3), and the list of ignored modules has {Q}"),
     ({"config_groups": groups(strategy="block", block_structure=[64, 64])}, "must have shape"),
-    ({"config_groups": groups(strategy="group", group_size=48)}, "no multiple of its blocks of 1 x 48"),
+    ({"config_groups": groups(strategy="group", group_size=48)}, "not a multiple of its blocks of 1 x 48"),
     ({"config_groups": groups(type="int")}, "must be I8, it is F8_E4M3"),
     ({"config_groups": groups(scale_dtype="torch.uint8")}, "must be U8 or F8_E8M0, it is F32"),
 ]
@@ -303,6 +303,6 @@ def test_a_damaged_model_is_the_users_error(good: dict[str, Path], model: Path, 
 
 
 def test_right_folders_have_no_findings(good: dict[str, Path], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification_pipeline, "try_consumers", lambda *_: iter(()))
+    monkeypatch.setattr(verification_pipeline, "try_readers", lambda *_: iter(()))
     for folder in good.values():
         assert not verify(folder, model).findings

@@ -37,4 +37,4 @@ def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
     for here, there in zip(cpu.layers, gpu.layers, strict=True):
         assert there.weight_sqnr == here.weight_sqnr
         assert there.output_sqnr == pytest.approx(here.output_sqnr, abs=0.1)
-    assert {consumer.name: consumer.outcome for consumer in gpu.consumers}["octavo"] == "agrees"
+    assert {reader.name: reader.outcome for reader in gpu.readers}["octavo"] == "agrees"

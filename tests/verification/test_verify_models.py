@@ -23,7 +23,7 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -
     pack(model, tmp_path / "out")
     report = verify(tmp_path / "out", model, [str(text)], prompts=PromptOptions(8, batch=4))
     assert not report.findings
-    theirs, ours, _ = report.consumers
+    theirs, ours, _ = report.readers
     assert theirs.distance is not None
     assert theirs.distance < 1e-5
     assert ours.outcome == "agrees"
@@ -57,7 +57,7 @@ def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
     pack(model, tmp_path / "out", **how)
     report = verify(tmp_path / "out", model)
     assert not report.findings
-    theirs = report.consumers[0]
+    theirs = report.readers[0]
     assert theirs.distance is not None
     assert theirs.tolerance is not None
     assert theirs.distance < theirs.tolerance / 20 < 0.01  # above 0 where a tie goes the other way
@@ -70,5 +70,5 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     pack(model, tmp_path / "out")
     report = verify(tmp_path / "out", model)
     assert report.ok
-    assert [consumer.outcome for consumer in report.consumers[:2]] == ["agrees", "agrees"]
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
     assert any("has no tokenizer" in remark for remark in report.remarks)

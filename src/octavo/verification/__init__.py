@@ -1,4 +1,4 @@
-"""Checking a packed folder against its model and against an independent reference."""
+"""Check a packed folder against the model that it was packed from, and its readers against an independent reference."""
 
 from octavo.verification.pipeline import verify
 

@@ -1,7 +1,7 @@
-"""What `octavo verify` found as one HTML page, which needs nothing but itself: no script, no file, no network.
+"""The report of `octavo verify` as one HTML page without scripts, other files, or network.
 
-It is read on a telephone too: a table wider than the page scrolls in a box of its own, in which no word and no number
-is broken, and everything else is as wide as the page.
+It can be read on a phone: a table wider than the page scrolls in its own box, and its words and numbers are not broken
+across lines.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from octavo.verification.report import Run, Section, sections, verdict
+from octavo.verification.report import Invocation, Section, sections, verdict
 from octavo.verification.result import LayerReport, Report
 
 _STYLE = """
@@ -34,11 +34,11 @@ td.text { white-space: normal; min-width: 16rem; }
 .weight { background: var(--weight); } .output { background: var(--output); }
 .key { display: inline-block; width: .8rem; height: .6rem; }
 """
-_LONG = 40  # characters of a cell from which on it is text, whose lines may break between words
+_LONG = 40  # a cell with more characters is text, and may be broken between words
 
 
-def page(report: Report, run: Run) -> str:
-    """The page, from its doctype to its end."""
+def page(report: Report, invocation: Invocation) -> str:
+    """The whole page."""
     state = "right" if report.ok else "wrong"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -54,7 +54,7 @@ def page(report: Report, run: Run) -> str:
         parts.append(table(section))
         if section.title == "Layers":
             parts.append(bars(report.layers))
-    return "\n".join([*parts, _made_by(run), "</body>\n</html>\n"])
+    return "\n".join([*parts, _footer(invocation), "</body>\n</html>\n"])
 
 
 def _findings(report: Report) -> str:
@@ -62,14 +62,16 @@ def _findings(report: Report) -> str:
     return "<ul>\n" + "\n".join(rows) + "\n</ul>" if rows else ""
 
 
-def _made_by(run: Run) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    made = f"{escape(run.date)}, {escape(versions)}"
-    return f'<p class="run">{made}</p>\n<p class="run"><code>{escape(run.command)}</code></p>'
+def _footer(invocation: Invocation) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in invocation.versions.items())
+    return (
+        f'<p class="run">{escape(invocation.date)}, {escape(versions)}</p>\n'
+        f'<p class="run"><code>{escape(invocation.command)}</code></p>'
+    )
 
 
 def table(section: Section) -> str:
-    """One table, with its title and its remark."""
+    """A table with its title and its remark."""
     head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
     rows = "\n".join("<tr>" + "".join(_cell(text) for text in row) + "</tr>" for row in section.rows)
     remark = f'<p class="remark">{escape(section.remark)}</p>' if section.remark else ""
@@ -82,11 +84,11 @@ def _cell(text: str) -> str:
 
 
 def bars(layers: list[LayerReport]) -> str:
-    """The SQNR of each layer's weight and output as bars; nothing where nothing was measured."""
-    values = [db for layer in layers for db in (layer.weight_sqnr, layer.output_sqnr) if _drawn(db)]
+    """The SQNR of each layer's weight and output as bars; "" if none was measured."""
+    values = [db for layer in layers for _, db in _measured(layer)]
     if not values:
         return ""
-    longest = 10 * math.ceil(max(10.0, *(db for db in values if db is not None)) / 10)
+    longest = 10 * math.ceil(max(10.0, *values) / 10)
     key = (
         '<p class="remark"><span class="key weight"></span> weight dB, <span class="key output"></span> output dB; '
         f"the whole width is {longest} dB</p>"
@@ -95,14 +97,14 @@ def bars(layers: list[LayerReport]) -> str:
     return f'{key}\n<div class="bars">\n' + "\n".join(rows) + "\n</div>"
 
 
-def _drawn(db: float | None) -> bool:
-    return db is not None and math.isfinite(db)
+def _measured(layer: LayerReport) -> list[tuple[str, float]]:
+    both = (("weight", layer.weight_sqnr), ("output", layer.output_sqnr))
+    return [(kind, db) for kind, db in both if db is not None and math.isfinite(db)]
 
 
 def _bars_of(layer: LayerReport, longest: float) -> str:
     parts = [f"<div>{escape(layer.name)}</div>"]
-    for kind, db in (("weight", layer.weight_sqnr), ("output", layer.output_sqnr)):
-        if db is not None and math.isfinite(db):
-            width = max(0.0, db) / longest
-            parts.append(f'<p><span><i class="{kind}" style="width:{width:.1%}"></i></span><b>{db:.1f} dB</b></p>')
+    for kind, db in _measured(layer):
+        width = max(0.0, db) / longest
+        parts.append(f'<p><span><i class="{kind}" style="width:{width:.1%}"></i></span><b>{db:.1f} dB</b></p>')
     return "".join(parts)

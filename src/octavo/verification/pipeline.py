@@ -1,45 +1,44 @@
-"""Is a packed folder what it says, and what did packing cost?
+"""Check a packed folder, and measure what packing cost.
 
-In this order, and nothing runs on bytes that are wrong:
+The steps, in this order. No model runs on bytes that are wrong:
 
-1. its files, settings and tensors, by themselves (`verify_bytes`, `verify_words`, `verify_check`);
-2. its weights against those of the model that it was packed from;
-3. every program installed here that opens it, against a reference that is built from the bytes (`verify_consumers`);
-4. on prompts: each layer's error, and the model's (`quality`), beside INT8's;
-5. its size (`octavo.verification.sizes`).
-
-The BF16 model is MODEL with its weights rounded to BF16; all that is compared in quality runs in float32, so that only
-what packing rounds differs.
+1. the files, the settings and the tensors by themselves (`files`, `layer_spec`, `checks`);
+2. the weights against those of the model that the folder was packed from, MODEL (`weights`);
+3. every reader installed here against a reference that is built from the bytes (`readers`, `reference`);
+4. on prompts, the error of each layer and of the model, beside INT8's (`quality`);
+5. the size (`sizes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.plausible import reciprocal_warning, suspected
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
-from octavo.evaluation.metrics import EmbeddingSums, LogitSums
 from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
-from octavo.hf.meta_model import transformers_meta_model
+from octavo.hf.meta_model import MetaModel, transformers_meta_model
 from octavo.hf.outputs import is_language_model
 from octavo.progress import Progress, no_progress
-from octavo.verification.checks import check_folder, check_weights
-from octavo.verification.files import Bytes, Finding, read_bytes
-from octavo.verification.kv_cache import cache_scales, rounded_cache
-from octavo.verification.layer_spec import Words
-from octavo.verification.numbers import leave_input, round_input
-from octavo.verification.readers import Consumer, make_probe, try_consumers
-from octavo.verification.reference import LayerSums, PackedLayers, RoundInput, WatchedLayers, int8_layers, probe
+from octavo.verification.checks import check_folder
+from octavo.verification.files import CheckpointFiles, Finding, read_files
+from octavo.verification.kv_cache import cache_scales, rounding_cache
+from octavo.verification.layer_spec import LayerSpec
+from octavo.verification.numbers import RoundInput, leave_input, round_input, scale_values, widen
+from octavo.verification.quality import measure_quality
+from octavo.verification.readers import make_probe, try_readers
+from octavo.verification.reference import PackedLayers, probe_ids
 from octavo.verification.result import LayerReport, Report, over_budget
 from octavo.verification.sizes import measure_sizes
-from octavo.verification.streamed_model import Against, Linear, StreamedModel, required_by
+from octavo.verification.streamed_model import BaselineModel, StreamedModel, required_by
+from octavo.verification.weights import check_weights
 
 
 def verify(
@@ -54,159 +53,157 @@ def verify(
     progress: Progress = no_progress,
     on_read: OnRead | None = None,
 ) -> Report:
-    """Check a packed folder against its bytes, its model and its readers, and measure what packing cost.
+    """Check a packed folder against its model and its readers, and measure what packing cost.
 
     Args:
-        packed: the folder; whatever is wrong with it becomes a finding.
-        against: the model that it was packed from, a Hugging Face folder or a run of ours.
-        data: sources of text, see `octavo.text.read_text`; without it no quality is measured.
-        budgets: packing that costs more than one of them is a finding.
+        packed: the folder. Its errors become findings of the report.
+        against: the model that it was packed from (MODEL), a Hugging Face folder or a run of `octavo train`.
+        data: sources of text, see `octavo.text.read_text`. Without it the quality is not measured.
+        budgets: limits on the quality; an exceeded one is a finding.
         prompts: which prompts are taken from `data`.
-        device: where the reference and our runtime run; transformers runs on the CPU.
-        folded: something was folded into the weights, which are then compared with MODEL's by what they do alone; so
-            where octavo.json says it.
-        progress: called with every piece of work that is done (`octavo.progress`).
-        on_read: called with the report of what was read, before anything runs.
+        device: for the reference and for Octavo's runtime. transformers runs on the CPU.
+        folded: smoothing or a rotation was folded into the weights, which are then not compared with MODEL's.
+            octavo.json states it too.
+        progress: see `octavo.progress`.
+        on_read: called with the report of the text, before anything runs.
 
     Raises:
-        FileNotFoundError, ArtifactError, ImportError: of MODEL, which must be whole.
-        DataError: the data.
-        ValueError: a setting; a budget without data, or one that is not for this kind of model.
+        FileNotFoundError, ArtifactError, ImportError: MODEL cannot be read.
+        DataError: the text cannot be read, or makes no prompts.
+        ValueError: the device is not there, or a budget lacks text or is not for this kind of model.
     """
     device = str(choose_device(device))
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")
-    model = Against(against)
-    check_budgets(budgets, language_model=model.causal)
+    baseline = BaselineModel(against)
+    check_budgets(budgets, language_model=baseline.causal)
     report = Report(packed, against)
     batches: list[Tensor] = []
     if data:
-        read_prompts = open_prompts(data, model.folder, model.context, prompts, on_read)
+        read_prompts = open_prompts(data, baseline.folder, baseline.context, prompts, on_read)
         report.data, batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
-    read = read_bytes(packed)
-    read.folded |= folded
-    report.architecture = ", ".join(map(str, read.config.get("architectures") or ()))
-    layers = _check(read, model, report, progress)
-    report.findings = read.findings
-    if read.findings:
+    files = read_files(packed)
+    files.folded |= folded
+    verification = Verification(files, baseline, device, batches, progress, report)
+    verification.check_bytes()
+    if report.findings:
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
         return report
-    if not has_tokenizer(packed):
-        report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
-    work = _Work(read, layers, model, device, batches, progress, report)
-    work.consumers()
+    verification.try_readers()
     if batches:
-        work.quality()
-        report.findings += over_budget(report.quality, budgets)
-    report.sizes = measure_sizes(read, layers)
+        verification.measure_quality(budgets)
+    report.sizes = measure_sizes(files, verification.layers)
     return report
 
 
-def _check(read: Bytes, model: Against, report: Report, progress: Progress) -> dict[str, Words]:
-    """Everything that needs no model to run."""
-    if not read.config or not read.shapes:
-        return {}
-    try:
-        required = required_by(transformers_meta_model(read.config, read.folder))
-    except ImportError:
-        raise
-    except Exception as error:  # of a config.json that may say anything
-        read.found("config", "config.json", f"transformers makes no model of it ({type(error).__name__}: {error})")
-        return {}
-    layers = check_folder(read, required, progress)
-    report.remarks += read.remarks
-    if read.findings:
-        return layers
-    if not layers:
-        read.found("config", "config.json", "no layer is packed")
-    weights = check_weights(read, layers, model.shapes, model.get, progress)
-    if read.folded:
-        report.remarks.append("something was folded into the weights: they are not compared with MODEL's")
-    for name, words in layers.items():
-        shape = read.shapes[f"{name}.weight"]
-        report.layers.append(LayerReport(name, str(words), shape, weights.get(name), None, None, None))
-    return layers
-
-
 @dataclass
-class _Work:
-    """What needs models to run."""
+class Verification:
+    """The steps of `verify`, which add their results to `report`."""
 
-    read: Bytes
-    layers: Mapping[str, Words]
-    model: Against
+    files: CheckpointFiles
+    baseline: BaselineModel
     device: str
     batches: list[Tensor]
     progress: Progress
     report: Report
+    layers: dict[str, LayerSpec] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    @cached_property
-    def kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of the folder's cache of keys and values, if it has them all."""
-        return cache_scales(self.read)
+    def check_bytes(self) -> None:
+        """The files, the settings and the tensors, by themselves and against MODEL."""
+        files, report = self.files, self.report
+        report.architecture = ", ".join(map(str, files.config.get("architectures") or ()))
+        report.findings, report.remarks = files.findings, files.remarks
+        self.layers = self._check_structure()
+        if files.findings:
+            return
+        if not self.layers:
+            files.add_finding("config", "config.json", "no layer is packed")
+        ratios: dict[str, float] = {}
+        if files.folded:
+            report.remarks.append("something was folded into the weights: they are not compared with MODEL's")
+            _check_plausible(files, self.layers)
+        else:
+            ratios = check_weights(files, self.layers, self.baseline.shapes, self.baseline.get, self.progress)
+        for name, spec in self.layers.items():
+            report.layers.append(LayerReport(name, str(spec), files.shapes[f"{name}.weight"], ratios.get(name)))
 
-    def packed(self, rounds: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
-        compute = PackedLayers(self.read, self.layers, self.device, rounds)
-        cache = partial(rounded_cache, self.kv_scales) if rounds is not leave_input and self.kv_scales else None
-        return StreamedModel(self.read.folder, compute.get, self.read.shapes, compute, self.device, dtype, cache)
+    def _check_structure(self) -> dict[str, LayerSpec]:
+        files = self.files
+        if not files.config or not files.shapes:
+            return {}
+        try:
+            required = required_by(self._meta_model())
+        except ImportError:
+            raise
+        except Exception as error:  # a damaged config.json may raise anything
+            message = f"transformers cannot build the model ({type(error).__name__}: {error})"
+            files.add_finding("config", "config.json", message)
+            return {}
+        return check_folder(files, required, self.progress)
 
-    def plain(self, compute: Linear) -> StreamedModel:
-        return StreamedModel(self.model.folder, self.model.get_bf16, self.model.shapes, compute, self.device)
+    def try_readers(self) -> None:
+        """Open the folder with every reader installed here."""
+        if not has_tokenizer(self.files.folder):
+            self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
+        self.progress(0, 4, "opening with every reader")
+        self.kv_scales = cache_scales(self.files)
+        meta_model = self._meta_model()
+        vocabulary = int(meta_model.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        ids = probe_ids(self.batches, vocabulary, meta_model.context)
+        if int(ids.max()) >= vocabulary:
+            raise ArtifactError(
+                f"the tokenizer of {self.baseline.folder} gives the id {int(ids.max())}, and the model has only "
+                f"{vocabulary}"
+            )
 
-    def consumers(self) -> None:
-        """Open the folder with all that is installed."""
-        self.progress(0, 4, "opening with every consumer")
-        meta_model = transformers_meta_model(self.read.config, self.read.folder)
-        rows = meta_model.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        ids = probe(self.batches, int(rows), meta_model.context)
-        if int(ids.max()) >= rows:
-            raise ArtifactError(f"the tokenizer of {self.model.folder} gives the id {int(ids.max())}, {rows} are there")
-
-        def run(rounds: RoundInput, dtype: torch.dtype) -> Tensor:
-            return self.packed(rounds, dtype)(ids)
+        def run(rounding: RoundInput, dtype: torch.dtype) -> Tensor:
+            return self._packed_model(rounding, dtype)(ids)
 
         causal, cache = is_language_model(meta_model.model), bool(self.kv_scales)
-        asked = make_probe(self.read.folder, self.layers, self.read.settings, ids, causal, cache, run)
-        for done, consumer in enumerate(try_consumers(asked, self.device), start=1):
-            self.progress(done, 4, "opening with every consumer")
-            self.report.consumers.append(consumer)
-            if consumer.outcome in ("disagrees", "failed"):
-                self.report.findings.append(Finding("consumer", consumer.name, said_of(consumer)))
+        probe = make_probe(self.files.folder, self.layers, self.files.settings, ids, causal, cache, run)
+        for done, reader in enumerate(try_readers(probe, self.device), start=1):
+            self.progress(done, 4, "opening with every reader")
+            self.report.readers.append(reader)
+            if reader.is_wrong:
+                self.report.findings.append(Finding("reader", reader.name, reader.describe_error()))
 
-    def quality(self) -> None:
-        """Run BF16, packed and INT8 on the prompts, a batch at a time."""
-        layers = PackedLayers(self.read, self.layers, self.device)
-        watched = WatchedLayers(self.model.get_bf16, layers, self.layers, self.device, not self.read.folded)
-        reference, packed = self.plain(watched), self.packed()
+    def measure_quality(self, budgets: Sequence[Budget]) -> None:
+        """Measure the quality on the prompts, and compare it with the budgets."""
         if self.kv_scales:
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
-        baseline = int8_layers(self.model.get_bf16, self.layers, self.device)
-        sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in range(2)]
-        for done, ids in enumerate(self.batches):
-            self.progress(done, len(self.batches), "running prompts")
-            reference.compute = watched
-            truth = reference(ids)
-            found = packed(ids)
-            reference.compute = baseline
-            for candidate, gathered in zip((found, reference(ids)), sums, strict=True):
-                gathered.add(ids, truth, candidate)
-        self.report.quality, self.report.int8 = (gathered.quality() for gathered in sums)
-        self.report.layers = [_with(layer, watched.sums.get(layer.name)) for layer in self.report.layers]
+        layers, watching = PackedLayers(self.files, self.layers, self.device), not self.files.folded
+        measured = measure_quality(
+            self.baseline, layers, self._packed_model(), self.batches, self.device, watching, self.progress
+        )
+        self.report.quality, self.report.int8 = measured.packed, measured.int8
+        for i, layer in enumerate(self.report.layers):
+            if sums := measured.layers.get(layer.name):
+                self.report.layers[i] = replace(
+                    layer, output_sqnr=sums.sqnr, clip_rate=sums.clip_rate, headroom=sums.headroom
+                )
+        self.report.findings += over_budget(measured.packed, budgets)
+
+    def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        """The reference. Keys and values are rounded unless inputs are left as they are."""
+        layers = PackedLayers(self.files, self.layers, self.device, rounding)
+        rounds_cache = self.kv_scales and rounding is not leave_input
+        make_cache = partial(rounding_cache, self.kv_scales) if rounds_cache else None
+        meta_model, stored = self._meta_model(), self.files.shapes
+        return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
+
+    def _meta_model(self) -> MetaModel:
+        return transformers_meta_model(self.files.config, self.files.folder)
 
 
-def _with(layer: LayerReport, seen: LayerSums | None) -> LayerReport:
-    if seen is None:
-        return layer
-    return LayerReport(
-        layer.name, layer.words, layer.shape, layer.weight_sqnr, seen.sqnr, seen.clip_rate, seen.headroom
-    )
+def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
+    """Check folded weights, which differ from MODEL's, for scales that look reciprocal."""
 
+    def scales_and_weight(name: str, spec: LayerSpec) -> tuple[str, Tensor, Callable[[], Tensor]]:
+        data, scale = files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")
+        return name, scale_values(scale, spec), partial(widen, data, scale, spec)
 
-def said_of(consumer: Consumer) -> str:
-    """What is wrong with it, in a line."""
-    if consumer.distance is None:
-        return consumer.note
-    return (
-        f"its outputs differ from the bytes' by {consumer.distance:.2%} of their size, where rounding explains "
-        f"{consumer.tolerance:.2%} ({consumer.note})"
-    )
+    suspects = suspected(scales_and_weight(name, spec) for name, spec in layers.items() if not spec.integers)
+    if suspects:
+        scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
+        files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))

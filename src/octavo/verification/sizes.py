@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octavo.verification.files import Bytes
-from octavo.verification.layer_spec import Words
+from octavo.verification.files import CheckpointFiles
+from octavo.verification.layer_spec import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Sizes:
     whole_bf16: int
 
 
-def measure_sizes(read: Bytes, layers: Mapping[str, Words]) -> Sizes:
+def measure_sizes(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> Sizes:
     """Add up the sizes of a folder's tensors, of which `layers` are packed."""
-    scales = [f"{name}.{words.scale}" for name, words in layers.items()]
-    scales += [f"{name}.{words.input_scale}" for name, words in layers.items() if words.inputs == "static"]
+    scales = [f"{name}.{spec.scale}" for name, spec in layers.items()]
+    scales += [f"{name}.{spec.input_scale}" for name, spec in layers.items() if spec.inputs == "static"]
     weights = [f"{name}.weight" for name in layers]
-    packed = sum(read.nbytes(name) for name in (*weights, *scales))
-    packed_bf16 = 2 * sum(read.nbytes(name) for name in weights)  # a packed weight has one byte an element
-    whole = sum(read.nbytes(name) for name in read.shapes)
+    packed = sum(files.nbytes(name) for name in (*weights, *scales))
+    packed_bf16 = 2 * sum(files.nbytes(name) for name in weights)  # a packed weight has one byte an element
+    whole = sum(files.nbytes(name) for name in files.shapes)
     return Sizes(packed, packed_bf16, whole, whole - packed + packed_bf16)
