@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quantize_oracle import CASTS, SHAPES, block_sizes, check, matrix, name_of, oracle
+from quantize_oracle import CASTS, SHAPES, block_sizes, check, factors, matrix, name_of, oracle
 
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import quantize, quantize_transposed
@@ -58,13 +58,6 @@ def test_transposes_of_strided_inputs(cast):
 
 
 # ---- factors of columns and rows
-
-
-def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
-    """Random factors that are no powers of two, so that the order of the products shows in their last bits."""
-    torch.manual_seed(7)
-    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "row_scale": torch.rand(shape[0], 1) * 3 + 0.1}
-    return {name: factor for name, factor in both.items() if which in (name, "both")}
 
 
 def scaled(x: np.ndarray, given: dict[str, torch.Tensor]) -> np.ndarray:

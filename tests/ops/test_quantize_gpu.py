@@ -10,7 +10,7 @@ import pytest
 import torch
 from bits import assert_same, assert_same_numbers, bits
 from gpu_memory import poison
-from quantize_oracle import CASTS, KINDS, OTHERS, matrix, name_of
+from quantize_oracle import CASTS, KINDS, OTHERS, factors, matrix, name_of
 
 from octavo.numerics import FORMATS, TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, transpose
@@ -42,12 +42,6 @@ def assert_same_quantized(found: QTensor, required: QTensor) -> None:
     assert (found.format, found.granularity) == (required.format, required.granularity)
     assert_same(found.data, required.data)
     assert_same(found.scale.contiguous(), required.scale.contiguous())
-
-
-def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(7)
-    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "row_scale": torch.rand(shape[0], 1) * 3 + 0.1}
-    return {name: factor for name, factor in both.items() if which in (name, "both")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
