@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from bench import record
+from bench.cpu.demo_run import train
 from examples import demo
 from octavo.artifact.files import read_json
 from octavo.artifact.packed.description import copy_description
@@ -31,7 +31,6 @@ from octavo.packing import pack
 from octavo.text import read_text
 from octavo.train.config import Config
 from octavo.train.data import build_corpus
-from octavo.train.start import start_run
 from octavo.verification.pipeline import verify
 from octavo.verification.result import Report
 from octavo.verification.streamed_model import BaselineModel
@@ -60,21 +59,11 @@ def main() -> None:
 
 def prepare(folder: Path) -> Calibration:
     """Train a model and write it to `folder`/model, its texts and its calibration beside it."""
-    config = train(folder / "run")
+    config = train(folder / "run", "--recipe", "bf16", "--mlp-width", "768")  # a multiple of 128, as block needs
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
     texts = [str(folder / "training.txt")]
     return calibrate(model, texts, folder / "calibrated", prompts=PromptOptions(128, 512, 16))
-
-
-def train(out: Path) -> Config:
-    """The demo's run in BF16. The width of its MLP is a multiple of 128, as the scheme block needs."""
-    config = Config.load(
-        None, [*demo.SETTINGS, "--mlp-width", "768", "--recipe", "bf16", "--out", str(out), "--device", "cpu"]
-    )
-    if signal := start_run(config, Console()).run().interrupted:
-        raise SystemExit(f"{signal}: no result is written")
-    return config
 
 
 def write_model(run: Path, out: Path) -> Path:

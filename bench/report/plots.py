@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.gpu.modes import BASE, speedup
+from bench.gpu.modes import BASE
 from bench.report.front_page import gains
 from bench.report.performance import by_mode
 from bench.report.tables import Result
@@ -29,14 +28,12 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-POINTS = 200  # of a curve, at most
-SPAN = 2.0  # the heatmap's colours run from half of BF16's speed to twice
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """Write gains.svg, stack.svg, layer.svg and parity.svg to `folder`."""
+    """Write gains.svg, stack.svg and parity.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (speed_gains, stack, layer, parity):
+    for plot in (speed_gains, stack, parity):
         with matplotlib.rc_context(STYLE):
             path = folder / f"{plot.__name__.removeprefix('speed_')}.svg"
             plot(results).savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
@@ -76,13 +73,10 @@ def stack(results: dict[str, Result]) -> Any:
         ink = "black" if color == ORANGE else "white"
         axes.text(0.01 * rows[0]["median"], place, f" {row['median']:.1f}", va="center", color=ink)
     marks: list[Any] = [Patch(color=color, label=name) for name, color in OWNERS.items() if name in owners]
-    for label, ms, line in (
-        (BASE, by_mode(rows, "median").get(BASE), "-"),
-        ("floor", result["floors"]["cast"]["total"], "--"),
-    ):
-        if ms is not None:
-            axes.axvline(ms, color="black", linestyle=line, linewidth=1)
-            marks.append(Line2D([], [], color="black", linestyle=line, linewidth=1, label=label))
+    floor = result["floors"]["cast"]["total"]
+    for label, ms, line in ((BASE, by_mode(rows, "median")[BASE], "-"), ("floor", floor, "--")):
+        axes.axvline(ms, color="black", linestyle=line, linewidth=1)
+        marks.append(Line2D([], [], color="black", linestyle=line, linewidth=1, label=label))
     axes.set_xlabel("milliseconds, forward and backward")
     axes.margins(y=0.02)
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
@@ -93,55 +87,19 @@ def owner(mode: str) -> str:
     return next(name for name in OWNERS if mode.startswith(name))
 
 
-def layer(results: dict[str, Result]) -> Any:
-    """The speed of Octavo vs BF16 by inputs K and outputs N, a panel for each number of tokens M."""
-    result = results["gpu_layer"]
-    cells = {(c["m"], c["k"], c["n"]): speedup(c, "ours", "bf16") for c in result["cells"]}
-    sizes = sorted({size for cell in cells for size in cell})
-    figure = Figure(figsize=(9, 6.2), layout="constrained")
-    panels = figure.subplots(2, -(-len(sizes) // 2), sharex=True, sharey=True, squeeze=False)
-    for axes in panels.flat[len(sizes) :]:
-        axes.set_visible(False)
-    for axes, m in zip(panels.flat, sizes, strict=False):
-        grid = [[cells.get((m, k, n), float("nan")) for n in sizes] for k in sizes]
-        mesh = axes.pcolormesh(grid, cmap="PuOr", norm=LogNorm(1 / SPAN, SPAN), edgecolors="white", linewidth=0.5)
-        annotate(axes, grid)
-        axes.set_title(f"M = {m}")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks([i + 0.5 for i in range(len(sizes))], [f"{size // 1024}k" for size in sizes])
-    figure.supxlabel("outputs N")
-    figure.supylabel("inputs K")
-    bar: Any = figure.colorbar(mesh, ax=panels, shrink=0.6, label="speed of BF16")
-    bar.set_ticks([0.5, 0.7, 1.0, 1.4, 2.0], labels=["0.5", "0.7", "1.0", "1.4", "2.0"])
-    bar.ax.minorticks_off()
-    bar.solids.set_rasterized(False)
-    return figure
-
-
-def annotate(axes: Any, grid: list[list[float]]) -> None:
-    """Write each gain into its cell; a cell that was not measured stays blank."""
-    for row, line in enumerate(grid):
-        for column, gain in enumerate(line):
-            if gain == gain:
-                dark = not 1 / 1.5 < gain < 1.5
-                place = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if dark else "black"}
-                axes.text(column + 0.5, row + 0.5, f"{gain:.2f}", **place)
-
-
 def parity(results: dict[str, Result]) -> Any:
     """The training loss of every run, and the gap of each to the BF16 run of its seed."""
     result = results["gpt_parity"]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, gaps = figure.subplots(1, 2)
     curves = {(run["mode"], run["seed"]): run["curve"] for run in result["runs"]}
-    tokens = {key: result["tokens"] / len(curve) / 1e6 for key, curve in curves.items()}
     for (mode, seed), curve in curves.items():
-        at = [(i + 0.5) * tokens[mode, seed] for i in range(len(curve))]
+        tokens = [(i + 0.5) * result["tokens"] / len(curve) / 1e6 for i in range(len(curve))]
         style = {"color": MODES.get(mode, PINK), "linewidth": 0.8}
-        losses.plot(decimate(at), decimate(curve), **style)
-        if mode != "bf16" and len(curves.get(("bf16", seed), [])) == len(curve):
-            gap = [100 * (loss / base - 1) for loss, base in zip(curve, curves["bf16", seed], strict=True)]
-            gaps.plot(decimate(at), decimate(gap), **style)
+        losses.plot(tokens, curve, **style)
+        if mode != "bf16" and ("bf16", seed) in curves:
+            pairs = zip(curve, curves["bf16", seed], strict=True)
+            gaps.plot(tokens, [100 * (loss / base - 1) for loss, base in pairs], **style)
     gaps.axhline(0, color=GREY, linewidth=1)
     losses.set_ylabel("training loss")
     gaps.set_ylabel("gap to BF16 of the same seed, %")
@@ -151,8 +109,3 @@ def parity(results: dict[str, Result]) -> Any:
     marks = [Line2D([], [], color=MODES.get(name, PINK), label=name) for name in names]
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
     return figure
-
-
-def decimate(points: list[float]) -> list[float]:
-    """At most POINTS of the points, evenly apart."""
-    return points[:: -(-len(points) // POINTS) or 1]

@@ -148,8 +148,3 @@ def test_plots_are_the_same_bytes_twice_and_small(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
         assert path.stat().st_size < 200_000
         assert "<image" not in path.read_text()
-
-
-def test_curves_are_thinned_evenly():
-    assert plots.decimate(list(range(80))) == list(range(80))
-    assert plots.decimate(list(range(401))) == list(range(0, 401, 3))
