@@ -73,8 +73,8 @@ def test_the_gradient_is_the_rotation_of_the_gradient(n):
 def test_it_saves_the_other_rows_from_an_outlier_under_one_scale():
     """An outlier of 2^20 drives the other rows out of E4M3; spread over 4096 columns it is 2^14, and they come back.
 
-    (Under row scales an FP8 format loses nothing to an outlier that it does not also lose after the rotation: its
-    precision is relative. Rotation helps where range is what is short.)
+    (With row scales, rotation does not lower the error of an FP8 format, whose precision is relative. Rotation helps
+    if the range is too small.)
     """
     torch.manual_seed(4)
     x = torch.randn(16, 4096)

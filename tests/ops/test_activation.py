@@ -45,14 +45,14 @@ def test_forward(cast, shape, dtype, kind):
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
 def test_backward(cast, shape, dtype, kind, keep):
     u, dh, column_scale, row_scale = given(kind, shape, dtype)
-    found = backward(dh, u, kind, cast, column_scale=column_scale, row_scale=row_scale, keep=keep)
+    actual = backward(dh, u, kind, cast, column_scale=column_scale, row_scale=row_scale, keep=keep)
     du, size = gradient64(dh, u, kind), NEAR * gradient_magnitude(dh, u, kind)
     factor = column_scale.double() * row_scale.double()
-    assert_rounds_to(found.du, du * factor, size * factor, cast)
-    assert (found.wide.dtype, found.wide.shape) == (dtype, du.shape if keep else (0,))
+    assert_rounds_to(actual.du, du * factor, size * factor, cast)
+    assert (actual.wide.dtype, actual.wide.shape) == (dtype, du.shape if keep else (0,))
     if keep:
         last = torch.finfo(dtype).eps * (du.abs() / 2 + torch.finfo(dtype).tiny)
-        assert ((found.wide - du).abs() <= size + last).all()
+        assert ((actual.wide - du).abs() <= size + last).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,10 +99,10 @@ def test_gates_far_from_zero(dtype):
     assert torch.equal(h.scale[0], torch.tensor([600.0 / 448]))
     near, tiny = h.data.float() * h.scale, 1e-30
     assert ((near - h64(u.double(), "swiglu")).abs() <= 0.07 * near.abs() + tiny)[:3].all()
-    found = backward(dh, u, "swiglu", keep=True)
-    assert torch.equal(bits(found.h.data), bits(h.data))
-    assert found.du.scale.isfinite().all()
-    wide, du = found.wide.double(), gradient64(dh, u, "swiglu")
+    actual = backward(dh, u, "swiglu", keep=True)
+    assert torch.equal(bits(actual.h.data), bits(h.data))
+    assert actual.du.scale.isfinite().all()
+    wide, du = actual.wide.double(), gradient64(dh, u, "swiglu")
     assert ((wide - du).abs() <= torch.finfo(dtype).eps * du.abs() + tiny)[:3].all()
 
 
@@ -111,8 +111,8 @@ def test_gelu_far_from_zero_is_u_or_zero(value):
     u = torch.tensor([[value, 1.0]])
     h = activation_quantize(u, "gelu", E4M3)
     assert torch.equal(h.scale * 448, torch.tensor([[max(value, 0.8413447141647339)]]))
-    found = backward(torch.ones(1, 2), u, "gelu", keep=True)
-    assert found.wide[0, 0] == (value > 0)
+    actual = backward(torch.ones(1, 2), u, "gelu", keep=True)
+    assert actual.wide[0, 0] == (value > 0)
 
 
 def test_gelu_is_flat_where_its_density_would_be_subnormal():
@@ -130,14 +130,14 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(kind, column, value):
     u, dh, _, _ = given(kind, (17, 130), torch.bfloat16)
     broken = u.clone()
     broken[4, column] = value
-    clean, found = backward(dh, u, kind), backward(dh, broken, kind)
+    clean, actual = backward(dh, u, kind), backward(dh, broken, kind)
     others = torch.arange(17) != 4
     forward = activation_quantize(broken, kind, E4M3)
-    for q, required in ((forward, clean.h), (found.h, clean.h), (found.du, clean.du)):
+    for q, expected in ((forward, clean.h), (actual.h, clean.h), (actual.du, clean.du)):
         assert q.scale[4].isnan().all()
         assert q.data[4].float().isnan().all()
-        assert torch.equal(bits(q.data)[others], bits(required.data)[others])
-        assert torch.equal(bits(q.scale)[others], bits(required.scale)[others])
+        assert torch.equal(bits(q.data)[others], bits(expected.data)[others])
+        assert torch.equal(bits(q.scale)[others], bits(expected.scale)[others])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,17 +145,17 @@ def test_a_gradient_that_is_not_finite_spoils_its_row_and_not_h(kind):
     u, dh, _, _ = given(kind, (17, 130), torch.bfloat16)
     broken = dh.clone()
     broken[4, 70] = torch.nan
-    clean, found = backward(dh, u, kind), backward(broken, u, kind)
-    assert found.du.data[4].float().isnan().all()
-    assert torch.equal(found.du.scale.isnan().flatten(), torch.arange(17) == 4)
-    assert torch.equal(bits(found.h.data), bits(clean.h.data))
+    clean, actual = backward(dh, u, kind), backward(broken, u, kind)
+    assert actual.du.data[4].float().isnan().all()
+    assert torch.equal(actual.du.scale.isnan().flatten(), torch.arange(17) == 4)
+    assert torch.equal(bits(actual.h.data), bits(clean.h.data))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_give_zeros_under_the_smallest_scale(kind):
     u = torch.zeros(3, 8)
     dh = torch.zeros(3, 8 // KINDS[kind])
-    found = backward(dh, u, kind)
-    for q in (activation_quantize(u, kind, E4M3), found.h, found.du):
+    actual = backward(dh, u, kind)
+    for q in (activation_quantize(u, kind, E4M3), actual.h, actual.du):
         assert not bits(q.data).any()
         assert (q.scale == 2.0**-126).all()

@@ -38,22 +38,22 @@ def backward_reference(
 
 def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
     """Data and scale."""
-    required = activation_quantize_reference(u, kind, cast)
+    expected = activation_quantize_reference(u, kind, cast)
     for _ in range(repeats):
         poison()
-        for one, other in zip(forward_kernel(u, kind, cast), required, strict=True):
+        for one, other in zip(forward_kernel(u, kind, cast), expected, strict=True):
             assert_same(one, other)
 
 
 def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:
     """Data and scale of the gradient, data of h (equal to forward's), and the gradient itself."""
     h_data, h_scale = activation_quantize_reference(values[0], kind, cast)
-    required = backward_reference(*values, kind, cast, h_scale, keep)
-    assert_same(required[2], h_data)
+    expected = backward_reference(*values, kind, cast, h_scale, keep)
+    assert_same(expected[2], h_data)
     for _ in range(repeats):
         poison()
-        found = backward_kernel(*values, kind, cast, h_scale, keep)
-        for one, other in zip(found, required, strict=True):
+        actual = backward_kernel(*values, kind, cast, h_scale, keep)
+        for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
 
 
@@ -132,8 +132,8 @@ def test_strided_inputs(kind):
         forward_kernel(turned[0], kind, Cast()), activation_quantize_reference(values[0], kind, Cast()), strict=True
     ):
         assert_same(one, other)
-    required = backward_reference(*values, kind, Cast(), h_scale, True)
-    for one, other in zip(backward_kernel(*turned, kind, Cast(), h_scale, True), required, strict=True):
+    expected = backward_reference(*values, kind, Cast(), h_scale, True)
+    for one, other in zip(backward_kernel(*turned, kind, Cast(), h_scale, True), expected, strict=True):
         assert_same(one, other)
 
 
@@ -151,7 +151,7 @@ def test_a_row_that_is_not_finite(f, kind, half, value):
     for one, other in zip((data, h_scale), activation_quantize_reference(u, kind, Cast()), strict=True):
         assert_same_numbers(one, other)
     values = u, dh, column_scale, row_scale, kind, Cast(), h_scale, True
-    found = backward_kernel(*values)
-    assert torch.equal(found[1].isnan().flatten(), broken)
-    for one, other in zip(found, backward_reference(*values), strict=True):
+    actual = backward_kernel(*values)
+    assert torch.equal(actual[1].isnan().flatten(), broken)
+    for one, other in zip(actual, backward_reference(*values), strict=True):
         assert_same_numbers(one, other)

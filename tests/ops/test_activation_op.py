@@ -24,8 +24,8 @@ def run_both(u: Tensor, dh: Tensor, kind: str, cast: Cast, h_cast: Cast) -> list
     column_scale, row_scale = torch.ones(1, 1).expand(1, u.shape[1]), torch.ones(1, 1).expand(u.shape[0], 1)
     q = activation_quantize(u, kind, cast)
     factors = {"column_scale": column_scale, "row_scale": row_scale, "h_scale": row_scale}
-    found = activation_backward(dh, u, kind, cast, h_cast=h_cast, keep=True, **factors)
-    return [q.data, q.scale, found.du.data, found.du.scale, found.h.data, found.wide]
+    actual = activation_backward(dh, u, kind, cast, h_cast=h_cast, keep=True, **factors)
+    return [q.data, q.scale, actual.du.data, actual.du.scale, actual.h.data, actual.wide]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,11 +44,11 @@ def run_both(u: Tensor, dh: Tensor, kind: str, cast: Cast, h_cast: Cast) -> list
 )
 def test_kernels_run_for_their_formats_and_lengths(shape, fmt, h_fmt, ran, kind, monkeypatch):
     values = torch.randn(shape[0], shape[1] * KINDS[kind]), torch.randn(shape), kind, Cast(fmt), Cast(h_fmt)
-    required = run_both(*values)
+    expected = run_both(*values)
     calls = kernels_on_the_cpu(monkeypatch, activation, **REFERENCES)
-    found = run_both(*values)
+    actual = run_both(*values)
     assert len(calls) == ran
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, required, strict=True))
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(actual, expected, strict=True))
 
 
 def test_kernels_get_contiguous_tensors(monkeypatch):

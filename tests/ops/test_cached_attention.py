@@ -30,37 +30,37 @@ def test_reference_against_float64(kind, shape, padded):
     first = [min(4, used - 1), 0, used - 1][: sizes[0]] if padded else None
     places = None if first is None else torch.tensor(first, dtype=torch.int32)
     scale = 0.7 * sizes[4] ** -0.5
-    required, size = attention64(q, *cache, used, first, scale)
-    found = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
-    assert found.dtype == torch.float32
-    assert ((found - required).abs() <= 3e-5 * size).all()
+    expected, size = attention64(q, *cache, used, first, scale)
+    actual = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
+    assert actual.dtype == torch.float32
+    assert ((actual - expected).abs() <= 3e-5 * size).all()
     wider = widened_attention(q, *cache, length_of(used), places, scale)
-    assert ((wider - required).abs() <= 3e-5 * size).all()
+    assert ((wider - expected).abs() <= 3e-5 * size).all()
 
 
 def test_what_lies_beyond_the_length_does_not_count():
     q, *cache = given("fp8", 1, 2, 1, 1, 16, 20)
-    required = cached_attention(q, *cache, length_of(7))
+    expected = cached_attention(q, *cache, length_of(7))
     for data in cache[:2]:
         data.view(torch.uint8)[:, :, 7:] = 0x7F  # NaN
-    assert torch.equal(cached_attention(q, *cache, length_of(7)), required)
+    assert torch.equal(cached_attention(q, *cache, length_of(7)), expected)
 
 
 def test_a_query_that_sees_nothing_gets_zeros():
     q, *cache = given("int8", 2, 2, 1, 2, 16, 20)
-    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32))
-    assert not found[0, :, 0].any()
-    assert found[0, :, 1].any()
-    assert found[1].any()
+    actual = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32))
+    assert not actual[0, :, 0].any()
+    assert actual[0, :, 1].any()
+    assert actual[1].any()
 
 
 @pytest.mark.parametrize("run", [cached_attention_reference, widened_attention])
 def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
     q, *cache = given("fp8", 2, 2, 1, 1, 16, 20)
     assert run(q, *cache, length_of(21), None, 0.25).isnan().all()
-    found = run(q, *cache, length_of(20), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
-    assert found[0].isnan().all()
-    assert not found[1].isnan().any()
+    actual = run(q, *cache, length_of(20), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
+    assert actual[0].isnan().all()
+    assert not actual[1].isnan().any()
 
 
 def test_the_scale_of_products_is_that_of_the_size_by_default():
@@ -79,11 +79,11 @@ def test_every_number_is_stored_with_one_rounding(kind):
     clipped = torch.zeros(2, dtype=torch.int64)
     append_kv(x, x, keys, values, *scales, length_of(67), clipped)
     for data, scale in ((keys, scales[0]), (values, scales[1])):
-        required = torch.from_numpy(stored(x, scale, dtype))
-        found = torch.from_numpy(wide(data))
-        assert torch.equal(found[:, :, 3:67].nan_to_num(nan=7e4), required.nan_to_num(nan=7e4))
-        assert not found[:, :, :3].any()
-        assert not found[:, :, 67:].any()
+        expected = torch.from_numpy(stored(x, scale, dtype))
+        actual = torch.from_numpy(wide(data))
+        assert torch.equal(actual[:, :, 3:67].nan_to_num(nan=7e4), expected.nan_to_num(nan=7e4))
+        assert not actual[:, :, :3].any()
+        assert not actual[:, :, 67:].any()
     limit = {"fp8": 464, "int8": 127.5}.get(kind)
     if limit is None:
         assert clipped.tolist() == [0, 0]

@@ -38,14 +38,14 @@ def check(
     kind: str, sizes: tuple[int, ...], used: int, first: list[int] | None, dtype: torch.dtype, repeats: int, bound=BOUND
 ):
     q, *cache = given(kind, *sizes, dtype=dtype)
-    required, size = attention64(q, *cache, used, first, 0.1)
+    expected, size = attention64(q, *cache, used, first, 0.1)
     q, *cache = on_gpu((q, *cache))
     places = None if first is None else torch.tensor(first, dtype=torch.int32, device="cuda")
     for _ in range(repeats):
         poison()
-        found = cached_attention(q, *cache, length_of(used), first=places, scale=0.1)
-        assert (found.dtype, found.device.type) == (dtype, "cuda")
-        assert ((found.cpu().double() - required).abs() <= bound[kind] * size).all()
+        actual = cached_attention(q, *cache, length_of(used), first=places, scale=0.1)
+        assert (actual.dtype, actual.device.type) == (dtype, "cuda")
+        assert ((actual.cpu().double() - expected).abs() <= bound[kind] * size).all()
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -74,9 +74,9 @@ def test_queries_of_any_size(kind):
     q, *cache = on_gpu(given(kind, 1, 8, 2, 1, 128, 500))
     q = q * torch.exp2(torch.linspace(-60, 0, 8, device="cuda")).view(1, 8, 1, 1).bfloat16()
     q[:, 4:] *= 1e5
-    required, size = attention64(q, *(None if t is None else t.cpu() for t in cache), 480, None, 1e-5)
-    found = cached_attention(q, *cache, length_of(480), scale=1e-5)
-    assert ((found.cpu().double() - required).abs() <= BOUND[kind] * size).all()
+    expected, size = attention64(q, *(None if t is None else t.cpu() for t in cache), 480, None, 1e-5)
+    actual = cached_attention(q, *cache, length_of(480), scale=1e-5)
+    assert ((actual.cpu().double() - expected).abs() <= BOUND[kind] * size).all()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -84,17 +84,17 @@ def test_32768_tokens_again_and_again(kind):
     """Batch 8, 32 heads of queries and 8 of keys of size 128, against PyTorch in float32 on the widened bytes."""
     torch.manual_seed(0)
     q, *cache = on_gpu(given(kind, 8, 32, 8, 1, 128, 32768))
-    required = [
+    expected = [
         widened_attention(
             q[b : b + 1].float(), *(t[b : b + 1] for t in cache[:2]), *cache[2:], length_of(32700), None, 0.05
         )
         for b in range(8)
     ]
-    required = torch.cat(required)
+    expected = torch.cat(expected)
     for _ in range(MANY):
         poison()
-        found = cached_attention(q, *cache, length_of(32700), scale=0.05).float()
-        assert ((found - required).abs().amax((2, 3)) <= 2**-6 * required.abs().amax((2, 3))).all()
+        actual = cached_attention(q, *cache, length_of(32700), scale=0.05).float()
+        assert ((actual - expected).abs().amax((2, 3)) <= 2**-6 * expected.abs().amax((2, 3))).all()
 
 
 def test_every_pair_of_bytes_is_widened_as_it_is_stored():
@@ -108,29 +108,29 @@ def test_every_pair_of_bytes_is_widened_as_it_is_stored():
         keys = torch.zeros_like(values)
         for i in range(4):
             q = torch.zeros(1, 1, 1, 256, device="cuda", dtype=torch.float16)
-            found = cached_attention(
+            actual = cached_attention(
                 q, keys, values, one, one, length_of(i + 1), first=torch.tensor([i], dtype=torch.int32, device="cuda")
             )
-            assert torch.equal(found[0, 0, 0], (values[0, 0, i].float() * scale).half())
+            assert torch.equal(actual[0, 0, 0], (values[0, 0, i].float() * scale).half())
 
 
 def test_nothing_seen_more_than_room_and_a_torn_mask():
     q, *cache = on_gpu(given("fp8", 2, 4, 2, 2, 64, 200))
-    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32, device="cuda"))
-    assert not found[0, :, 0].any()
-    assert found[0, :, 1].any()
+    actual = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32, device="cuda"))
+    assert not actual[0, :, 0].any()
+    assert actual[0, :, 1].any()
     assert cached_attention(q, *cache, length_of(201)).isnan().all()
-    found = cached_attention(q, *cache, length_of(9), first=torch.tensor([-1, 0], dtype=torch.int32, device="cuda"))
-    assert found[0].isnan().all()
-    assert not found[1].isnan().any()
+    actual = cached_attention(q, *cache, length_of(9), first=torch.tensor([-1, 0], dtype=torch.int32, device="cuda"))
+    assert actual[0].isnan().all()
+    assert not actual[1].isnan().any()
 
 
 def test_nan_is_not_hidden():
     q, *cache = on_gpu(given("fp8", 1, 4, 2, 1, 64, 200))
     cache[0].view(torch.uint8)[0, 1, 17, 3] = 0x7F
-    found = cached_attention(q, *cache, length_of(150))
-    assert found[0, 2:].isnan().all()
-    assert not found[0, :2].isnan().any()
+    actual = cached_attention(q, *cache, length_of(150))
+    assert actual[0, 2:].isnan().all()
+    assert not actual[0, :2].isnan().any()
 
 
 # ---- storing
@@ -140,15 +140,15 @@ def test_nan_is_not_hidden():
 def test_bytes_are_those_of_the_reference(kind):
     x = every_bf16()
     scales = (None, None) if kind == "bf16" else (torch.tensor([0.03, 1.5]), torch.tensor([2.0**-120, 1e30]))
-    found = []
+    actual = []
     for device in ("cpu", "cuda"):
         keys, values = (torch.zeros(1, 2, 70, 512, device=device).to(DTYPES[kind]) for _ in range(2))
         clipped = torch.zeros(2, dtype=torch.int64, device=device)
         here = [None if s is None else s.to(device) for s in scales]
         y = x.to(device).transpose(1, 2).contiguous().transpose(1, 2)
         append_kv(y, y, keys, values, *here, torch.tensor(67, device=device), clipped)
-        found.append((keys.cpu(), values.cpu(), clipped.cpu()))
-    for one, other in zip(*found, strict=True):
+        actual.append((keys.cpu(), values.cpu(), clipped.cpu()))
+    for one, other in zip(*actual, strict=True):
         nan = one.float().isnan()
         assert torch.equal(nan, other.float().isnan())
         assert torch.equal(one.float()[~nan], other.float()[~nan])
@@ -212,9 +212,9 @@ def test_compiled_code_launches_the_kernels(kind):
         return cache.attend(q[:, :, here] * 2) * 2
 
     fast = torch.compile(step, fullgraph=True, dynamic=False)
-    found, codes = run_and_get_code(fast, compiled, 10)
+    actual, codes = run_and_get_code(fast, compiled, 10)
     assert calls(codes) == {"append_kv"}
-    assert torch.equal(found, step(eager, 10))
+    assert torch.equal(actual, step(eager, 10))
     assert torch.equal(eager.keys.view(torch.uint8), compiled.keys.view(torch.uint8))
     assert int(compiled.length) == 11
     before = torch.cuda.memory_allocated()

@@ -64,8 +64,8 @@ def test_bias_is_added_before_the_one_rounding():
 def test_a_residual_is_added_to_what_was_rounded(dtype):
     a, b = operands("row", 33, 48, 80)
     bias, residual = torch.randn(80), torch.randn(80, 33).to(dtype).t()
-    found = scaled_mm(a, b, bias=bias, residual=residual, out_dtype=dtype)
-    assert torch.equal(found, scaled_mm(a, b, bias=bias, out_dtype=dtype) + residual)
+    actual = scaled_mm(a, b, bias=bias, residual=residual, out_dtype=dtype)
+    assert torch.equal(actual, scaled_mm(a, b, bias=bias, out_dtype=dtype) + residual)
     for other in (residual.half(), residual[:1]):
         with pytest.raises(ValueError, match=rf"residual must be {dtype} \[33, 80\], got"):
             scaled_mm(a, b, residual=other, out_dtype=dtype)

@@ -120,9 +120,9 @@ def test_a_missing_gemm_is_named_and_emulated_when_asked_for(pair):
         assert "emulate=True" in str(error.value)
         poison()
         y = scaled_mm(gpu_a, gpu_b, bias=bias.cuda(), out_dtype=torch.float32, emulate=True)
-        required = scaled_mm(a, b, bias=bias, out_dtype=torch.float32)
+        expected = scaled_mm(a, b, bias=bias, out_dtype=torch.float32)
         assert (y.device.type, y.dtype, y.is_contiguous()) == ("cuda", torch.float32, True)
-        difference = row_norm((y.cpu().double() - required.double()).numpy())
+        difference = row_norm((y.cpu().double() - expected.double()).numpy())
         # two float32 sums of k terms in different orders; their scales and the bias
         size_of_terms = row_norm(np.sqrt(wide(a) ** 2 @ (wide(b) ** 2).T)) + float(bias.norm())
         assert (difference <= 2.0**-23 * (math.sqrt(k) + 4) * size_of_terms).all()

@@ -44,8 +44,8 @@ def test_without_triton_or_a_gpu_there_is_no_kernel(hopper, monkeypatch):
 
 def test_the_choice_is_traced_without_a_break(hopper):
     def names(x):
-        found = find_backend(CUDA, ROW, ROW, E4M3, (x.shape[0], 64))
-        return x + (1 if found.name == "triton" else 2)
+        actual = find_backend(CUDA, ROW, ROW, E4M3, (x.shape[0], 64))
+        return x + (1 if actual.name == "triton" else 2)
 
     compiled = torch.compile(names, fullgraph=True, backend="eager", dynamic=False)
     assert [compiled(torch.zeros(m)).mean().item() for m in (1, MAX_SMALL_M, MAX_SMALL_M + 1)] == [1, 1, 2]

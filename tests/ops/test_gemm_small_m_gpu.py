@@ -60,8 +60,8 @@ def test_a_residual_is_added_as_after_it(m, k, n, dtype):
     """GEMV, tiles, split-K, a short K, and an empty K."""
     a, b = (on_gpu(t) for t in operands("row", m, k, n))
     bias, residual = (torch.randn(shape, device="cuda").to(dtype) for shape in ((n,), (m, n)))
-    found = product(a, b, bias, dtype, residual=residual)
-    assert torch.equal(found, product(a, b, bias, dtype) + residual)
+    actual = product(a, b, bias, dtype, residual=residual)
+    assert torch.equal(actual, product(a, b, bias, dtype) + residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -138,10 +138,10 @@ def test_compiled_it_gives_the_same_bits(m):
 @pytest.mark.parametrize("m", [1, MAX_SMALL_M])
 def test_in_a_cuda_graph(m):
     a, b = (on_gpu(q) for q in operands("row", m, 4096, 512))
-    required = scaled_mm(a, b)
+    expected = scaled_mm(a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = scaled_mm(a, b)
     y.fill_(torch.nan)
     graph.replay()
-    assert torch.equal(y, required)
+    assert torch.equal(y, expected)

@@ -30,9 +30,9 @@ def gradients(model: nn.Module, call, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = call(x)
     y.backward(torch.linspace(-1, 1, y.numel(), device="cuda", dtype=y.dtype).view_as(y))
-    found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    actual = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed", "blockwise", "rowwise_dw_bf16"])
@@ -45,13 +45,13 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     if recipe == "delayed":
         gradients(model, model, x)
         octavo.update_scales(model)
-    required = gradients(model, model, x)
+    expected = gradients(model, model, x)
     compiled = torch.compile(model, fullgraph=True)
-    found, codes = run_and_get_code(gradients, model, compiled, x)
+    actual, codes = run_and_get_code(gradients, model, compiled, x)
     assert len(codes) == 2
     assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm.op._inlines` says why
     assert all("_kernel" in code for code in codes)
-    for exact, here in zip(required, found, strict=True):
+    for exact, here in zip(expected, actual, strict=True):
         noise = (exact.double() - here.double()).square().sum()
         # A value that is not rounded to BF16 between the kernels may quantize to the next code: noise as of FP8 itself.
         assert noise <= exact.double().square().sum() * 10**-2
@@ -63,8 +63,8 @@ def test_dynamic_sizes_call_the_operations() -> None:
     octavo.convert(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
-    found, codes = run_and_get_code(gradients, model, compiled, x)
+    actual, codes = run_and_get_code(gradients, model, compiled, x)
     assert calls(codes) >= {"quantize", "scaled_mm"}
-    for exact, here in zip(gradients(model, model, x), found, strict=True):
+    for exact, here in zip(gradients(model, model, x), actual, strict=True):
         noise = (exact.double() - here.double()).square().sum()
         assert noise <= exact.double().square().sum() * 10**-3

@@ -117,11 +117,11 @@ def test_backward(shape, dtype, residual, center):
     dn = torch.randn(shape).to(dtype)
     x, beside, weight, _ = given(shape, dtype, residual)
     _, _, mean, rstd = norm_quantize(x, None, weight, None, EPS, Cast(), center=center)
-    found = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
-    assert [t.dtype for t in found] == [dtype, weight.dtype, weight.dtype]
-    assert [t.shape for t in found] == [shape, shape[1:], (shape[1] if center else 0,)]
-    required = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
+    actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+    assert [t.dtype for t in actual] == [dtype, weight.dtype, weight.dtype]
+    assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
+    expected = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
     magnitudes = gradient_magnitudes(dn, x, weight, center)
-    for one, other, size in zip(found, required, magnitudes, strict=False):
+    for one, other, size in zip(actual, expected, magnitudes, strict=False):
         last = torch.finfo(one.dtype).eps / 2 * other.abs()
         assert ((one - other).abs() <= 2 * NEAR * size + last).all()

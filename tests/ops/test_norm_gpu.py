@@ -41,10 +41,10 @@ def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
 
 def check_forward(values: tuple[Any, ...], cast: Cast, center: bool, repeats: int) -> None:
     """Sum, data, scale, mean and rstd."""
-    required = reference(*values, cast, center)
+    expected = reference(*values, cast, center)
     for _ in range(repeats):
         poison()
-        for one, other in zip(kernel(*values, cast, center), required, strict=True):
+        for one, other in zip(kernel(*values, cast, center), expected, strict=True):
             assert_same(one, other)
 
 
@@ -72,9 +72,9 @@ def test_eps_decides_in_rows_as_small_as_its_root(eps):
     """Kernel and reference use the same eps to the last bit of rstd: the float64 1e-5 would show."""
     x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
     weight = torch.ones(130, device="cuda")
-    required = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
-    found = torch.ops.octavo.norm_quantize(x, Cast().spec, None, weight, None, eps, False)
-    for one, other in zip(found, required, strict=True):
+    expected = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
+    actual = torch.ops.octavo.norm_quantize(x, Cast().spec, None, weight, None, eps, False)
+    for one, other in zip(actual, expected, strict=True):
         assert_same(one, other)
 
 
@@ -100,14 +100,14 @@ def test_a_row_that_is_not_finite(value, center):
     x = x.clone()
     x[4, 70] = value
     total, data, scale, mean, rstd = kernel(x, residual, weight, bias, Cast(), center)
-    required = reference(x, residual, weight, bias, Cast(), center)
+    expected = reference(x, residual, weight, bias, Cast(), center)
     assert torch.equal(scale.isnan().flatten(), torch.arange(129, device="cuda") == 4)
-    for one, other in zip((total, data, scale, mean, rstd), required, strict=True):
+    for one, other in zip((total, data, scale, mean, rstd), expected, strict=True):
         assert_same_numbers(one, other)
 
 
-def differing(found: QTensor, required: QTensor) -> int:
-    return int((bits(found.data).cpu() != bits(required.data)).sum())
+def differing(actual: QTensor, expected: QTensor) -> int:
+    return int((bits(actual.data).cpu() != bits(expected.data)).sum())
 
 
 @pytest.mark.parametrize("center", [False, True])
@@ -117,11 +117,15 @@ def test_a_gpu_gives_the_bytes_of_a_cpu(shape, dtype, cast, center):
     """All but a millionth. If the order of a float64 sum changes the last bit of a mean or rstd, an element of that row
     on the border of two codes may round to the other one."""
     values = given(shape, dtype, True, True)
-    found = norm_quantize(*on_gpu(values), EPS, cast, center=center)
-    required = norm_quantize(*values, EPS, cast, center=center)
-    assert torch.equal(bits(found.total).cpu(), bits(required.total))
-    assert differing(found.output, required.output) <= 1e-6 * shape[0] * shape[1]
-    statistics = (found.mean, required.mean), (found.rstd, required.rstd), (found.output.scale, required.output.scale)
+    actual = norm_quantize(*on_gpu(values), EPS, cast, center=center)
+    expected = norm_quantize(*values, EPS, cast, center=center)
+    assert torch.equal(bits(actual.total).cpu(), bits(expected.total))
+    assert differing(actual.output, expected.output) <= 1e-6 * shape[0] * shape[1]
+    statistics = (
+        (actual.mean, expected.mean),
+        (actual.rstd, expected.rstd),
+        (actual.output.scale, expected.output.scale),
+    )
     for one, other in statistics:
         assert ((one.cpu() - other).abs() <= 2.0**-22 * other.abs()).all()
         assert (one.cpu() != other).sum() <= 1e-3 * shape[0]
@@ -155,16 +159,16 @@ def check_backward(shape: tuple[int, int], dtype: torch.dtype, residual: bool, c
     dn = torch.randn(shape, device="cuda").to(dtype)
     x, beside, weight, _ = on_gpu(given(shape, dtype, residual))
     _, _, _, mean, rstd = reference(x, None, weight, None, Cast(), center)
-    required = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
+    expected = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
     dtypes = dtype, weight.dtype, weight.dtype
     bounds = [
         2 * NEAR * size + torch.finfo(rounded).eps / 2 * exact.abs()
-        for size, exact, rounded in zip(gradient_magnitudes(dn, x, weight, center), required, dtypes, strict=False)
+        for size, exact, rounded in zip(gradient_magnitudes(dn, x, weight, center), expected, dtypes, strict=False)
     ]
     for _ in range(REPEATS):
         poison()
-        found = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
-        assert tuple(t.dtype for t in found) == dtypes
-        assert [t.shape for t in found] == [shape, shape[1:], (shape[1] if center else 0,)]
-        for one, other, bound in zip(found if center else found[:2], required, bounds, strict=False):
+        actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+        assert tuple(t.dtype for t in actual) == dtypes
+        assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
+        for one, other, bound in zip(actual if center else actual[:2], expected, bounds, strict=False):
             assert ((one - other).abs() <= bound).all()

@@ -31,11 +31,11 @@ REFERENCES = {"norm_quantize": norm_quantize_reference, "norm_backward": norm_ba
 )
 def test_kernels_run_for_their_formats_and_lengths(shape, fmt, ran, monkeypatch):
     x, weight, row = torch.randn(shape), torch.randn(shape[1]), torch.ones(shape[0], 1)
-    required = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
+    expected = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
     calls = kernels_on_the_cpu(monkeypatch, norm, **REFERENCES)
-    found = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
+    actual = norm_quantize(x, x, weight, weight, EPS, Cast(fmt), center=True)
     assert len(calls) == ran
-    assert torch.equal(bits(found.output.data), bits(required.output.data))
+    assert torch.equal(bits(actual.output.data), bits(expected.output.data))
     calls.clear()
     norm_backward(x, x, weight, row, row, None, center=True)
     assert len(calls) == (ran or "fnuz" in fmt)

@@ -38,20 +38,20 @@ def given_matrix(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return matrix(shape, dtype)
 
 
-def assert_same_quantized(found: QTensor, required: QTensor) -> None:
-    assert (found.format, found.granularity) == (required.format, required.granularity)
-    assert_same(found.data, required.data)
-    assert_same(found.scale.contiguous(), required.scale.contiguous())
+def assert_same_quantized(actual: QTensor, expected: QTensor) -> None:
+    assert (actual.format, actual.granularity) == (expected.format, expected.granularity)
+    assert_same(actual.data, expected.data)
+    assert_same(actual.scale.contiguous(), expected.scale.contiguous())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @cases(SIZES)
 def test_quantize(cast, shape, dtype):
     x = given_matrix(shape, dtype)
-    required, on_gpu = quantize(x, cast), x.cuda()
+    expected, on_gpu = quantize(x, cast), x.cuda()
     for _ in range(REPEATS):
         poison()
-        assert_same_quantized(quantize(on_gpu, cast), required)
+        assert_same_quantized(quantize(on_gpu, cast), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,21 +59,21 @@ def test_quantize(cast, shape, dtype):
 @cases([(3, 5), (129, 257), LARGE])
 def test_quantize_with_factors(cast, shape, which, dtype):
     x, given = given_matrix(shape, dtype), factors(shape, which)
-    required, on_gpu = quantize(x, cast, **given), x.cuda()
+    expected, on_gpu = quantize(x, cast, **given), x.cuda()
     given = {name: factor.cuda() for name, factor in given.items()}
     for _ in range(REPEATS):
         poison()
-        assert_same_quantized(quantize(on_gpu, cast, **given), required)
+        assert_same_quantized(quantize(on_gpu, cast, **given), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @cases(SIZES)
 def test_quantize_transposed(cast, shape, dtype):
     x = given_matrix(shape, dtype)
-    required, on_gpu = quantize_transposed(x, cast), x.cuda()
+    expected, on_gpu = quantize_transposed(x, cast), x.cuda()
     for _ in range(REPEATS):
         poison()
-        assert_same_quantized(quantize_transposed(on_gpu, cast), required)
+        assert_same_quantized(quantize_transposed(on_gpu, cast), expected)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e-35, 2.0**-140, 1e30])
@@ -97,10 +97,10 @@ def test_strided_inputs(cast):
 def test_a_poisoned_block_and_the_others(cast, value):
     x = matrix((129, 257))
     x[4, 70] = value
-    found, required = quantize(x.cuda(), cast), quantize(x, cast)
-    assert required.scale.float().isnan().sum() == 1
-    assert_same_numbers(found.scale, required.scale)
-    assert_same_numbers(found.data, required.data)
+    actual, expected = quantize(x.cuda(), cast), quantize(x, cast)
+    assert expected.scale.float().isnan().sum() == 1
+    assert_same_numbers(actual.scale, expected.scale)
+    assert_same_numbers(actual.data, expected.data)
 
 
 # ---- stochastic rounding: the same seed, moved over
@@ -112,16 +112,16 @@ def test_stochastic_rounding(cast, shape, dtype):
     x, given = given_matrix(shape, dtype), factors(shape, "both")
     scales = given["column_scale"], given["row_scale"]
     straight, turned = torch.ops.octavo.quantize, torch.ops.octavo.quantize_transposed
-    required = *straight(x, cast.spec, *scales, SEED), *turned(x, cast.spec, SEED)
+    expected = *straight(x, cast.spec, *scales, SEED), *turned(x, cast.spec, SEED)
     on_gpu, scales, seed = x.cuda(), [s.cuda() for s in scales], SEED.cuda()
     for _ in range(REPEATS):
         poison()
-        found = *straight(on_gpu, cast.spec, *scales, seed), *turned(on_gpu, cast.spec, seed)
-        for one, other in zip(found, required, strict=True):
+        actual = *straight(on_gpu, cast.spec, *scales, seed), *turned(on_gpu, cast.spec, seed)
+        for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
     if x.numel() > 1:
         other_seed = straight(on_gpu, cast.spec, *scales, seed + 1)[0]
-        assert not torch.equal(bits(other_seed).cpu(), bits(required[0]))
+        assert not torch.equal(bits(other_seed).cpu(), bits(expected[0]))
 
 
 def test_the_draw_follows_torch_manual_seed():
@@ -143,13 +143,13 @@ def test_quantize_scaled(fmt, shape, dtype):
     x, cast = given_matrix(shape, dtype), Cast(fmt, TENSOR)
     top = float(x.abs().amax()) if x.numel() else 1.0
     scale = torch.full((1, 1), top / FORMATS[fmt].max / 3 + 1e-6)  # a third of what would fit
-    required, amax = quantize_scaled(x, scale, cast)
+    expected, amax = quantize_scaled(x, scale, cast)
     noisy = torch.ops.octavo.quantize_scaled(x, scale, fmt, SEED)
     on_gpu, scale = x.cuda(), scale.cuda()
     for _ in range(REPEATS):
         poison()
-        found, met = quantize_scaled(on_gpu, scale, cast)
-        assert_same_quantized(found, required)
+        actual, met = quantize_scaled(on_gpu, scale, cast)
+        assert_same_quantized(actual, expected)
         assert_same(met, amax)
         for one, other in zip(torch.ops.octavo.quantize_scaled(on_gpu, scale, fmt, SEED.cuda()), noisy, strict=True):
             assert_same(one, other)
@@ -160,8 +160,8 @@ def test_quantize_scaled(fmt, shape, dtype):
 def test_quantize_scaled_is_nan_throughout_where_x_is_not_finite(fmt, value):
     x = matrix((17, 130)).cuda()
     x[3, 4] = value
-    found, amax = quantize_scaled(x, torch.ones(1, 1, device="cuda"), Cast(fmt, TENSOR))
-    assert found.data.float().isnan().all()
+    actual, amax = quantize_scaled(x, torch.ones(1, 1, device="cuda"), Cast(fmt, TENSOR))
+    assert actual.data.float().isnan().all()
     assert not amax.isfinite().any()
 
 
@@ -181,8 +181,8 @@ def test_transpose(fmt, shape):
     for _ in range(REPEATS):
         poison()
         assert_same(transpose(on_gpu), plain)
-        found = transpose(on_gpu, shift)
-        assert (found.is_contiguous(), found.shape) == (True, shifted.shape)
-        assert_same_numbers(found, shifted)
+        actual = transpose(on_gpu, shift)
+        assert (actual.is_contiguous(), actual.shape) == (True, shifted.shape)
+        assert_same_numbers(actual, shifted)
     strided = on_gpu.view(torch.uint8).t().contiguous().t().view(data.dtype)
     assert_same(transpose(strided), plain)

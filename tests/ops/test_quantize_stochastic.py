@@ -49,10 +49,10 @@ def test_stochastic_rounding_equals_numpy(cast):
         q = quantize_transposed(x, cast) if transposed else quantize(x, cast)
         torch.manual_seed(21)
         seed = int(torch.randint(2**62, ()))
-        wanted = np.ascontiguousarray(x.numpy().T) if transposed else x.numpy()
-        scale = oracle_scale(wanted, cast)
-        dice = noise(seed, wanted.size).reshape(wanted.shape)
-        check(q, round_by(wanted * inverse(scale, cast, wanted.shape), dice, cast), scale, cast)
+        expected = np.ascontiguousarray(x.numpy().T) if transposed else x.numpy()
+        scale = oracle_scale(expected, cast)
+        dice = noise(seed, expected.size).reshape(expected.shape)
+        check(q, round_by(expected * inverse(scale, cast, expected.shape), dice, cast), scale, cast)
 
 
 def test_stochastic_rounding_follows_torch_manual_seed():

@@ -16,8 +16,8 @@ def matrix(device: str, rows: int = 70) -> Tensor:
     return (torch.randn(rows, 130) * torch.randn(rows, 1).exp()).bfloat16().to(device)
 
 
-def same(found: Tensor, data: Tensor) -> bool:
-    return torch.equal(found.view(torch.uint8), data.t().contiguous().view(torch.uint8))
+def same(actual: Tensor, data: Tensor) -> bool:
+    return torch.equal(actual.view(torch.uint8), data.t().contiguous().view(torch.uint8))
 
 
 @devices

@@ -120,6 +120,6 @@ def test_transpose_again_and_again(fmt, shifted):
     for seed in range(REPEATS):
         data = quantize(rows_of_many_sizes(seed), Cast(fmt)).data
         shift = torch.randint(0, 24, LARGE[:1], dtype=torch.int32, device="cuda") if shifted else None
-        required = transpose_reference(data, shift)
+        expected = transpose_reference(data, shift)
         poison()
-        assert_same(transpose(data, shift), required)
+        assert_same(transpose(data, shift), expected)

@@ -43,7 +43,7 @@ def attention64(
     x, k, v = q.double().cpu().numpy(), wide(keys), wide(values)
     batch, heads, new, _ = x.shape
     shared = heads // k.shape[1]
-    found, size = np.zeros_like(x), np.zeros_like(x)
+    actual, size = np.zeros_like(x), np.zeros_like(x)
     for b in range(batch):
         for h in range(heads):
             g = h // shared
@@ -54,9 +54,9 @@ def attention64(
                     s = k[b, g, low:high] @ x[b, h, t] * (ks * scale)
                     p = np.exp(s - s.max())
                     p /= p.sum()
-                    found[b, h, t] = p @ v[b, g, low:high] * vs
+                    actual[b, h, t] = p @ v[b, g, low:high] * vs
                     size[b, h, t] = p @ np.abs(v[b, g, low:high]) * vs
-    return torch.from_numpy(found), torch.from_numpy(size)
+    return torch.from_numpy(actual), torch.from_numpy(size)
 
 
 def given(

@@ -11,19 +11,19 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def assert_same(found: Tensor, required: Tensor) -> None:
+def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Equal bits of a result on the GPU and a tensor on any device."""
-    assert found.device.type == "cuda"
-    assert (found.dtype, found.shape, found.is_contiguous()) == (required.dtype, required.shape, True)
-    wrong = bits(found).to(required.device) != bits(required)
+    assert actual.device.type == "cuda"
+    assert (actual.dtype, actual.shape, actual.is_contiguous()) == (expected.dtype, expected.shape, True)
+    wrong = bits(actual).to(expected.device) != bits(expected)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {wrong.nonzero()[0].tolist()}"
 
 
-def assert_same_numbers(found: Tensor, required: Tensor) -> None:
+def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
     """Equal bits, but NaN may be any NaN."""
-    found, nan = found.to(required.device), required.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    assert torch.equal(bits(found)[~nan], bits(required)[~nan])
+    actual, nan = actual.to(expected.device), expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), nan)
+    assert torch.equal(bits(actual)[~nan], bits(expected)[~nan])
 
 
 def on_gpu(values: Any) -> tuple[Any, ...]:

@@ -94,10 +94,10 @@ def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: 
     assert ((low <= scale) & (scale <= high)).all()
     factor, top = inverse(scale, cast, value.shape), q.format.max
     low, high = (np.clip(v * factor, -top, top).astype(KINDS[cast.format]) for v in (value - near, value + near))
-    found = q.data.view(torch.uint8).numpy()
+    actual = q.data.view(torch.uint8).numpy()
     certain = low.view(np.uint8) == high.view(np.uint8)
-    assert np.array_equal(found[certain], low.view(np.uint8)[certain])
-    wide, low, high = (v.astype(np.float32) for v in (found.view(low.dtype), low, high))
+    assert np.array_equal(actual[certain], low.view(np.uint8)[certain])
+    wide, low, high = (v.astype(np.float32) for v in (actual.view(low.dtype), low, high))
     assert ((low <= wide) & (wide <= high)).all()
     plain = near < 1e-4 * np.abs(value)  # where little cancels
     assert ((low != high) & plain).sum() <= 5 + plain.sum() / 100  # else this would prove little

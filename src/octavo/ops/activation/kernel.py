@@ -26,7 +26,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
-    """As `activation_quantize_reference`, for a contiguous u."""
+    """Same as `activation_quantize_reference`, for a contiguous u."""
     f = u.shape[1] // (2 if kind == "swiglu" else 1)
     data = u.new_empty((u.shape[0], f), dtype=cast.fmt.dtype)
     scale = u.new_empty((u.shape[0], 1), dtype=torch.float32)
@@ -50,7 +50,7 @@ def activation_backward(
     h_scale: Tensor,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `activation_backward_reference`, for contiguous tensors."""
+    """Same as `activation_backward_reference`, for contiguous tensors."""
     m, f = dh.shape
     data, h_data = torch.empty_like(u, dtype=cast.fmt.dtype), torch.empty_like(dh, dtype=h_cast.fmt.dtype)
     scale = u.new_empty((m, 1), dtype=torch.float32)
@@ -108,7 +108,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _gelu(u):
-    """As in the reference: gelu(u), the cumulative normal distribution at u, and exp(-u^2 / 2)."""
+    """The formulas of the reference: gelu(u), the cumulative normal distribution at u, and exp(-u^2 / 2)."""
     magnitude = tl.abs(u)
     z = magnitude * HALF_SQRT
     e = _exp2(z * z * -LOG2_E)

@@ -42,7 +42,7 @@ def cached_attention(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """As `cached_attention_reference`, for contiguous tensors."""
+    """Same as `cached_attention_reference`, for contiguous tensors."""
     batch, heads, num_new, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
@@ -235,7 +235,7 @@ def append_kv(
     clipped: Tensor,
     limits: tuple[float, float],
 ) -> None:
-    """As `append_kv_reference`, for contiguous caches, and k and v whose last dimension is contiguous.
+    """Same as `append_kv_reference`, for contiguous caches, and k and v whose last dimension is contiguous.
 
     limits: the largest number stored, and the largest that rounds to it.
     """

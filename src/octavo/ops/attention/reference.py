@@ -52,7 +52,7 @@ def cached_attention_reference(
     first: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """As `cached_attention` of the operation, in float32 from the stored numbers to the result."""
+    """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
         return torch.full_like(q, torch.nan)

@@ -37,7 +37,7 @@ def scaled_mm_cublaslt(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    """As `scaled_mm` of the operation. Block-scaled GEMMs return BF16, and always add each block to a float32 sum."""
+    """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum."""
     m, n = a.shape[0], b.shape[0]
     a, scale_a = _pad(a, scale_a, granularity_a, rows=not granularity_a.outer)
     b, scale_b = _pad(b, scale_b, granularity_b, rows=True)

@@ -46,7 +46,7 @@ def scaled_mm(
     tiling: Tiling | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual.
+    """Same as `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual.
 
     tiling: None chooses one.
     """

@@ -23,7 +23,7 @@ PROGRAMS_PER_SM = 2  # of the backward pass
 def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, center: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `norm_quantize_reference`, for contiguous tensors and an eps that is a float32."""
+    """Same as `norm_quantize_reference`, for contiguous tensors and an eps that is a float32."""
     m, k = x.shape
     total = torch.empty_like(x) if residual is not None else x.new_empty(0)
     data = torch.empty_like(x, dtype=cast.fmt.dtype)
@@ -72,7 +72,7 @@ def _norm_kernel(
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `norm_backward_reference`, for contiguous tensors."""
+    """Same as `norm_backward_reference`, for contiguous tensors."""
     m, k = x.shape
     dx = torch.empty_like(x)
     programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)

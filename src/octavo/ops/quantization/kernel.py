@@ -40,7 +40,7 @@ FLOOR_PROGRAMS = 256  # the most programs of the second launch
 
 
 def quantize(x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `quantize_reference`, for a contiguous x [M, K]; factors with row granularity only."""
+    """Same as `quantize_reference`, for a contiguous x [M, K]; factors with row granularity only."""
     data, scale = torch.empty_like(x, dtype=cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.granularity == ROW:
         _rows(x, 0, data, scale, cast, column_scale, row_scale)
@@ -195,7 +195,7 @@ def _tensor_kernel(
 
 
 def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """As `quantize_scaled_reference`, for a contiguous x [M, K]. If x holds inf or NaN, a second launch stores NaN."""
+    """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
     data = torch.empty_like(x, dtype=fmt.dtype)
     bits = x.new_zeros((1, 1), dtype=torch.int32)
     grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)

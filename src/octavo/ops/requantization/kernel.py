@@ -24,7 +24,7 @@ def takes(granularity: Granularity) -> bool:
 
 
 def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
-    """As `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
+    """Same as `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
     k, total = tensors[0].shape[1], sum(x.shape[0] for x in tensors)
     result = scale.new_empty((k, total), dtype=fmt.dtype)
     first_row = 0
@@ -42,7 +42,7 @@ def _side(granularity: Granularity) -> int:
 def requantize_norm(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
-    """As `requantize_norm_reference`, for a contiguous x."""
+    """Same as `requantize_norm_reference`, for a contiguous x."""
     result = scale.new_empty((x.shape[1], x.shape[0]), dtype=fmt.dtype)
     _launch(x, mean, rstd, weight, bias, scale, result, 0, 0)
     return result

@@ -15,7 +15,7 @@ BLOCK_M, BLOCK_K = 64, 256
 
 
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
-    """As `transpose_reference`, for contiguous data [M, K]."""
+    """Same as `transpose_reference`, for contiguous data [M, K]."""
     m, k = data.shape
     result = data.new_empty((k, m))
     launcher(_transpose_kernel, (triton.cdiv(k, BLOCK_K), triton.cdiv(m, BLOCK_M)))(
