@@ -55,6 +55,20 @@ def test_every_mode_that_the_pages_name_is_measured():
     assert {BASE, FUSED, FUSED_EAGER, PLAIN} <= stack.MODES.keys()
 
 
+def test_the_guide_to_training_has_the_figures_of_the_results():
+    guide = (ROOT / "docs" / "training.md").read_text()
+    layers = performance.layer_sizes(RESULTS).partition("</details>")[0]
+    tokens = {line.split(" | ")[0]: line for line in guide.partition("## Sizes")[2].partition("##")[0].splitlines()}
+    for m in (512, 2048, 8192, 32768):
+        rows = [re.search(rf"^\| {m:,} x {k:,} \| (.*) \|$", layers, re.MULTILINE) for k in (1024, 2048, 4096, 8192)]
+        assert f"| {m:,} | {' | '.join(row[1].split(' | ')[i] for i, row in enumerate(rows))} |" == tokens[f"| {m:,}"]
+    for row in RESULTS["gpu_stack"]["modes"]:
+        if row["mode"].startswith("ours plain") and row["mode"].endswith(" compile"):
+            recipe = row["mode"].removeprefix("ours plain: ").removesuffix(", compile")
+            dbs = ", ".join(f"{db:.1f}" for db in RESULTS["gpu_stack"]["sqnr"][row["mode"]])
+            assert re.search(rf"\| `{recipe}` \| .* \| {row['ratio']:.2f}x \| .* \| {dbs} \|", guide), recipe
+
+
 # --- Tables ----------------------------------------------------------------------------------------------------
 
 
