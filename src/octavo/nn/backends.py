@@ -1,4 +1,4 @@
-"""What each of a recipe's three GEMMs runs on, here: the same decision that the GEMM's door takes when it is called."""
+"""The backends of the three GEMMs of a recipe: the same decision that a scaled GEMM makes when it is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.recipe import Recipe, fnuz, rowwise, tensorwise
 
 
 def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backend of y, dx and dw on `device`; "bf16" (the autocast dtype, or the input's) where there is no cast."""
+    """The backends of y, dx and dw on `device`; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
     backends = {}
     for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw)):
         if gemm is None:
@@ -22,10 +22,10 @@ def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
 
 
 def pick_recipe(device: torch.device) -> Recipe:
-    """`rowwise` where `device` has its GEMMs, else `tensorwise`, in the formats that it takes (MI300: FNUZ).
+    """`rowwise` if `device` has its GEMMs, else `tensorwise`; on an MI300 in FNUZ formats.
 
     Raises:
-        ValueError: a GPU with neither.
+        ValueError: a GPU that has the GEMMs of neither.
     """
     recipes = [rowwise(), tensorwise(), fnuz(rowwise()), fnuz(tensorwise())]
     for recipe in recipes:
@@ -34,6 +34,6 @@ def pick_recipe(device: torch.device) -> Recipe:
             return recipe
     reasons = {backend.reason for recipe in recipes[:2] for backend in gemm_backends(recipe, device).values()}
     raise ValueError(
-        f"this GPU has no FP8 GEMM ({'; '.join(sorted(reasons))}): FP8 wants an Ada, Hopper or newer NVIDIA GPU, or an "
+        f"this GPU has no FP8 GEMM ({'; '.join(sorted(reasons))}): FP8 needs an Ada, Hopper or newer NVIDIA GPU, or an "
         "AMD MI300; train in BF16 here"
     )

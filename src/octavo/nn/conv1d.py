@@ -1,8 +1,8 @@
-"""The linear layer of transformers' GPT-2, `Conv1D`, run by a recipe.
+"""`Conv1D`, the linear layer of transformers' GPT-2, computed by a recipe.
 
     Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
 
-It is a linear layer whose weight is stored transposed. A recipe casts W^T, so scales by row are scales by output as in
+It is a linear layer whose weight is stored transposed. The recipe casts W^T, so that row scales belong to outputs as in
 `nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
 """
 
@@ -13,19 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed import mixed, unmixed
+from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.recipe import Recipe
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D` of transformers, converted or not. The name decides: transformers is optional."""
+    """Whether `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
     return any(
         cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
     )
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
-    """[N, K], the outputs and inputs of an `nn.Linear` or a `Conv1D`."""
+    """N outputs and K inputs of an `nn.Linear` or a `Conv1D`."""
     any_layer: Any = layer
     if is_conv1d(layer):
         inputs, outputs = any_layer.weight.shape
@@ -34,7 +34,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 class Conv1D(RecipeLayer):
-    """A converted `Conv1D`. Its weight is cast in every forward pass, also within `octavo.cast_once`."""
+    """A converted `Conv1D`. `octavo.cast_once` does not cache its weight: it is cast in every forward pass."""
 
     weight: nn.Parameter  # [K, N]
     bias: nn.Parameter  # [N]
@@ -47,13 +47,13 @@ def to_fp8_conv1d(module: nn.Module, recipe: Recipe, name: str) -> None:
     """Change `module`, a `Conv1D` called `name` in its model, in place into a layer that computes by `recipe`."""
     layer: Any = module
     if not isinstance(module, Conv1D):
-        layer.__class__ = mixed(Conv1D, type(module))
+        layer.__class__ = mix_classes(Conv1D, type(module))
     layer.prepare(recipe, name, layer.weight.device)
 
 
 def restore_conv1d(module: nn.Module) -> bool:
-    """Undo `to_fp8_conv1d`. Returns whether `module` was a converted `Conv1D`; any other module stays as it is."""
-    ours, *theirs = unmixed(type(module))
+    """Undo `to_fp8_conv1d`, and return whether `module` was converted by it. Other modules stay as they are."""
+    ours, *theirs = parts_of(type(module))
     if ours is not Conv1D or not isinstance(module, Conv1D):
         return False
     module.release()

@@ -21,7 +21,7 @@ from octavo.nn.only_if_faster import gemm_shapes, skip_slower
 from octavo.nn.restoration import restore_linear
 from octavo.nn.selection import select_linears
 from octavo.nn.speedup.lookup import find_speedups
-from octavo.nn.transformers_fusion import fuse_patterns
+from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
 
@@ -85,7 +85,7 @@ def convert(
     if not recipe.emulate and not only_if_faster:
         _check_backends(recipe, backends)
     if recipe.fusable:
-        fuse_patterns(model)
+        fuse_decoder_layers(model)
     rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
     speedup_source = ""
     if only_if_faster:

@@ -1,9 +1,8 @@
 """The share of a model that FP8 computes, and the matrices that stay in high precision.
 
-Every parameter belongs to one of four groups. The weights that FP8 GEMMs read are the first. Other parameters that a
-GEMM or a convolution reads are the second, each with its name. Embeddings are the third; norms, biases and other
-vectors the fourth. A parameter that two modules share counts once. Only shapes are read, so the model may be on the
-meta device.
+Every parameter belongs to one of four groups: weights that FP8 GEMMs read; other parameters that a GEMM or a
+convolution reads, listed by name; embeddings; norms, biases and other vectors. A parameter that two modules share
+counts once. Only shapes are read, so the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 _COMPUTED, _EMBEDDING, _OTHER = "computed", "embedding", "other"
 
-# What a module's parameters are called, by its class; a subclass stands before its base.
+# The kind of a module's matrices, by its class. A subclass stands before its base.
 _KINDS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.MultiheadAttention, "packed attention projection"),
     (NonDynamicallyQuantizableLinear, "attention output, which multi-head attention reads directly"),
@@ -34,14 +33,14 @@ _KINDS: tuple[tuple[type[nn.Module], str], ...] = (
 
 @dataclass(frozen=True)
 class Leftover:
-    """A parameter that stays in high precision though a GEMM reads it; repeated layers are one entry.
+    """A parameter that a GEMM reads in high precision; repeated layers are one entry.
 
     Args:
         name: of the parameter, with * for the indices of repeated layers.
         kind: what it is, such as "expert stack" or "convolution".
         shape: of one parameter.
         count: how many there are.
-        share: the part of the model's parameters that they are together, 0 to 1.
+        share: their share of the model's parameters, 0 to 1.
     """
 
     name: str
@@ -57,12 +56,12 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which parts of a model's parameters FP8 computes; the shares are 0 to 1 and add up to 1.
+    """The shares of a model's parameters by group; each is 0 to 1, and they add up to 1.
 
     Args:
         parameters: the number of parameters of the model.
         computed: the share that FP8 GEMMs read.
-        left: the other parameters that do the work of a GEMM, the largest share first.
+        left: the other parameters that a GEMM or a convolution reads, the largest share first.
         embeddings: the share of embeddings and learned positions.
         other: the share of norms, biases and other vectors.
     """
@@ -80,27 +79,27 @@ class Coverage:
 
 
 def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
-    """The coverage of `model` where FP8 computes the layers `computed`.
+    """The coverage of `model` if FP8 computes the layers `computed`.
 
     Args:
         model: on any device, meta included.
         computed: names of the modules whose `weight` an FP8 GEMM reads.
     """
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
-    found: dict[int, tuple[str, str, Tensor]] = {}
+    uses: dict[int, tuple[str, str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         kind = _COMPUTED if owner in names and leaf == "weight" else _kind(modules[owner], name, parameter)
-        known = found.get(id(parameter))
+        known = uses.get(id(parameter))
         if known is None or _rank(kind) < _rank(known[1]):
-            found[id(parameter)] = name, kind, parameter
-    return _summed(found.values())
+            uses[id(parameter)] = name, kind, parameter
+    return _sum_up(uses.values())
 
 
-def _summed(found: Collection[tuple[str, str, Tensor]]) -> Coverage:
+def _sum_up(uses: Collection[tuple[str, str, Tensor]]) -> Coverage:
     sizes: Counter[str] = Counter()
     groups: defaultdict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for name, kind, parameter in found:
+    for name, kind, parameter in uses:
         sizes[kind] += parameter.numel()
         if _rank(kind) == 1:
             groups[_pattern(name), kind, tuple(parameter.shape)].append(name)
@@ -134,7 +133,7 @@ def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
 
 
 def _rank(kind: str) -> int:
-    """Which of two uses of a shared parameter counts: the lower."""
+    """The order of kinds. Of two uses of a shared parameter the lower counts."""
     return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
 
 

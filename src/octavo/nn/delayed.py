@@ -1,9 +1,9 @@
-"""Delayed scaling's memory: per operand a history of amax, and the scale that comes of it.
+"""The state of delayed scaling: for each operand a history of amax, and the scale computed from it.
 
-A forward or backward pass only reads the scale and notes the largest amax it met (`pending`). The history moves when
-`update_scales(model)` is called, once after each optimizer step. So every micro-batch of a step, and every
-recomputation under activation checkpointing, sees the same scale. The first step, with no history yet, scales
-dynamically.
+A forward or backward pass only reads the scale and records the largest amax it has seen (`pending`).
+`update_scales(model)`, called once after each optimizer step, pushes that amax into the history. So every micro-batch
+of a step, and every recomputation under activation checkpointing, uses the same scale. The first step has no history
+and scales dynamically.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class ScaleHistory(nn.Module):
         super().__init__()
         self.cast, self.rule = cast, rule
         self.steps = 0
-        self.ready = False  # whether a scale has come of the history; a bool, since a compiled graph guards its value
+        self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
 
     def observe(self, amax: Tensor) -> None:
-        """Note an amax [1, 1] met in this step of training; one that is not finite leaves no trace."""
+        """Record an amax [1, 1] of this training step. One that is not finite is ignored."""
         if not self.training:
             return
         with torch.no_grad():
             self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
 
     def update(self, *, freeze: bool = False) -> None:
-        """Push the pending amax into the history, and take a new scale from it when one is due and not frozen."""
-        if not bool(self.pending > 0):  # nothing met: the layer was not used
+        """Push the pending amax into the history, and compute a new scale from it when one is due and not frozen."""
+        if not bool(self.pending > 0):  # no amax was recorded: the layer was not used
             return
         self.recent.copy_(torch.cat([self.pending[0], self.recent[:-1]]))
         self.pending.zero_()
@@ -64,7 +64,7 @@ class ScaleHistories(nn.ModuleDict):
         return history if isinstance(history, ScaleHistory) else None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # which `parallelize_module` takes of every module in a linear layer
+        if name == "weight":  # `parallelize_module` reads it of every module in a linear layer
             raise AttributeError(
                 "the scale histories of an octavo layer have no weight: octavo's layers do not support tensor "
                 "parallelism yet. octavo.restore(model) makes them plain PyTorch layers again"
@@ -81,10 +81,10 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 
 @torch.no_grad()
 def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
-    """Close a step of delayed scaling: call it after each optimizer step. Nothing to do for other recipes.
+    """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
     Args:
-        freeze: record the amax values but keep the scales as they are.
+        freeze: record the amax values, and leave the scales unchanged.
     """
     for _, history in histories(model):
         history.update(freeze=freeze)
@@ -103,14 +103,18 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore what `scale_state` gave. A ValueError names what is missing or left over; nothing is changed then."""
+    """Restore the histories from a `scale_state`.
+
+    Raises:
+        ValueError: a history is missing, left over, or of another shape; nothing is changed then.
+    """
     required = scale_state(model)
     if missing := sorted(required.keys() - state.keys()):
         raise ValueError(
             f"no scale history for {missing[0]} ({len(missing)} missing): was the run trained with this recipe?"
         )
     if extra := sorted(state.keys() - required.keys()):
-        raise ValueError(f"scale history {extra[0]} has no place in this model ({len(extra)} left over)")
+        raise ValueError(f"scale history {extra[0]} belongs to no layer of this model ({len(extra)} left over)")
     for name, tensor in required.items():
         if state[name].shape != tensor.shape:
             raise ValueError(

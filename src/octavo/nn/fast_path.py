@@ -1,8 +1,8 @@
-"""`nn.TransformerEncoderLayer` has a fast path that reads the weights of its linear layers and never calls them.
+"""Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.
 
-PyTorch takes it in evaluation mode without gradients. An encoder layer of which a linear layer was converted leaves it,
-or FP8 would not run there. Its class becomes a subclass with the same name, in which the conditions of the fast path
-are false. So does the class of the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
+PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8. So
+an encoder layer that has one becomes a subclass of its class, with the same name, in which the conditions of the fast
+path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 from torch import nn
 
 from octavo.nn.linear import Linear
-from octavo.nn.mixed import mixed
+from octavo.nn.mixed_class import mix_classes
 
 
 class CallingEncoderLayer:
-    """An encoder layer that calls its linear layers: PyTorch's condition, that the activation be known, is false."""
+    """An encoder layer that calls its linear layers: the fast path requires a ReLU or GELU, and none is reported."""
 
     activation_relu_or_gelu = property(lambda self: 0)
 
 
 class CallingEncoder:
-    """An encoder that gives its layers padded tensors; only the fast path takes nested ones."""
+    """An encoder that passes padded tensors to its layers: only the fast path takes nested tensors."""
 
     use_nested_tensor = property(lambda self: False)
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Let every encoder layer of `model` that has a converted linear layer call it; idempotent."""
+    """Make every encoder layer of `model` that has a converted linear layer call it; idempotent."""
     for module in list(model.modules()):
         if isinstance(module, nn.TransformerEncoderLayer) and _is_converted(module):
             _mix(CallingEncoderLayer, module)
@@ -41,4 +41,4 @@ def _is_converted(layer: nn.TransformerEncoderLayer) -> bool:
 
 def _mix(ours: type, module: nn.Module) -> None:
     if not isinstance(module, ours):
-        module.__class__ = mixed(ours, type(module))
+        module.__class__ = mix_classes(ours, type(module))

@@ -1,6 +1,6 @@
-"""Checks that refuse, in one sentence, a use of PyTorch that the converted layers do not support.
+"""Errors for the uses of PyTorch that the converted layers do not support.
 
-Code that a compiler traces is not checked: an eager call has the same inputs and says so.
+Code that a compiler traces is not checked: an eager call with the same inputs raises the error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def unsupported(what: str) -> NotImplementedError:
 
 
 def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
-    """Refuse a forward pass that cannot run.
+    """Raise an error if this forward pass cannot run.
 
     Args:
-        layer: has a `recipe` (one that quantizes nothing takes every dtype) and a `name`. Compiled code must not read
-            the name: torch.compile would guard on it, and compile every block of a model anew.
-        x, weights: the input, and the weights that meet it.
+        layer: with a `recipe` (one without casts takes every dtype) and a `name`. Compiled code must not read the name:
+            torch.compile would guard on it and compile each block of a model again.
+        x, weights: the input, and the weights that it is multiplied by.
 
     Raises:
         TypeError: a dtype that cannot be quantized.
@@ -38,7 +38,7 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    onnx = sys.modules.get("torch.onnx")  # which PyTorch imports when it is first used
+    onnx = sys.modules.get("torch.onnx")  # PyTorch imports it at its first use
     if onnx is not None and onnx.is_in_onnx_export():
         raise unsupported("export to ONNX, which has no operations for their scaled GEMMs")
     if torch.compiler.is_compiling():
@@ -58,15 +58,15 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` whose gradients refuse to be differentiated again, where `create_graph=True` asks for it."""
+    """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():
-            found = backward(ctx, *gradients)
-        return _Final.apply(*(g if g is None else g.detach().requires_grad_() for g in found))  # type: ignore[no-untyped-call]
+            results = backward(ctx, *gradients)
+        return _Final.apply(*(g if g is None else g.detach().requires_grad_() for g in results))  # type: ignore[no-untyped-call]
 
     return run
 

@@ -1,13 +1,13 @@
-"""A norm that feeds linear layers: its output is quantized once, in the pass that makes it.
+"""A norm that feeds linear layers, whose output is quantized once, in the pass that computes it.
 
-The module names a norm and layers that another module owns, so that parameters keep their names:
+The module refers by name to a norm and layers that another module owns, so that parameters keep their names:
 
     self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     (q, k, v), x = self.qkv(x, residual)
 
-and looks them up in each forward pass: what a library puts in their place is what runs. It is fused when the layers
-were converted with one fusable recipe (`Recipe.fusable`: `rowwise`) and none has a hook (which would be called with
-nothing). Until then, and for other recipes, the norm and the layers run one after the other.
+and looks them up in each forward pass, so that it runs whatever a library puts in their place. The pass is fused when
+all layers were converted with one fusable recipe (`Recipe.fusable`: `rowwise`) and none has a hook, which would not be
+called. Otherwise the norm and the layers run one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.recipe import FusableRecipe
 
 # Root-mean-square norms of transformers: weight * x / rms(x), eps in `variance_epsilon`.
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-LONGEST_NORM = 16384  # elements of a row: beyond, the fused norm's registers spill and PyTorch's norm is faster
+LONGEST_NORM = 16384  # elements of a row: beyond, the registers of the fused norm spill, and PyTorch's norm is faster
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -39,8 +39,8 @@ class NormLinear(nn.Module):
     Args:
         owner: the module under which the others are found; it is not registered here.
         norm: dotted name below `owner` of an `nn.LayerNorm`, an `nn.RMSNorm`, or a root-mean-square norm of
-            transformers' Llama, Mistral or Qwen. Another norm works, and is not fused.
-        linears: dotted names of the layers that it feeds.
+            transformers' Llama, Mistral or Qwen. Other norms work too, but are not fused.
+        linears: dotted names below `owner` of the layers that the norm feeds.
     """
 
     owner: nn.Module

@@ -1,4 +1,4 @@
-"""Undo `octavo.convert`: every module gets its own class back, and the attributes that were added are removed."""
+"""Undo `octavo.convert`: give every module its own class back, and remove the attributes that were added."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 from octavo.nn.conv1d import restore_conv1d
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
 from octavo.nn.linear import Linear, RecipeLayer
-from octavo.nn.mixed import unmixed
+from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.transformers_fusion import DecoderLayer
 from octavo.nn.weight_cache import shards
 
-# Our part of a mixed class -> the attributes that convert gave the module with it.
+# Our part of a mixed class -> the attributes that `convert` added with it.
 _ADDED: dict[type, tuple[str, ...]] = {
     DecoderLayer: ("qkv",),
     SwiGLU: ("weight_cache",),
@@ -22,18 +22,18 @@ _ADDED: dict[type, tuple[str, ...]] = {
 
 
 def restore(model: nn.Module) -> list[str]:
-    """Undo `octavo.convert`, in place: the model computes what it computed before, to the bit.
+    """Undo `octavo.convert`, in place: the model computes the same bits as before the conversion.
 
-    Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. Scale histories of
-    `delayed` are dropped: keep `octavo.scale_state(model)` if they are needed. A model that was not converted is left
-    as it is. Leave `octavo.cast_once` first.
+    Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. The scale histories
+    of `delayed` are deleted: save `octavo.scale_state(model)` first if you need them. A model that was not converted
+    stays as it is. Leave the block of `octavo.cast_once` first.
 
     Returns:
-        The names of the modules that were restored: linear layers, and the modules around them that ran them fused.
+        The names of the restored modules: linear layers, and the modules that ran them fused.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: `fully_shard` was called on a converted layer; then nothing is changed.
+        ValueError: `fully_shard` was called on a converted layer. Nothing is changed then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -53,7 +53,7 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def restore_linear(module: nn.Module) -> bool:
-    """Undo the conversion of a linear layer. Returns whether `module` was one; any other module stays as it is."""
+    """Undo the conversion of a linear layer, and return whether `module` was one. Other modules stay as they are."""
     if type(module) is not Linear:
         return restore_conv1d(module)
     module.release()
@@ -62,7 +62,7 @@ def restore_linear(module: nn.Module) -> bool:
 
 
 def _unmix(module: nn.Module) -> bool:
-    ours, *theirs = unmixed(type(module))
+    ours, *theirs = parts_of(type(module))
     if not theirs or ours not in _ADDED:
         return False
     for name in _ADDED[ours]:

@@ -1,12 +1,12 @@
-"""Decoder layers of transformers whose norms and MLPs run as ours do, once they are converted.
+"""Decoder layers of transformers whose norms and MLPs are fused with quantization, once they are converted.
 
     n = input_layernorm(x);  q, k, v = q_proj(n), k_proj(n), v_proj(n)      one pass: `NormLinear`
     z = x + o_proj(attention(q, k, v))
     y = z + mlp(post_attention_layernorm(z))                                 one pass: `SwiGLU` with its norm
 
-A layer that is recognised, and its MLP, get a subclass of their class, with its name: parameters, `state_dict`, hooks
-and `isinstance` stay as they are, and what is between the projections is transformers' own code still. Where a pass
-cannot be made (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs.
+A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
+`state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
+passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.nn.mixed import mixed
+from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import FusedMLP, SwiGLU
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, watched
 from octavo.nn.precomputed import PrecomputedProjections
@@ -27,18 +27,18 @@ SILU = ("SiLU", "SiLUActivation")
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def fuse_patterns(model: nn.Module) -> None:
-    """Let the decoder layers that are recognised run their norms and MLPs in one pass; idempotent."""
+def fuse_decoder_layers(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of the decoder layers whose classes are known; idempotent."""
     for module in list(model.modules()):
-        if not isinstance(module, DecoderLayer) and type(module).__name__ in DECODER_LAYERS and _is_pattern(module):
+        if not isinstance(module, DecoderLayer) and type(module).__name__ in DECODER_LAYERS and _is_known(module):
             module.qkv = NormLinear(module, "input_layernorm", *PROJECTIONS)
-            module.__class__ = mixed(DecoderLayer, type(module))
+            module.__class__ = mix_classes(DecoderLayer, type(module))
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
-            mlp.__class__ = mixed(SwiGLU, type(mlp))
+            mlp.__class__ = mix_classes(SwiGLU, type(mlp))
 
 
-def _is_pattern(layer: Any) -> bool:
+def _is_known(layer: Any) -> bool:
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     mlp = layer.mlp
     return (
@@ -57,12 +57,12 @@ class DecoderLayer(nn.Module):
     post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the class's own: hidden_states [B, T, K] and what the attention takes, to [B, T, K]."""
-        parts = None if args or watched(self.self_attn) or watched(self.mlp) else self.qkv.fused(hidden_states)
-        if parts is None:
+        """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
+        fused = None if args or watched(self.self_attn) or watched(self.mlp) else self.qkv.fused(hidden_states)
+        if fused is None:
             return super().forward(hidden_states, *args, **kwargs)
-        q, k, v = parts[0]
-        # Attention keeps v as it is for its backward pass: a view would keep all of the stacked q, k, v.
+        q, k, v = fused[0]
+        # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(
             hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
         )

@@ -1,15 +1,17 @@
-"""Weights are cast once an optimizer step, not once a micro-batch: their bytes, kept while they stand still.
+"""Cast weights once an optimizer step instead of once a micro-batch, by caching their quantized bytes.
 
     with octavo.cast_once(model):        # around an accumulation, or around the whole training loop
         for batch in micro_batches: ...
 
-Outside the block every forward pass casts the weights anew and nothing can be stale. Inside it the bytes are made again
-after each step of any torch optimizer and each `load_state_dict` of the model, in the same memory, so that compiled
-code and CUDA graphs see them too; and an eager forward pass looks whether a weight was replaced, moved or written in
-place since. Sharded parameters (DTensor: FSDP2, tensor parallel) are not kept: their bytes come and go beneath a
-parameter that looks the same. Writes that leave no trace are not seen inside the
-block: through `.data` by something that is no optimizer, through memory that the weight shares (`w.detach().numpy()`),
-and in place where compiled code runs, which does not look. Leave the block, write, and enter it again.
+Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
+after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
+so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
+moved or written in place since. Sharded parameters (DTensor: FSDP2, tensor parallel) are not cached: their memory is
+freed and filled again while the parameter looks the same.
+
+Some writes leave no trace and are not noticed inside the block: through `.data` by code that is no optimizer, through
+memory that the weight shares (`w.detach().numpy()`), and in place before compiled code, which does not check. For
+these, leave the block, write, and enter it again.
 """
 
 from __future__ import annotations
@@ -29,26 +31,26 @@ from octavo.ops import quantize, quantize_stack
 
 
 class WeightCache:
-    """The bytes of weights that are stacked along their rows, or nothing."""
+    """A cache for the quantized weights of one layer, or of several that are stacked along their rows."""
 
     def __init__(self) -> None:
         self.q: QTensor | None = None
-        self.seen: list[Tensor] = []
+        self.cast_weights: list[Tensor] = []
         self.key: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> WeightCache:
-        """An empty one: no block watches the copy of a model."""
+        """An empty cache: no block of `cast_once` refreshes the copy of a model."""
         return WeightCache()
 
     def get(self, weights: Sequence[Tensor], cast: Cast) -> QTensor | None:
-        """The bytes of `weights`, if they are kept; made again if a weight is not what it was."""
+        """The quantized `weights`, if they are cached; cast again if a weight has changed."""
         if self.q is not None and not torch.compiler.is_compiling() and _key(weights) != self.key:
             self.fill(weights, cast)
         return self.q
 
     @torch.no_grad()
     def fill(self, weights: Sequence[Tensor], cast: Cast) -> None:
-        """Cast `weights`, into the memory that holds their bytes if there is some."""
+        """Cast `weights` and cache the bytes, in the same memory as before if they fit."""
         if any(hasattr(w, "device_mesh") for w in weights):
             self.clear()
             return
@@ -58,12 +60,12 @@ class WeightCache:
         else:
             self.q.data.copy_(q.data)
             self.q.scale.copy_(q.scale)
-        # What was cast stays allocated until the next look: so other weights cannot lie at its address.
-        self.seen, self.key = [w.detach() for w in weights], _key(weights)
+        # These references keep the memory allocated until the next cast, so that no other weight gets its address.
+        self.cast_weights, self.key = [w.detach() for w in weights], _key(weights)
 
     def clear(self) -> None:
-        """Keep nothing."""
-        self.q, self.seen, self.key = None, [], ()
+        """Empty the cache."""
+        self.q, self.cast_weights, self.key = None, [], ()
 
 
 def _cast(weights: Sequence[Tensor], cast: Cast) -> QTensor:
@@ -79,19 +81,20 @@ def _key(weights: Sequence[Tensor]) -> tuple[Any, ...]:
 
 @runtime_checkable
 class Caches(Protocol):
-    """A module that can keep the bytes of weights."""
+    """A module that can cache weights."""
 
     weight_cache: WeightCache
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
-        """The layers whose weights it would keep, and their cast; None if it casts none now."""
+        """The layers whose weights it can cache, and their cast; None if it can cache none now."""
 
 
 @contextmanager
 def cast_once(model: nn.Module) -> Iterator[None]:
-    """Keep the eight-bit bytes of `model`'s weights from one optimizer step to the next, while the block lasts.
+    """Cache the quantized weights of `model` from one optimizer step to the next, while the block lasts.
 
-    Costs one byte a weight. See the module's text for what is noticed.
+    The cache takes one byte a weight. Weights that optimizers, `load_state_dict` or assignments change are cast again;
+    writes through `.data` or shared memory are not noticed (`octavo.nn.weight_cache`).
     """
     caches = _caches(model)
 
@@ -99,15 +102,15 @@ def cast_once(model: nn.Module) -> Iterator[None]:
         for cache, linears, cast in caches:
             cache.fill([linear.weight for linear in linears], cast)
 
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def refresh_after_step(optimizer: Optimizer, *_: Any) -> None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for cache, linears, cast in caches:
-            if any(id(linear.weight) in held for linear in linears):
+            if any(id(linear.weight) in updated for linear in linears):
                 cache.fill([linear.weight for linear in linears], cast)
 
     refresh()
     loaded = model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
-    hooks = [register_optimizer_step_post_hook(stepped), loaded]
+    hooks = [register_optimizer_step_post_hook(refresh_after_step), loaded]
     try:
         yield
     finally:
@@ -118,18 +121,18 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Cast]]:
-    """What is to be kept: stacks first, then the layers that are in none; nothing that FSDP manages."""
-    found: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
+    """The caches to fill, with layers and casts: stacks first, then layers outside of stacks; none that FSDP manages."""
+    caches: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
     taken = {id(layer) for module in model.modules() if shards(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
-        wanted = module.cached_weights()
-        if wanted is not None and not taken.intersection(map(id, wanted[0])):
-            found.append((module.weight_cache, *wanted))
-            taken.update(map(id, wanted[0]))
-    return found
+        cached = module.cached_weights()
+        if cached is not None and not taken.intersection(map(id, cached[0])):
+            caches.append((module.weight_cache, *cached))
+            taken.update(map(id, cached[0]))
+    return caches
 
 
 def shards(module: nn.Module) -> bool:
-    """Whether FSDP manages this module, by the name of its class: to import FSDP takes long."""
+    """Whether FSDP manages this module, by the name of its class: importing FSDP takes long."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

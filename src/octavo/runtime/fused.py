@@ -17,9 +17,9 @@ from octavo.artifact.packed.scheme import CHANNEL
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import wider_first
 from octavo.nn.linear import compute_dtype
-from octavo.nn.mixed import mixed
+from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import read_norm, watched
-from octavo.nn.transformers_fusion import fuse_patterns
+from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize, quantize
 from octavo.runtime.packed_linear import PackedLinear
@@ -82,7 +82,7 @@ def fuse(model: nn.Module) -> None:
 
     The layers' weights move into stacks on their device, so move the model to its device first.
     """
-    fuse_patterns(model)
+    fuse_decoder_layers(model)
     for module in list(model.modules()):
         if isinstance(module, NormLinear) and (layers := stackable(module.linears)) is not None:
             module.stack = PackedStack(layers)
@@ -91,7 +91,7 @@ def fuse(model: nn.Module) -> None:
             isinstance(module, FusedMLP) and _is_alone(module.outer) and (layers := stackable(module.inner)) is not None
         ):
             module.stack = PackedStack(layers)
-            module.__class__ = mixed(PackedMLP, type(module))
+            module.__class__ = mix_classes(PackedMLP, type(module))
 
 
 def _is_alone(layer: nn.Module) -> bool:
