@@ -1,7 +1,7 @@
 """A norm and the linear layers that it feeds, and a whole MLP, each as one function, for `FusableRecipe`s.
 
-Each operation that computes a GEMM's operand also quantizes it: a norm writes only the bytes of its output, and so does
-an activation; the gradient of an activation is quantized in the pass that computes it. Tokens T, width K, F columns
+Each operation that computes a GEMM's operand also quantizes it. A norm writes only the bytes of its output, and so does
+an activation. The gradient of an activation is quantized in the pass that computes it. Tokens T, width K, F columns
 inside the MLP:
 
     norm+linear   n_q = quantize(norm(x + residual));  y[T,N] = n_q @ w_q^T,  w of several layers stacked along N

@@ -1,4 +1,4 @@
-"""What one call of a linear layer, or of a fused module, computes by."""
+"""The settings of one call of a linear layer or of a fused module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R", Recipe, FusableRecipe)
 
 @dataclass(frozen=True, eq=False)
 class LinearCall(Generic[R]):
-    """What a call needs beside its tensors.
+    """The arguments of a call that are not tensors.
 
     Args:
         recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.

@@ -9,9 +9,10 @@ The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x al
               h_q = g_q^T with column t times c[t]/c_max, c = 2^e * s_g: powers of two, so only exponents move
 
 So forward and backward see the same weight, and the backward pass needs one byte an element of x. s_g is a power of two
-and the mantissa of s_x is already in g, so row scaling of x loses nothing. Other granularities run through the same
-code: a tensor scale or a square block is transposed with its bytes, a tensor in groups is quantized again along the
-other axis, and a GEMM without casts runs in the layer's high-precision dtype.
+and the mantissa of s_x is already in g, so row scaling of x loses nothing.
+
+Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
+in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classes that `convert` gives to modules of other libraries: subclasses of one of ours and of the module's own class.
+"""Classes that `convert` gives to modules of other libraries: subclasses of an Octavo class and the module's class.
 
 A mixed class has the name of the module's own class, so reports, `isinstance` and checkpoints see no difference. There
 is one for each pair of classes. Its instances can be pickled and copied: they are rebuilt from the two classes.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class PrecomputedProjections:
     """q, k and v, passed to the attention of another library in place of the input x that they were computed from.
 
-    The attention calls its projections with this object, and each of ours returns its own output. The object has the
-    shape [..., K], dtype and device of x, and is not a tensor.
+    The attention calls its projections with this object, and each converted projection returns its own output. The
+    object has the shape [..., K], dtype and device of x, and is not a tensor.
     """
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:

@@ -46,9 +46,9 @@ class SelectedLayer(NamedTuple):
 def select_linears(model: nn.Module, skip: Sequence[str] = ()) -> list[SelectedLayer]:
     """Every `nn.Linear` and `Conv1D` of `model`, in the order of its modules, with the reason why it is skipped.
 
-    Skipped are output heads and routers (`DEFAULT_SKIP`), layers that `skip` matches, layers whose weight is an
-    embedding's, and layers that no recipe can run: a subclass with its own forward, a weight of another dtype, a unit
-    of its own in FSDP. The model is not changed and may be on the meta device.
+    Output heads and routers (`DEFAULT_SKIP`) are skipped, layers that `skip` matches, and layers whose weight is an
+    embedding's. So are layers that no recipe can run: a subclass with its own forward, a weight of another dtype, a
+    unit of its own in FSDP. The model is not changed and may be on the meta device.
 
     Args:
         model: converted or not.

@@ -121,7 +121,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Cast]]:
-    """The caches to fill, with layers and casts: stacks first, then layers outside of stacks; none that FSDP manages."""
+    """The caches to fill, with layers and casts: stacks first, then other layers; none that FSDP manages."""
     caches: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
     taken = {id(layer) for module in model.modules() if shards(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]

@@ -1,1 +1,1 @@
-"""How much faster FP8 makes a layer of a given size on this GPU: a table of measurements, and its lookup."""
+"""The speedup of FP8 for a layer of a given size on this GPU: tables, their lookup, and the measurement."""

@@ -1,4 +1,4 @@
-"""How many times faster FP8 is for a layer on this GPU: from a table measured here, a shipped one, or by timing it now.
+"""The speedup of FP8 for a layer on this GPU: from a table measured here, from a shipped one, or by timing it now.
 
 `octavo doctor --measure` measures the table of a GPU. It is stored in $OCTAVO_CACHE, or octavo/ in the user's cache
 folder, in a file named after the GPU and the versions of torch and Octavo. Without it, H100 and H200 use the shipped

@@ -1,12 +1,12 @@
-"""How many times faster a linear layer is in FP8 than in BF16: measurements of one GPU, and interpolation between them.
+"""The speedup of a linear layer in FP8 over BF16: measurements of one GPU, and interpolation between them.
 
 The speedup of a layer of K inputs and N outputs, for M tokens, is a ratio of times of forward and backward pass:
 
     speedup(M,K,N) = bf16_ms / fp8_ms
 
-Both times are sums of products of sizes (the GEMMs go with M*K*N; quantizing with M*K, M*N and K*N; launching with
-nothing), so their ratio bends where one term overtakes another, and is smooth in the logarithms of the sizes. Hence a
-grid of powers of two, linear interpolation in log2 along each of the three axes, and the edge's value beyond an edge.
+Each time is a sum of terms: the GEMMs grow with M*K*N, quantizing with M*K, M*N and K*N, launching with nothing. The
+ratio bends where one term overtakes another, and is smooth in the logarithms of the sizes. So the grid has powers of
+two, the interpolation is linear in log2 along each of the three axes, and sizes beyond an edge get the edge's value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        """How many times faster FP8 is."""
+        """The time in BF16 over the time in FP8."""
         return self.bf16_ms / self.fp8_ms
 
 
