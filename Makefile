@@ -60,11 +60,12 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 
-bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
+bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.packing_quality
 	$(BIN)/python -m bench.cpu.kv_cache_quality
+	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.report.pages
 
 docs: .venv/installed  ## write README's table, docs/accuracy.md and docs/performance.md from bench/results

@@ -12,9 +12,9 @@ Before it is quantized ("none"), every transformed model must give the logits of
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -155,36 +155,20 @@ CASTS: Mapping[str, tuple[Round, bool, bool]] = {
 
 
 def quantized(model: nn.Module, name: str, scales: Mapping[str, float]) -> Outputs:
-    """The model, its calibrated layers quantized by the cast `name` while it runs."""
+    """The outputs of `model` with its calibrated layers quantized by the cast `name`."""
     rounded, by_channel, by_token = CASTS[name]
+    model = copy.deepcopy(model)
+    for layer, amax in scales.items():
+        linear: Any = model.get_submodule(layer)
+        weight = linear.weight.data
+        weight.copy_(rounded(weight, weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax()))
 
-    @contextmanager
-    def as_quantized() -> Iterator[None]:
-        before = []
-        for layer, amax in scales.items():
-            linear = model.get_submodule(layer)
-            assert isinstance(linear, nn.Linear)
-            weight = linear.weight
-            largest = weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax()
-            linear.weight = nn.Parameter(rounded(weight, largest), requires_grad=False)
+        def cast_input(_: nn.Module, args: tuple[Tensor], amax: float = amax) -> tuple[Tensor]:
+            largest = args[0].abs().amax(-1, keepdim=True) if by_token else torch.tensor(amax)
+            return (rounded(args[0], largest),)
 
-            def cast_input(_: nn.Module, args: tuple[Tensor], amax: float = amax) -> tuple[Tensor]:
-                largest = args[0].abs().amax(-1, keepdim=True) if by_token else torch.tensor(amax)
-                return (rounded(args[0], largest),)
-
-            before.append((linear, weight, linear.register_forward_pre_hook(cast_input)))
-        try:
-            yield
-        finally:
-            for linear, weight, hook in before:
-                linear.weight = weight
-                hook.remove()
-
-    def logits(ids: Tensor) -> Tensor:
-        with as_quantized():
-            return run(model)(ids)
-
-    return logits
+        linear.register_forward_pre_hook(cast_input)
+    return run(model)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from bench.gpu.kernels import copy_ms
-from bench.gpu.serve import BEYOND_CACHE, SHAPES
-from bench.gpu.timing import replayed
+from bench.gpu.serve import BEYOND_CACHE, SHAPES, in_turn
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm import kernel
@@ -45,21 +44,14 @@ def shape(m: int, n: int, k: int) -> None:
     def native(b: QTensor) -> None:
         scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
-    def us(call: Callable[[QTensor], None]) -> float:
-        def step() -> None:
-            for b in bs:
-                call(b)
-
-        return 1e3 * replayed(step, calls=2, rounds=5) / count
-
     chosen, found = kernel.choose(m, n, k, a.data.device), {}
     for tiling in (chosen, *(kernel.Tiling(*how) for how in tilings(m))):
         try:
-            found[tiling] = us(partial(ours, tiling))
+            found[tiling] = in_turn(partial(ours, tiling), bs)
         except Exception as error:  # the tiling needs more shared memory than there is
             print(f"  {tuple(tiling)}: {type(error).__name__}", flush=True)
     copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
-    print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {us(native):.1f} us", flush=True)
+    print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {in_turn(native, bs):.1f} us", flush=True)
     for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:3]):
         print(f"  {tuple(tiling)} {found[tiling]:8.1f} us  {copy / found[tiling]:.2f} of a copy", flush=True)
 

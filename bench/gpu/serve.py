@@ -12,10 +12,10 @@ printed and written when it is done.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from bench.gpu.serve_models import (
     random_stores,
 )
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
-from octavo.numerics import ROW, Cast
+from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import find_backend, quantize
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
@@ -49,6 +49,7 @@ SHAPES = tuple(GEMMS.values())  # (n, k)
 ROWS = (1, 8, 16, 32, 64, 128)
 BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
 Step = Callable[[], Tensor]
+Weight = TypeVar("Weight")
 
 
 def main() -> None:
@@ -156,28 +157,28 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
     wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
 
-    def few() -> None:
-        for b in bs:
-            scaled_mm_triton(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
+    def ours(b: QTensor) -> Tensor:
+        return scaled_mm_triton(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
 
-    def native() -> None:
-        for b in bs:
-            scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+    def native(b: QTensor) -> Tensor:
+        return scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
-    def bf16() -> None:
-        for w in wide:
-            x @ w.t()
-
-    y = scaled_mm_triton(a.data, a.scale, bs[0].data, bs[0].scale, None, torch.bfloat16, True)
-    exact = (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
+    y, exact = ours(bs[0]), (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
     assert decibels(exact, y) > 40, f"{m} x {n} x {k}: {decibels(exact, y)} dB"
     moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))
-    times = {
-        name: 1e3 * replayed(step, calls=2) / count
-        for name, step in (("us", few), ("cublaslt_us", native), ("bf16_us", bf16))
-    }
+    times = {"us": in_turn(ours, bs), "cublaslt_us": in_turn(native, bs), "bf16_us": in_turn(lambda w: x @ w.t(), wide)}
     copy = 1e3 * copy_ms(moved) / count
     return {"m": m, "n": n, "k": k, **times, "copy_us": copy, "share": copy / times["us"], "runs": runs(m, n)}
+
+
+def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
+    """Microseconds of a call, over all weights in turn."""
+
+    def step() -> None:
+        for weight in weights:
+            call(weight)
+
+    return 1e3 * replayed(step, calls=2) / len(weights)
 
 
 def runs(m: int, n: int) -> str:
