@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics import distance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -64,10 +65,6 @@ def open_theirs(folder: Path, dtype: torch.dtype) -> Any:
 def logits(model: Any) -> Tensor:
     out = model(torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(3)))
     return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:

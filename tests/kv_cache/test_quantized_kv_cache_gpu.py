@@ -3,14 +3,11 @@
 import pytest
 import torch
 from kv_cache_examples import DTYPES, greedy, model_of, prompts
+from metrics import sqnr
 
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
-
-
-def sqnr(exact: torch.Tensor, found: torch.Tensor) -> float:
-    return float(10 * torch.log10(exact.double().square().sum() / (found - exact).double().square().sum()))
 
 
 @pytest.mark.parametrize("padded", [False, True])

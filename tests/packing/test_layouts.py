@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from metrics import distance
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -101,10 +102,6 @@ IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
 def logits(model: nn.Module, **how: Any) -> Tensor:
     out: Any = model(IDS, **how)
     return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def same_bytes(a: Path, b: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics import distance
 from packed_examples import LLAMA, Example, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -48,10 +49,6 @@ def tokens() -> Tensor:
 def logits(model: nn.Module) -> Tensor:
     out = model(tokens())
     return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:

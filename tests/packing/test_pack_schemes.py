@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics import distance
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -54,10 +55,6 @@ def outputs(model: nn.Module) -> Tensor:
     if isinstance(out, Tensor):
         return out.double()
     return (out.logits if hasattr(out, "logits") else out.last_hidden_state).double()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def widened(folder: Path, name: str, scheme: str) -> Tensor:

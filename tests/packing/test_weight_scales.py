@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from metrics import distance
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -47,10 +48,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(model: nn.Module) -> Tensor:
     out: Any = model(torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3)))
     return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def open_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
