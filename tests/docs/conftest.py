@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import shutil
 from pathlib import Path
 
@@ -20,14 +19,12 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embed
 
 @pytest.fixture(scope="session")
 def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`book.txt`, `texts/`, `chats.jsonl` and `models/qwen`, a tiny model with random weights."""
+    """`book.txt`, `texts/` and `models/qwen`, a tiny model with random weights."""
     folder = tmp_path_factory.mktemp("brought")
     text = inspect.getsource(argparse)
     (folder / "book.txt").write_text(text)
     (folder / "texts").mkdir()
     (folder / "texts" / "first.txt").write_text(text[:20_000])
-    rows = [{"messages": [{"role": "user", "content": text[at : at + 200]}]} for at in range(0, 4000, 200)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, bos_token_id=None, eos_token_id=0))
     model.save_pretrained(folder / "models" / "qwen")
@@ -37,7 +34,7 @@ def brought(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(brought: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of that directory, which is the current one, and one thread: products this small gain nothing by more."""
+    """A copy of that directory, which becomes the working directory."""
     shutil.copytree(brought, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
