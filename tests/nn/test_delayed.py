@@ -117,7 +117,7 @@ def test_state_round_trips_and_is_checked() -> None:
     assert all(torch.equal(t, state[name]) for name, t in octavo.scale_state(other).items())
     with pytest.raises(ValueError, match="missing"):
         octavo.load_scale_state(other, {})
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="belongs to no layer"):
         octavo.load_scale_state(other, state | {"9.histories.x.scale": torch.ones(1)})
     with pytest.raises(ValueError, match="shape"):
         octavo.load_scale_state(make(History(length=5))[0], state)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from metrics import distance
+from operation_counts import operations
 from packed_examples import Example
-from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, operations, tokens
+from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
 from torch import Tensor, nn
 
 import octavo

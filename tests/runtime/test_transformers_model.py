@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from metrics import distance
+from operation_counts import operations
 from packed_examples import Example
-from runtime_examples import SIZES, logits, operations, static_steps, tokens
+from runtime_examples import SIZES, logits, static_steps, tokens
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -56,20 +54,6 @@ def tokens(length: int = 21, vocabulary: int = 99) -> Tensor:
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
     found: Tensor = model(tokens() if ids is None else ids).logits
     return found
-
-
-def operations(call: Callable[[], Any]) -> Counter[str]:
-    """The number of calls of each operation."""
-    seen: Counter[str] = Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen[op.name()] += 1
-            return op(*args, **(kwargs or {}))
-
-    with Count():
-        call()
-    return seen
 
 
 def layer_by_layer(model: nn.Module) -> nn.Module:
