@@ -7,7 +7,7 @@
     tensor          two: the first computes the amax                        4 and 1
 
 A relative floor depends on the largest scale of all rows. So a first launch casts the rows without the floor. Each
-program of a second launch then reads all scales, and casts the few rows again whose scales are below the floor.
+program of a second launch then reads all scales, and casts those of its rows again whose scales are below the floor.
 """
 
 from __future__ import annotations
