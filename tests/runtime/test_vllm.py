@@ -47,7 +47,7 @@ def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
     """What verify has of vLLM: the fields of a `ReaderResult`."""
     found = folder.with_suffix(".json")
     command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
-    helper = Path(__file__).with_name("verify_with_vllm.py")
+    helper = Path(__file__).parent.parent / "support" / "verify_with_vllm.py"
     ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=False)
     assert found.exists(), ran.stdout + ran.stderr
     (said,) = [reader for reader in json.loads(found.read_text())["readers"] if reader["name"] == "vllm"]
