@@ -37,6 +37,13 @@ UNTESTED = {
 Octavo = Callable[..., tuple[int, str, str]]
 
 
+def test_a_line_that_is_not_printed_in_its_order_is_found() -> None:
+    printed = "step 10  loss 2.81\ndone: 10 steps in /somewhere/run\n"
+    assert missing_lines(["step 20 loss 1.5", "...", "done: 20 steps in ...run"], printed) == []
+    assert missing_lines(["done: 10 steps in /else"], printed) == ["done: 10 steps in /else"]
+    assert missing_lines(["done: 10 steps in ...", "step 10  loss 2.81"], printed) == ["step 10  loss 2.81"]
+
+
 def test_the_blocks_that_do_not_run_are_listed() -> None:
     found: dict[str, set[str]] = {}
     for block in (block for page in PAGES for block in read_blocks(page) if not block.tested):
