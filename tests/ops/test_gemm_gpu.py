@@ -7,7 +7,7 @@ The bound on the error of a row, in the norm of the row:
 u is the unit roundoff of the GEMM's result: 2^-8 for BF16, 2^-24 for float32. Adding a bias rounds once more. r is the
 size of a sum of independent terms, and s the part of it that the tensor core may lose. Its partial sums keep about 14
 bits and are truncated, so that one instruction (32 terms) loses at most 2^-13 of the sum (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2; tests/support/tensor_core.py models it):
+arXiv:2412.19437, section 3.3.2):
 
     promoted every 128 terms    4 instructions on a sum of size sqrt(128 / K) |r|, and K / 128 of these losses, which
                                 add up like sqrt(K / 128): s = 4 * 2^-13, four times that for the products' alignment
