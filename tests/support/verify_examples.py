@@ -1,8 +1,10 @@
-"""Folders to pack and to verify: tiny models of transformers with large outputs, their packings, and text."""
+"""Folders to pack and to verify: tiny models of transformers with large outputs, text, and changes to their files."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from octavo.evaluation import PromptOptions
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.verification import verify
+from octavo.verification.result import Report
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -47,6 +52,10 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+Damage = Callable[[Path], None]
+"""Damages a folder."""
+
+
 def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
     """A BF16 folder with a tokenizer."""
     architecture, configuration, settings = MODELS[name]
@@ -64,24 +73,46 @@ def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
 
 
 def write_text(path: Path) -> Path:
-    """Some two dozen prompts of 64 bytes."""
+    """Write a text with enough bytes for nine prompts of 64."""
     path.write_text(
         "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
     )
     return path
 
 
+def run_verify(packed: Path, model: Path, text: Path, **options: Any) -> Report:
+    """Verify with prompts of the text."""
+    return verify(packed, model, [str(text)], prompts=PromptOptions(16, batch=4), **options)
+
+
+def damaged(folder: Path, target: Path, damage: Damage) -> Path:
+    """A copy of the folder, with damage."""
+    shutil.copytree(folder, target)
+    damage(target)
+    return target
+
+
+def expect(report: Report, kind: str, where: str, message: str) -> None:
+    """The report has this finding and at most one more, and nothing was run."""
+    findings = [str(finding) for finding in report.findings]
+    assert any(f.kind == kind and f.where == where and message in f.message for f in report.findings), findings
+    assert len(findings) <= 2, findings
+    assert not report.ok
+    assert report.not_run
+    assert not report.readers
+
+
 def change_config(folder: Path, **settings: Any) -> None:
-    """Other settings in quantization_config; None takes one away."""
+    """Change settings in quantization_config; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    found = config["quantization_config"] | settings
-    config["quantization_config"] = {key: value for key, value in found.items() if value is not None}
+    changed = config["quantization_config"] | settings
+    config["quantization_config"] = {key: value for key, value in changed.items() if value is not None}
     path.write_text(json.dumps(config))
 
 
 def change_tensors(folder: Path, change: Any) -> None:
-    """What `change` makes of the dictionary of tensors, in place."""
+    """Let `change` edit the dictionary of tensors in place."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)

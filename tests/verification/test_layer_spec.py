@@ -32,36 +32,36 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: A
 
 
 @pytest.mark.parametrize(
-    ("weights", "inputs", "words", "shape"),
+    ("weights", "inputs", "spec", "shape"),
     [
-        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, LayerSpec(1, 0, "token"), (256, 1)),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, LayerSpec(0, 0, "static"), (1,)),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec(0, 0, "tensor"), (1,)),
+        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, LayerSpec.per_channel("token"), (256, 1)),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, LayerSpec.per_tensor("static"), (1,)),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": True}, LayerSpec.per_tensor("tensor"), (1,)),
         ({"strategy": "group", "group_size": 64}, None, LayerSpec(1, 64, "none"), (256, 6)),
         (
             {"strategy": "block", "block_structure": [128, 128]},
             {"strategy": "group", "group_size": 128, "dynamic": True},
             LayerSpec(128, 128, "token", 128), (2, 3),
         ),
-        ({"type": "int", "strategy": "channel"}, None, LayerSpec(1, 0, "none", integers=True), (256, 1)),
+        ({"type": "int", "strategy": "channel"}, None, LayerSpec.per_channel("none", integers=True), (256, 1)),
     ],
 )  # fmt: skip
-def test_compressed_tensors(weights: Any, inputs: Any, words: LayerSpec, shape: tuple[int, ...]) -> None:
-    assert one(compressed(weights, inputs)) == words
+def test_compressed_tensors(weights: Any, inputs: Any, spec: LayerSpec, shape: tuple[int, ...]) -> None:
+    assert one(compressed(weights, inputs)) == spec
     assert one(compressed(weights, inputs), "lm_head") is None
-    assert words.scale_shapes(256, 384)[0] == shape
+    assert spec.scale_shapes(256, 384)[0] == shape
 
 
 def test_other_layouts() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
     assert one(fp8 | {"weight_block_size": [128, 128]}) == LayerSpec(128, 128, "token", 128, scale="weight_scale_inv")
-    assert one(fp8) == LayerSpec(0, 0, "token", flat=True)
-    assert one(fp8 | {"activation_scheme": "static"}) == LayerSpec(0, 0, "static", flat=True)
+    assert one(fp8) == LayerSpec.per_tensor("token", flat=True)
+    assert one(fp8 | {"activation_scheme": "static"}) == LayerSpec.per_tensor("static", flat=True)
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_*"]}
-    assert one(modelopt) == LayerSpec(0, 0, "static", flat=True)
+    assert one(modelopt) == LayerSpec.per_tensor("static", flat=True)
     assert one(modelopt, "lm_head") is None
-    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == LayerSpec(1, 0, "token", flat=True)
-    assert LayerSpec(0, 0, "static", flat=True).scale_shapes(8, 8)[0] == ()
+    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == LayerSpec.per_channel("token", flat=True)
+    assert LayerSpec.per_tensor("static", flat=True).scale_shapes(8, 8)[0] == ()
     blocks = one(modelopt | {"quant_algo": "fp8_pb_wo"})
     assert blocks == LayerSpec(128, 128, "token", 128, flat=True)
     assert blocks.scale_shapes(256, 128) == [(2, 1, 1, 1), (2, 1)]
@@ -78,8 +78,8 @@ def test_targets_by_name_come_before_patterns_and_classes() -> None:
             ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
         )
     }
-    words, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
-    assert [how and how.rows for how in words.values()] == [1, 0, None]
+    spec, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
+    assert [how and how.rows for how in spec.values()] == [1, 0, None]
     assert unused == ["gone"]
     with pytest.raises(SpecError, match="neither config_groups nor ignore has lm_head"):
         read_specs(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
@@ -88,19 +88,19 @@ def test_targets_by_name_come_before_patterns_and_classes() -> None:
 def test_widening() -> None:
     data = torch.randn(6, 8).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2) + 0.5
-    got = widen(data, scale, LayerSpec(2, 4, "none"))
+    actual = widen(data, scale, LayerSpec(2, 4, "none"))
     for i in range(6):
         for j in range(8):
-            assert got[i, j] == data[i, j].float() * scale[i // 2, j // 4]
+            assert actual[i, j] == data[i, j].float() * scale[i // 2, j // 4]
     exponents = torch.randint(100, 140, (6, 2), dtype=torch.uint8)
-    got = widen(data, exponents, LayerSpec(1, 4, "none", exponents=True))
-    assert got[5, 7] == data[5, 7].float() * 2.0 ** (int(exponents[5, 1]) - 127)
+    actual = widen(data, exponents, LayerSpec(1, 4, "none", exponents=True))
+    assert actual[5, 7] == data[5, 7].float() * 2.0 ** (int(exponents[5, 1]) - 127)
 
 
 ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
-    (LayerSpec(1, 0, "token"), {"strategy": "token"}),
-    (LayerSpec(1, 0, "tensor"), {"strategy": "tensor"}),
-    (LayerSpec(1, 0, "token", 128), {"strategy": "group", "group_size": 128}),
+    (LayerSpec.per_channel("token"), {"strategy": "token"}),
+    (LayerSpec.per_channel("tensor"), {"strategy": "tensor"}),
+    (LayerSpec.per_channel("token", 128), {"strategy": "group", "group_size": 128}),
     (
         LayerSpec(1, 32, "token", 32, exponents=True),
         {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
@@ -108,31 +108,31 @@ ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "arguments"), ARGUMENTS)
-def test_inputs_are_rounded_as_compressed_tensors_rounds_them(words: LayerSpec, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("spec", "arguments"), ARGUMENTS)
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(spec: LayerSpec, arguments: dict[str, Any]) -> None:
     x = torch.randn(3, 5, 256) * torch.logspace(-3, 3, 5)[:, None]
     x[1, 2] = 0
     args = QuantizationArgs(**EIGHT | arguments | {"dynamic": True})
     scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
     q = theirs_quantize(x, scale, zero, args, dtype=None)
-    wide = scale.repeat_interleave(words.group, -1) if words.group else scale
-    assert torch.equal(round_input(x, words), q.float() * wide)
+    wide = scale.repeat_interleave(spec.group, -1) if spec.group else scale
+    assert torch.equal(round_input(x, spec), q.float() * wide)
 
 
 def test_static_inputs_saturate() -> None:
     x = torch.linspace(-1200, 1200, 4001)[None]
-    got = round_input(x, LayerSpec(0, 0, "static"), torch.tensor([2.0]))
-    want = np.clip(x.numpy() / 2, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
-    assert np.array_equal(got.numpy(), want)
-    assert float(got.max()) == 896
+    actual = round_input(x, LayerSpec.per_tensor("static"), torch.tensor([2.0]))
+    expected = np.clip(x.numpy() / 2, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
+    assert np.array_equal(actual.numpy(), expected)
+    assert float(actual.max()) == 896
 
 
 def test_powers_of_two_are_rounded_up() -> None:
     x = torch.zeros(4, 32)
     x[0, 3], x[1, 3], x[2, 3] = 448, 449, 1e-3
     x[0, 4] = x[1, 4] = 2**-9  # the least number at a scale of 1, none at 2
-    got = round_input(x, LayerSpec(1, 32, "token", 32, exponents=True))
-    assert got[0, 3:5].tolist() == [448, 2**-9]
-    assert got[1, 3:5].tolist() == [448, 0]  # 224 * 2
-    assert float(got[2, 3]) == pytest.approx(1e-3, rel=2**-4)
-    assert not got[3].any()
+    actual = round_input(x, LayerSpec(1, 32, "token", 32, exponents=True))
+    assert actual[0, 3:5].tolist() == [448, 2**-9]
+    assert actual[1, 3:5].tolist() == [448, 0]  # 224 * 2
+    assert float(actual[2, 3]) == pytest.approx(1e-3, rel=2**-4)
+    assert not actual[3].any()
