@@ -21,6 +21,7 @@ from octavo.recipe import (
     rowwise,
     rowwise_dw_bf16,
     tensorwise,
+    tensorwise_rotated,
 )
 
 CUSTOM = Recipe(
@@ -56,6 +57,10 @@ def test_bf16_quantizes_nothing():
 def test_tensorwise():
     x = Cast("e4m3", TENSOR, "fp32")
     assert casts(tensorwise()) == three(x, x, replace(x, format="e5m2"))
+
+
+def test_tensorwise_rotated():
+    assert tensorwise_rotated() == replace(tensorwise(), name="tensorwise_rotated", rotate=True)
 
 
 def test_rowwise():
@@ -96,6 +101,7 @@ def test_gradients_are_e5m2_where_the_scale_spans_the_tensor_and_e4m3_elsewhere(
     formats = {name: preset().dy.format for name, preset in PRESETS.items() if preset().dy is not None}
     assert formats == {
         "tensorwise": "e5m2",
+        "tensorwise_rotated": "e5m2",
         "rowwise": "e4m3",
         "rowwise_dw_bf16": "e4m3",
         "delayed": "e5m2",
@@ -114,13 +120,13 @@ def test_the_gradients_format_can_be_chosen(name, fmt):
     assert recipe.y == PRESETS[name]().y
 
 
-def test_fast_accumulation_never_in_dw_and_no_rotation():
+def test_fast_accumulation_never_in_dw_and_rotation_in_one_preset():
     for name, preset in PRESETS.items():
         recipe = preset()
         fast = [gemm is not None and gemm.fast_accumulation for gemm in (recipe.y, recipe.dx, recipe.dw)]
         assert fast == [name != "bf16", name.startswith("rowwise"), False]
         assert recipe.name == name
-        assert not recipe.rotate
+        assert recipe.rotate == (name == "tensorwise_rotated")
 
 
 def test_only_delayed_recipes_are_delayed():

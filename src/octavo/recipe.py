@@ -208,6 +208,14 @@ def tensorwise(gradients: str = "e5m2") -> Recipe:
     return _one_cast_each("tensorwise", x, x, replace(x, format=gradients))
 
 
+def tensorwise_rotated(gradients: str = "e5m2") -> Recipe:
+    """`tensorwise` with x and w rotated along K by a Hadamard matrix, for inputs with outliers in a few channels.
+
+    The rotated weight is saved for the backward pass in high precision. Source: QuaRot (arXiv:2404.00456).
+    """
+    return replace(tensorwise(gradients), name="tensorwise_rotated", rotate=True)
+
+
 def rowwise(gradients: str = "e4m3") -> Recipe:
     """The default: one scale a row; each tensor is quantized once, and its bytes are transposed for the other GEMM.
 
@@ -264,8 +272,11 @@ def fnuz(recipe: Recipe) -> Recipe:
 
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
-    f.__name__: f for f in (bf16, tensorwise, rowwise, rowwise_dw_bf16, delayed, blockwise, mxfp8, groupwise)
-}
+    f.__name__: f
+    for f in (
+        bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, delayed, blockwise, mxfp8, groupwise,
+    )
+}  # fmt: skip
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
