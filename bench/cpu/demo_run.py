@@ -1,12 +1,17 @@
-"""Training runs with the demo's model and text, on the CPU."""
+"""Training runs for the CPU benchmarks, and their models as Hugging Face folders."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from examples import demo
+from octavo.artifact.files import read_json
+from octavo.artifact.run import RunFolder
 from octavo.train.config import Config
 from octavo.train.start import start_run
 
@@ -17,3 +22,14 @@ def train(out: Path, *overrides: str) -> Config:
     if signal := start_run(config, Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
     return config
+
+
+def write_model(run: Path, out: Path) -> Path:
+    """Write the newest checkpoint of a run as a Hugging Face folder in BF16."""
+    folder = RunFolder(run)
+    shutil.copytree(folder.model, out)
+    config = read_json(out / "config.json") | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder.newest() / "model.safetensors")
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+    return out

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from bench import record
+from bench.cpu.demo_run import write_model
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
@@ -60,14 +61,10 @@ def main() -> None:
 
 
 def train(out: Path) -> Path:
-    """A Hugging Face folder in BF16."""
+    """Train a small Llama and write it as a Hugging Face folder in BF16."""
     config = Config(recipe="bf16", steps=STEPS, device="cpu", out=str(out) + " run", **SIZES)
     start_run(config, Console(quiet=True)).run()
-    shutil.copytree(f"{config.out}/model", out)
-    [newest] = sorted(Path(config.out).glob("step-*"))[-1:]
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(newest / "model.safetensors").items()}
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    return out
+    return write_model(Path(config.out), out)
 
 
 def plant(source: Path, out: Path) -> None:

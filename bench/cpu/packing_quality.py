@@ -6,23 +6,15 @@ changes of perplexity are paired. INT8 is the baseline that verify runs beside e
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bench import record
-from bench.cpu.demo_run import train
+from bench.cpu.demo_run import train, write_model
 from examples import demo
-from octavo.artifact.files import read_json
-from octavo.artifact.packed.description import copy_description
-from octavo.artifact.safetensors_files import Spec, write_shards
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
@@ -33,7 +25,6 @@ from octavo.train.config import Config
 from octavo.train.data import build_corpus
 from octavo.verification.pipeline import verify
 from octavo.verification.result import Report
-from octavo.verification.streamed_model import BaselineModel
 
 SCHEMES = ("channel", "block", "static", "mx")
 SAMPLES = 96
@@ -64,23 +55,6 @@ def prepare(folder: Path) -> Calibration:
     write_texts(config, model, folder)
     texts = [str(folder / "training.txt")]
     return calibrate(model, texts, folder / "calibrated", prompts=PromptOptions(128, 512, 16))
-
-
-def write_model(run: Path, out: Path) -> Path:
-    """Write the run as a Hugging Face folder in BF16, which `calibrate` can open."""
-    trained = BaselineModel(run)
-    out.mkdir()
-    copy_description(trained.folder, out)
-    config = read_json(trained.folder / "config.json") | {"dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config))
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in trained.shapes:
-            yield name, trained.get_bf16(name)
-
-    specs = {name: Spec(torch.bfloat16, shape) for name, shape in trained.shapes.items()}
-    write_shards(out, specs, tensors(), {"format": "pt"})
-    return out
 
 
 def write_texts(config: Config, model: Path, folder: Path) -> None:

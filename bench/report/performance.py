@@ -219,8 +219,8 @@ serve_prefill, serve_decode_1, serve_decode_64 = (partial(serve, part) for part 
 def serve_kernels(results: dict[str, Result]) -> Rows:
     for row in results["gpu_serve"]["kernels"]:
         yield {
-            "rows": str(row["m"]),
-            "n x k": f"{row['n']} x {row['k']}",
+            "M": str(row["m"]),
+            "N x K": f"{row['n']} x {row['k']}",
             "ours": f"{row['us']:.1f}",
             "share of a copy": f"{row['share']:.2f}",
             "cuBLASLt": f"{row['cublaslt_us']:.1f}",
