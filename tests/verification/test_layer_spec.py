@@ -1,4 +1,4 @@
-"""Settings as other writers spell them, and the numbers that they mean."""
+"""The settings of several writers, and the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_targets_by_name_come_before_patterns_and_classes() -> None:
             ((["Linear"], "tensor"), (["re:.*q_proj", "re:.*gate"], "channel"), (["a.gate"], "tensor"))
         )
     }
-    spec, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
-    assert [how and how.rows for how in spec.values()] == [1, 0, None]
+    specs, unused = read_specs(compressed({}, None, config_groups=groups, ignore=["re:lm.*", "gone"]), NAMES)
+    assert [spec and spec.rows for spec in specs.values()] == [1, 0, None]
     assert unused == ["gone"]
     with pytest.raises(SpecError, match="neither config_groups nor ignore has lm_head"):
         read_specs(compressed({}, None, config_groups={"1": groups["1"]}, ignore=[]), NAMES)
@@ -100,7 +100,7 @@ def test_widening() -> None:
 ARGUMENTS: list[tuple[LayerSpec, dict[str, Any]]] = [
     (LayerSpec.per_channel("token"), {"strategy": "token"}),
     (LayerSpec.per_channel("tensor"), {"strategy": "tensor"}),
-    (LayerSpec.per_channel("token", 128), {"strategy": "group", "group_size": 128}),
+    (LayerSpec.per_channel("token", group=128), {"strategy": "group", "group_size": 128}),
     (
         LayerSpec(1, 32, "token", 32, exponents=True),
         {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8},
@@ -130,7 +130,7 @@ def test_static_inputs_saturate() -> None:
 def test_powers_of_two_are_rounded_up() -> None:
     x = torch.zeros(4, 32)
     x[0, 3], x[1, 3], x[2, 3] = 448, 449, 1e-3
-    x[0, 4] = x[1, 4] = 2**-9  # the least number at a scale of 1, none at 2
+    x[0, 4] = x[1, 4] = 2**-9  # the smallest number at a scale of 1, and 0 at 2
     actual = round_input(x, LayerSpec(1, 32, "token", 32, exponents=True))
     assert actual[0, 3:5].tolist() == [448, 2**-9]
     assert actual[1, 3:5].tolist() == [448, 0]  # 224 * 2
