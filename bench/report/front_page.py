@@ -14,7 +14,7 @@ class Gain(NamedTuple):
     """A row: speeds as multiples of compiled BF16's and of torchao's (None: not measured)."""
 
     what: str
-    to_bf16: float
+    to_bf16: float | None
     to_torchao: float | None
     accuracy: str
     link: str
@@ -22,7 +22,7 @@ class Gain(NamedTuple):
     def row(self) -> Row:
         return {
             "on one GPU": self.what,
-            "speed over compiled BF16": f"{self.to_bf16:.2f}x",
+            "speed over compiled BF16": number(self.to_bf16, "{:.2f}x"),
             "over torchao": number(self.to_torchao, "{:.2f}x"),
             "accuracy against BF16": self.accuracy,
             "measured": f"[how](docs/performance.md#{self.link})",
@@ -35,7 +35,7 @@ def gains(results: dict[str, Result]) -> list[Gain]:
     cached = results["kv_cache_quality"]["caches"]["fp8, calibrated"]["perplexity_ratio"]["value"]
     ms, sqnr = by_mode(stack["modes"], "median"), stack["sqnr"]
     best = min((name for name in ms if name.startswith("torchao")), key=ms.__getitem__)
-    steps = {row["mode"]: row["milliseconds"] for row in parity["step_times"]["steps"]}
+    steps = {row["mode"]: row["milliseconds"] for row in (parity["step_times"] or {"steps": []})["steps"]}
     loss = {mode: gap["mean"] for mode, gap in parity["gaps"].items()}
     prefill, decode, decode_many = (
         {mode: row["median"] for mode, row in serve[part]["ms"].items()}
@@ -53,8 +53,8 @@ def gains(results: dict[str, Result]) -> list[Gain]:
         ),
         Gain(
             f"Train a GPT of width {parity['settings']['width']}, {gpu(parity)}: small layers do not gain",
-            steps["bf16"] / steps["rowwise"],
-            ratio(steps.get("torchao"), steps["rowwise"]),
+            ratio(steps.get("bf16"), steps.get("rowwise")),
+            ratio(steps.get("torchao"), steps.get("rowwise")),
             f"final loss {loss['rowwise']:+.2%}; torchao's {number(loss.get('torchao'), '{:+.2%}')}; "
             f"seeds of BF16 differ by {parity['bf16_spread']:.2%}",
             "a-gpt-on-text-loss-against-bf16",

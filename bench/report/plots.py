@@ -47,8 +47,8 @@ def speed_gains(results: dict[str, Result]) -> Any:
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        bars = [(0.2, row.to_bf16, BLUE, "white", "Octavo")]
-        if row.to_torchao:
+        bars = [(0.2, row.to_bf16 or 0.0, BLUE, "white", "Octavo")]  # no bar where it was not measured
+        if row.to_bf16 and row.to_torchao:
             bars.append((-0.2, row.to_bf16 / row.to_torchao, ORANGE, "black", "torchao"))
         for shift, speed, color, ink, label in bars:
             axes.barh(place + shift, speed, height=0.36, color=color, label=label if row is rows[-1] else None)

@@ -97,7 +97,9 @@ def test_a_mode_that_was_not_measured_leaves_its_cells_empty(results):
     results["gpu_stack"]["modes"] = [row for row in rows if not row["mode"].startswith("torchao")]
     assert {row["vs best torchao"] for row in performance.stack_modes(results)} == {"–"}
     results["gpt_parity"]["step_times"] = None
+    del results["gpt_parity"]["gaps"]["torchao"]
     assert list(performance.parity_steps(results)) == []
+    assert "nan" not in pages.page("performance", results | {"gpu_stack": RESULTS["gpu_stack"]})
 
 
 def test_one_seed_has_no_interval(results):
