@@ -1,4 +1,4 @@
-"""What calibration knows of a model, on disk and in memory.
+"""The result of a calibration, on disk and in memory.
 
     OUT/
       calibration.json           format version, the model's hash, settings, versions, prompts, tokens, and the sites:
@@ -6,7 +6,7 @@
       calibration.safetensors    SITE.tokens  SITE.channel_amax  SITE.history  SITE.histogram  SITE.first_bin
                                  (`octavo.calibration.statistics.Statistics.to_tensors`)
 
-`layers` names the linear layers that read the site; names are those of the model's own files and modules.
+`layers` names the linear layers that read the site. All names are those of the model's files and modules.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens", "sites")
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The statistics of every site of a model, and what they were gathered from.
+    """The statistics of every site of a model, and their origin.
 
     Attributes:
-        observed: each site's kind, statistics and readers, by name, in the order of the computation.
-        model_hash: of `hash_model`.
-        settings: samples and context asked for and used, batch, device, seed, the fingerprint of the prompts, and in
-            `data` what was read and skipped (`octavo.text.ReadReport.to_dict`).
+        observed: the sites by name, in the order of the computation.
+        model_hash: the result of `hash_model`.
+        settings: samples, context (requested and used), batch, device, seed and the fingerprint of the prompts; `data`
+            is the report of the text that was read (`octavo.text.ReadReport.to_dict`).
         versions: of octavo, torch and transformers.
-        prompts, tokens: how many were run.
+        prompts, tokens: the numbers of prompts and tokens that were run.
     """
 
     observed: Mapping[str, Observed]
@@ -58,13 +58,13 @@ class Calibration:
 
     @property
     def layers(self) -> dict[str, str]:
-        """The site that each linear layer reads, by the name of the layer."""
+        """The name of the site that each linear layer reads, by the name of the layer."""
         return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
 
     def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
-        """A static e4m3 scale of a site, or of the input of a linear layer: see `Statistics.scale`.
+        """A static e4m3 scale of a site, or of the input of a linear layer, see `Statistics.scale`.
 
-        Layers that read one tensor have one scale. Raises a KeyError for a name that is neither.
+        Layers that read one tensor have one scale. Raises a KeyError if `site` names neither a site nor a layer.
         """
         name = self.layers.get(site, site)
         if name not in self.observed:
@@ -77,7 +77,7 @@ class Calibration:
         """Write `folder`, which appears whole or not at all.
 
         Raises:
-            FileExistsError: it exists.
+            FileExistsError: the folder exists.
             WriteError: the disk refused.
         """
         described = {
@@ -91,7 +91,7 @@ class Calibration:
 
     @classmethod
     def load(cls, folder: str | Path) -> Calibration:
-        """Open what `octavo calibrate` wrote.
+        """Open a folder of `octavo calibrate`.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -111,12 +111,12 @@ class Calibration:
 
 
 def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
-    """What the JSON says of sites."""
+    """The description of sites in calibration.json."""
     return {name: {"kind": site.kind, "layers": site.layers} for name, site in observed.items()}
 
 
 def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
-    """What the safetensors file holds of sites."""
+    """The tensors of sites in calibration.safetensors."""
     return {
         f"{name}.{leaf}": tensor
         for name, site in observed.items()
@@ -125,7 +125,7 @@ def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
 
 
 def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
-    """The inverse of `describe` and `to_tensors`. Raises an ArtifactError that opens with `where`."""
+    """The inverse of `describe` and `to_tensors`. Raises an ArtifactError whose message begins with `where`."""
     observed = {}
     leaves = Statistics("").to_tensors().keys()
     try:
@@ -140,7 +140,7 @@ def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> 
 
 
 def load_calibration(folder: Path, source: Source) -> Calibration:
-    """The calibration in `folder`, which must be of the model `source`.
+    """Open the calibration in `folder`, which must be of the model `source`.
 
     Raises:
         FileNotFoundError, ArtifactError: a file is missing or damaged.

@@ -1,13 +1,13 @@
-"""Where a model is looked at while it runs in BF16, and what is seen there.
+"""Observing the tensors of a model while it runs in BF16.
 
     x -> norm -> y -> q_proj, k_proj, v_proj -> rotary -> Q K V -> attention -> z -> o_proj -> ...
             |    |                                     | | |                 |
      NORM.output Q_PROJ.input (of all three)     ATTN.q .k .v        O_PROJ.input
 
-A site is one tensor of the computation. Linear layers that are handed the very same tensor (query, key and value; gate
-and up) share the site of the first of them: one tensor has one scale, and consumers that fuse such layers need that.
-What attention gets, after the rotation and before the heads of keys are repeated, comes from transformers' own registry
-of attention functions: for the duration of the pass the configuration selects an entry that looks, and calls "sdpa".
+A site is one tensor of the computation. Linear layers that read the same tensor (query, key and value; gate and up)
+share the site of the first of them, because one tensor has one scale, and readers that fuse such layers need one scale.
+Queries, keys and values are observed after the rotation and before the heads of keys are repeated. For this an entry in
+transformers' registry of attention functions observes its arguments and calls "sdpa".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ATTENTION = "octavo_observe"
 
 @dataclass(eq=False)
 class Observed:
-    """A site: its kind, what was seen there, and for an `input` the linear layers that read it, in order."""
+    """A site: its kind, its statistics, and for the kind `input` the linear layers that read it, in order."""
 
     kind: str
     statistics: Statistics
@@ -37,11 +37,11 @@ class Observed:
 
 
 class Observer:
-    """Collects the statistics of a transformers model while its `watch` block lasts and `looking` is on.
+    """Collects statistics of a model of transformers inside a `watch` block, for the batches of `looking` blocks.
 
     Args:
-        model: of transformers; modules may still be on the meta device.
-        linears: the names of the linear layers that would be packed.
+        model: of transformers. Its modules may be on the meta device.
+        linears: the names of the linear layers that packing would pack.
     """
 
     def __init__(self, model: Any, linears: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class Observer:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Install the hooks and the attention function, and take them away again."""
+        """Install the hooks and the attention function in this block."""
         hooks = []
         for name, module in self._model.named_modules():
             if name in self._linears:
@@ -71,7 +71,7 @@ class Observer:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Count what passes in this block: one batch through one part of the model."""
+        """Observe the tensors in this block, in which one batch passes one part of the model."""
         self._looking = True
         try:
             yield
@@ -81,11 +81,11 @@ class Observer:
             self._read.clear()
 
     def take(self) -> dict[str, Observed]:
-        """The sites seen since the last call, by name, and forget them."""
+        """Return the sites observed since the last call, by name, and forget them."""
         found, self._found = self._found, {}
         return found
 
-    # --- What calls it -----------------------------------------------------------------------------------------------
+    # --- Hooks -------------------------------------------------------------------------------------------------------
 
     def _before_linear(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class Observer:
 
         return attention
 
-    # --- What it notes -----------------------------------------------------------------------------------------------
+    # --- Statistics --------------------------------------------------------------------------------------------------
 
     def _see_input(self, name: str, x: Tensor) -> None:
         for site, measured in self._read.items():
@@ -127,14 +127,14 @@ class Observer:
 
     def _see(self, site: str, kind: str, x: Tensor) -> _Measured:
         measured = self._measured.get(id(x))
-        if measured is None or not measured.is_of(x):  # a norm's output is mostly a linear layer's input: counted once
+        if measured is None or not measured.is_of(x):  # a norm's output is often a linear layer's input: counted once
             measured = self._measured[id(x)] = _Measured(x, Statistics(site).update(x))
         self._found.setdefault(site, Observed(kind, Statistics(site))).statistics.merge(measured.statistics)
         return measured
 
 
 class _Measured:
-    """The statistics of one tensor, which is recognized as long as it lives and is not written to."""
+    """The statistics of one tensor. It is recognized while it exists and is not written to."""
 
     def __init__(self, x: Tensor, statistics: Statistics) -> None:
         self._tensor, self._version, self.statistics = weakref.ref(x), x._version, statistics
@@ -144,13 +144,13 @@ class _Measured:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this is a normalization over channels: of torch, or of transformers, which has a class for each model."""
+    """Whether this is a normalization over channels, of torch or of transformers, which has a class for each model."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 @contextmanager
 def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let `model` attend through wrap(sdpa), with the masks that sdpa takes."""
+    """Let `model` attend by wrap(sdpa), with the masks of sdpa."""
     utils: Any = importlib.import_module("transformers.modeling_utils")
     masks: Any = importlib.import_module("transformers.masking_utils")
     functions = utils.ALL_ATTENTION_FUNCTIONS
@@ -166,7 +166,7 @@ def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., An
 
 
 def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:
-    """Raise a ValueError unless each of `linears` read one site, and that saw a token.
+    """Raise a ValueError unless each of `linears` read exactly one site, which saw a token.
 
     `where` names the part of the model that has run, for the message.
     """

@@ -1,16 +1,18 @@
-"""Streaming statistics of the tensors that pass one site, and the scales that follow from them.
+"""Streaming statistics of the tensors at one site, and the scales that follow from them.
 
-A static scale is a statement about tensors that nobody keeps, so all that a rule may ask for is gathered as they pass:
+The tensors are not stored, so everything that a rule for scales may need is computed from each batch:
 
     channel_amax[k] = max |x[.., k]|       history[i] = max |x| of batch i       histogram[c] = count of bf16(|x|) = c
 
-The histogram has a bin for each BF16 magnitude: 128 to the octave, over all octaves, so that it needs no range in
-advance and two of them add up. For tensors in BF16 it loses nothing. Rounding FP32 to BF16 keeps the order, hence an
-order statistic of the rounded values is the rounded order statistic, within 2^-8 (0.39%) of the true one for normal
-numbers; so are percentiles, which interpolate between two neighbours as torch.quantile does. The amax is exact.
+The histogram has one bin for each BF16 magnitude: 128 bins per octave, over all octaves. So it needs no range in
+    advance,
+and the sum of two histograms is the histogram of both. It is exact for tensors in BF16. Rounding FP32 to BF16 keeps the
+order, so an order statistic of the rounded values is the rounded order statistic, within 2^-8 (0.39%) of the true one
+for normal numbers. The same holds for percentiles, which interpolate between two neighbours as torch.quantile does. The
+amax is always exact.
 
-Scales multiply (x ≈ x_q * scale). The rules: amax; a percentile (what lies above saturates; Wu et al. 2020,
-arXiv:2004.09602, section 5.2); the least mean squared error over a geometric grid below amax.
+Scales multiply (x ≈ x_q * scale). The rules are amax; a percentile, above which elements saturate (Wu et al. 2020,
+arXiv:2004.09602, section 5.2); and the least mean squared error on a geometric grid below amax.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _GRID_STEPS, _GRID_OCTAVES = 8, 5
 
 
 class Statistics:
-    """What has passed one site, in FP32 whatever its dtype was; `merge` adds what another has seen.
+    """The statistics of the tensors at one site, in FP32 for tensors of any dtype.
 
     Attributes:
         site: the name, for messages.
-        tokens: vectors of K elements seen.
+        tokens: the number of vectors of K elements seen.
         channel_amax: float32 [K], empty before the first token.
         history: the amax of each batch, oldest first.
-        histogram: int64 [BINS], how many elements had each BF16 magnitude.
+        histogram: int64 [BINS], the number of elements with each BF16 magnitude.
     """
 
     def __init__(self, site: str) -> None:
@@ -50,10 +52,10 @@ class Statistics:
         self.history: list[float] = []
         self.histogram = torch.zeros(BINS, dtype=torch.int64)
 
-    # --- What passes -----------------------------------------------------------------------------------------------
+    # --- Updates ---------------------------------------------------------------------------------------------------
 
     def update(self, x: Tensor) -> Statistics:
-        """Count a batch x[.., K], a floating-point tensor on any device; one without tokens changes nothing.
+        """Count a batch x[.., K], a floating-point tensor on any device. A batch without tokens changes nothing.
 
         Raises:
             ValueError: x holds inf or NaN; the message names the site and the channel.
@@ -63,7 +65,7 @@ class Statistics:
             return self
         if flat.dtype != torch.bfloat16:
             flat = flat.float()
-        channel_amax = flat.abs().amax(0).float()  # NaN passes through both
+        channel_amax = flat.abs().amax(0).float()  # abs and amax both propagate NaN
         amax = float(channel_amax.max())
         if not math.isfinite(amax):
             channel = int((~channel_amax.isfinite()).nonzero()[0])
@@ -77,7 +79,7 @@ class Statistics:
         return self
 
     def merge(self, other: Statistics) -> Statistics:
-        """Add what `other` has seen, as if it had come after."""
+        """Add the statistics of `other`, as if its batches came after these."""
         if other.tokens:
             self._add(other.tokens, other.channel_amax, other.history, other.histogram)
         return self
@@ -96,7 +98,7 @@ class Statistics:
         self.tokens += tokens
         self.history += history
 
-    # --- What it says ----------------------------------------------------------------------------------------------
+    # --- Results ---------------------------------------------------------------------------------------------------
 
     @property
     def amax(self) -> float:
@@ -105,9 +107,9 @@ class Statistics:
         return float(self.channel_amax.max())
 
     def percentile(self, percent: float) -> float:
-        """The magnitude that `percent` of the elements do not exceed: as torch.quantile of |x|, within 0.39%.
+        """The magnitude that `percent` of the elements do not exceed, within 0.39% of torch.quantile of |x|.
 
-        For tensors in BF16 it is exact. Linear between the two nearest order statistics.
+        It is exact for tensors in BF16, and linear between the two nearest order statistics.
         """
         self._require_tokens()
         if not 0 <= percent <= 100:
@@ -121,12 +123,12 @@ class Statistics:
     def clip_rate(self, scale: float | Tensor) -> float:
         """The share of elements that saturate in e4m3 with this scale: |x| > scale * 448.
 
-        Of tensors in BF16 it is exact; of others, elements within 0.39% of the limit may count on either side.
+        It is exact for tensors in BF16. For others, elements within 0.39% of the limit may count on either side.
         """
         self._require_tokens()
         if not 0 < float(scale) < math.inf:
             raise ValueError(f"{self.site}: a scale must be positive and finite, got {float(scale)}")
-        limit = float(scale) * E4M3.max * (1 + 2.0**-23)  # amax/448, rounded to float32, does not clip amax
+        limit = float(scale) * E4M3.max * (1 + 2.0**-23)  # so that amax/448, rounded to float32, does not clip amax
         if self.amax <= limit:
             return 0.0
         clipped = self.histogram[_magnitudes(self.histogram.device) > limit].sum()
@@ -169,13 +171,13 @@ class Statistics:
 
     def _require_tokens(self) -> None:
         if self.tokens == 0:
-            raise ValueError(f"{self.site} saw no token, so that nothing is known of it: give other data")
+            raise ValueError(f"{self.site} saw no token, so it has no statistics: give other data")
 
     # --- As tensors ------------------------------------------------------------------------------------------------
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """On the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches], and the histogram from its
-        first bin in use to its last, int64 [bins], with `first_bin` int64 []."""
+        """The statistics as tensors on the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches],
+        and the bins of the histogram from the first in use to the last, int64 [bins], with `first_bin` int64 []."""
         used = self.histogram.cpu().nonzero().flatten()
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
         return {
@@ -191,7 +193,7 @@ class Statistics:
         """The inverse of `to_tensors`.
 
         Raises:
-            ValueError: tensors that no statistics give (missing, negative, not finite, of different totals).
+            ValueError: tensors are missing, negative or not finite, or their totals differ.
         """
         made = cls(site)
         if missing := made.to_tensors().keys() - tensors.keys():

@@ -1,12 +1,13 @@
-"""How far one model's outputs lie from another's, over prompts: KL, top-1 agreement, perplexity; for encoders, cosine.
+"""The difference between the outputs of two models on prompts: KL, top-1 agreement, perplexity; for encoders, cosine.
 
     kl(t)  = sum_v p(v) (log p(v) - log q(v))     p of the reference, q of the candidate, of token t, in nats
-    ppl    = exp(sum nll / tokens)                nll of the token that follows, the last of a prompt having none
+    ppl    = exp(sum nll / tokens)                nll of the next token; the last token of a prompt has none
 
-Prompts are drawn independently, their tokens are not, so an interval treats each prompt as one draw: a mean over tokens
-is a ratio of sums over prompts, r = sum a / sum n, whose variance is that of the residuals a - r n (Cochran, Sampling
-Techniques, 6.4), with Student's t. Two models are judged on the same prompts, so a ratio of perplexities has the
-interval of the paired difference, far narrower than that of either.
+Prompts are drawn independently, and the tokens of one prompt are not. So an interval treats each prompt as one draw: a
+mean over tokens is a ratio of sums over prompts, r = sum a / sum n. Its variance is that of the residuals a - r n
+(Cochran, Sampling Techniques, 6.4), and the interval is that of Student's t. Two models are compared on the same
+prompts, so a ratio of perplexities has the interval of the paired difference, which is far narrower than that of
+either.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval over prompts; of one prompt alone nothing is known of the interval: None."""
+    """A value and its 95 % interval over prompts. One prompt alone gives no interval (None)."""
 
     value: float
     low: float | None
     high: float | None
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
-        """The estimate of an increasing function of this, or of a limit that the quantity cannot pass."""
+        """The estimate of an increasing function of the quantity."""
         low, high = (None if edge is None else function(edge) for edge in (self.low, self.high))
         return Estimate(function(self.value), low, high)
 
 
 @dataclass(frozen=True)
 class LogitQuality:
-    """A candidate against the reference, over the same tokens.
+    """A language model compared with a reference on the same tokens.
 
     Attributes:
-        kl: nats a token, from the reference's distribution to the candidate's.
-        top1: the part of tokens after which both find the same one most likely.
-        perplexity, reference_perplexity: each by itself.
-        perplexity_ratio: less 1, so that 0.005 is half a per cent worse; paired by prompt.
-        prompts, tokens: what it was measured on.
+        kl: KL divergence from the reference's distribution to the candidate's, in nats a token.
+        top1: the share of tokens after which both models find the same token most likely.
+        perplexity, reference_perplexity: of the candidate and of the reference.
+        perplexity_ratio: their ratio minus 1, so 0.005 is half a percent worse; paired by prompt.
+        prompts, tokens: the numbers of prompts and tokens measured.
     """
 
     kl: Estimate
@@ -67,7 +68,8 @@ class LogitQuality:
 
 @dataclass(frozen=True)
 class EmbeddingQuality:
-    """Cosine of the mean-pooled hidden states of each prompt, reference and candidate: their mean, and the least."""
+    """An encoder compared with a reference: the mean and the `least` cosine, over prompts, of their mean-pooled last
+    hidden states."""
 
     cosine: Estimate
     least: float
@@ -84,7 +86,7 @@ Found_co = TypeVar("Found_co", LogitQuality, EmbeddingQuality, covariant=True)
 
 
 class Sums(Protocol[Found_co]):
-    """What is gathered of a candidate, batch by batch."""
+    """Sums over batches, from which the quality of a candidate is computed."""
 
     def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None: ...
 
@@ -92,13 +94,13 @@ class Sums(Protocol[Found_co]):
 
 
 class LogitSums:
-    """What `LogitQuality` is computed from, gathered batch by batch, for a caller who has the logits at hand."""
+    """The sums of `LogitQuality`, for a caller that has the logits of both models."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, ...]] = []  # of each prompt: kl, agreeing, nll and reference nll, tokens, targets
 
     def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
-        """Take in a batch: ids int64 [B, T], logits of the two [B, T, V].
+        """Add a batch: ids int64 [B, T], logits of the two models [B, T, V].
 
         Raises:
             ValueError: the shapes do not fit, or a prompt has fewer than two tokens.
@@ -114,9 +116,9 @@ class LogitSums:
             self._rows.append(_sums(prompt.to(p.device), p, q.to(p.device)))
 
     def quality(self) -> LogitQuality:
-        """Of all that was added; a ValueError where that is nothing."""
+        """The quality over all batches. Raises a ValueError if there were none."""
         if not self._rows:
-            raise ValueError("no batch of prompts was given: nothing can be said of the quality")
+            raise ValueError("no batch of prompts was given, so there is no quality to report")
         kl, agree, nll, before, tokens, targets = zip(*self._rows, strict=True)
         change = [a - b for a, b in zip(nll, before, strict=True)]
         return LogitQuality(
@@ -131,34 +133,34 @@ class LogitSums:
 
 
 class EmbeddingSums:
-    """What `EmbeddingQuality` is computed from, as `LogitSums` is for `LogitQuality`."""
+    """The sums of `EmbeddingQuality`, for a caller that has the hidden states of both models."""
 
     def __init__(self) -> None:
         self._cosines: list[float] = []
         self._tokens = 0
 
     def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
-        """Take in a batch: ids int64 [B, T], last hidden states of the two [B, T, width]."""
+        """Add a batch: ids int64 [B, T], last hidden states of the two models [B, T, width]."""
         a, b = (hidden.double().mean(1) for hidden in (reference, candidate.to(reference.device)))
         self._cosines += torch.nn.functional.cosine_similarity(a, b, dim=-1).tolist()
         self._tokens += ids.numel()
 
     def quality(self) -> EmbeddingQuality:
-        """Of all that was added; a ValueError where that is nothing."""
+        """The quality over all batches. Raises a ValueError if there were none."""
         if not self._cosines:
-            raise ValueError("no batch of prompts was given: nothing can be said of the quality")
+            raise ValueError("no batch of prompts was given, so there is no quality to report")
         count = len(self._cosines)
         mean = ratio(self._cosines, [1.0] * count).mapped(lambda cosine: min(cosine, 1.0))
         return EmbeddingQuality(mean, min(self._cosines), count, self._tokens)
 
 
 def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:
-    """A language model against another on batches of prompts, each ids int64 [B, T], T >= 2, without padding."""
+    """Compare a language model with a reference on batches of prompts, ids int64 [B, T], T >= 2, without padding."""
     return compare_many(reference, {"": candidate}, batches, LogitSums)[""]
 
 
 def compare_embeddings(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> EmbeddingQuality:
-    """An encoder against another on batches of prompts, each ids int64 [B, T], without padding."""
+    """Compare an encoder with a reference on batches of prompts, ids int64 [B, T], without padding."""
     return compare_many(reference, {"": candidate}, batches, EmbeddingSums)[""]
 
 
@@ -169,7 +171,7 @@ def compare_many(
     batches: Iterable[Tensor],
     gather: Callable[[], Sums[Found_co]],
 ) -> dict[str, Found_co]:
-    """Several candidates, for which the reference is run once; `gather` is `LogitSums` or `EmbeddingSums`."""
+    """Compare several candidates with a reference, which runs once. `gather` is `LogitSums` or `EmbeddingSums`."""
     sums = {name: gather() for name in candidates}
     for ids in batches:
         truth = reference(ids)
@@ -179,7 +181,7 @@ def compare_many(
 
 
 def sqnr(signal: float, noise: float) -> float:
-    """10 log10(signal / noise) in dB of two energies; infinite without noise, NaN where a number was not finite."""
+    """10 log10(signal / noise) in dB of two energies. Infinite without noise, NaN if an energy is not finite."""
     if math.isnan(signal) or math.isnan(noise) or math.isinf(signal):
         return math.nan
     if noise == 0:
@@ -188,7 +190,7 @@ def sqnr(signal: float, noise: float) -> float:
 
 
 def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
-    """Energy of the reference, and of the candidate's difference from it, in float64; for `sqnr`."""
+    """The energies of the reference and of the candidate's difference from it, in float64, for `sqnr`."""
     exact = reference.double()
     return float(exact.square().sum()), float((candidate.double() - exact).square().sum())
 
@@ -197,7 +199,7 @@ def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """sum a / sum n over prompts, with its interval."""
+    """The ratio sum a / sum n over prompts, with its interval."""
     count, total = len(numerators), math.fsum(denominators)
     value = math.fsum(numerators) / total
     if count < 2 or not math.isfinite(value):
@@ -209,7 +211,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
 
 
 def student_quantile(freedom: int) -> float:
-    """The t beyond which, on either side, lies 5 % of Student's distribution together."""
+    """The t of a two-sided 95 % interval: Student's distribution has 5 % outside of (-t, t)."""
     low, high = 0.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2

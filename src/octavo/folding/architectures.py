@@ -1,11 +1,12 @@
-"""Where in an architecture something can be folded: what writes a tensor, and all that reads it.
+"""The places in an architecture where folding is possible: the module that writes a tensor, and all that read it.
 
     residual -> input_layernorm -> q, k, v     v -> attention -> o -> residual
     residual -> post_attention_layernorm -> gate, up      up -> (* act(gate)) -> down -> residual
 
-What is between the writer and the readers of a pair commutes with a factor for each channel: attention mixes tokens,
-and a gate multiplies elementwise. GELU does not, so no pair is made across it; ReLU does, the factors being positive.
-Where a norm's output is a residual as well (BERT, and OPT with its norms behind) the readers are not all linear layers.
+The computation between the writer and the readers of a pair commutes with a factor for each channel: attention mixes
+tokens, and a gate multiplies elementwise. ReLU commutes with positive factors. GELU does not, so there is no pair
+across it. A norm whose output is also a residual (BERT, and OPT with norms after its layers) is in no pair, because not
+all of its readers are linear layers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 @dataclass(frozen=True)
 class Pair:
-    """A norm or linear layer `writer`, and the linear layers `readers` that read what it writes, through heads or not.
+    """A norm or linear layer `writer`, and the linear layers `readers` of its output, through attention heads or not.
 
-    `head` is the width of a head where query heads share those that the writer writes, else 0.
+    `head` is the width of a head if several query heads share one that the writer writes, else 0.
     """
 
     writer: str
@@ -41,11 +42,11 @@ class Map:
     """The places of one model, by the names of its modules.
 
     Attributes:
-        pairs: what can be smoothed.
-        norms: norm -> the linear layers that read it, for rotation: in order, the last norm and the head among them.
-        writers: what writes the residual stream.
+        pairs: the tensors that can be smoothed.
+        norms: for rotation, norm -> the linear layers that read it, in order; the last norm and the head are included.
+        writers: the layers that write to the residual stream.
         heads: (v, o) of each layer.
-        embedding, head: the modules; they may share their weight.
+        embedding, head: the modules, which may share their weight.
         width, head_dim: of the residual stream, and of a head of the values.
     """
 
@@ -60,10 +61,10 @@ class Map:
 
 
 def read_map(source: Source, *, rotate: bool) -> Map:
-    """Where `source` can be folded.
+    """The places of `source`.
 
     Raises:
-        ArtifactError: it is of an architecture that cannot be, or cannot be rotated; the message says why.
+        ArtifactError: the architecture cannot be folded, or not rotated. The message says why.
     """
     where, config = source.description / "config.json", source.config
     architecture = str((config.get("architectures") or ["of no named architecture"])[0])

@@ -1,20 +1,21 @@
-"""From a model to one that computes the same and quantizes better: outliers folded away into the weights.
+"""From a model to one that computes the same and quantizes better: outliers are folded into the weights.
 
-Smoothing (SmoothQuant, Xiao et al., arXiv:2211.10438) moves the outliers of a tensor over to the weights that read it,
-a factor a channel; what writes the tensor (a norm, or the linear layer before) is divided by it:
+Smoothing (SmoothQuant, Xiao et al., arXiv:2211.10438) moves the outliers of a tensor to the weights that read it. Each
+channel has a factor s; the module that writes the tensor (a norm, or the linear layer before) is divided by it:
 
     norm(x) w^T = (norm(x) / s) (w s)^T
 
-Rotation (QuaRot, Ashkboos et al., arXiv:2404.00456; with learned matrices SpinQuant, arXiv:2405.16406) turns the whole
-residual stream by a random Hadamard matrix Q, which leaves the root mean square of a token as it is; and each head of
-the values by one of its size:
+Rotation (QuaRot, Ashkboos et al., arXiv:2404.00456; with learned matrices SpinQuant, arXiv:2405.16406) multiplies the
+whole residual stream by a random Hadamard matrix Q, which does not change the root mean square of a token, and each
+head of the values by a Hadamard matrix H of its size:
 
-    embedding Q | Q^T norm, its weight absorbed into what reads it: w diag(g) Q | what writes the stream: Q^T w
+    embedding Q | weights that read a norm with the weight g: w diag(g) Q | weights that write to the stream: Q^T w
     values: H^T w_v, w_o H
 
-Nothing is left to do when the model runs: the result is a model like any other, to be calibrated and packed. The input
-of `down_proj` lies behind a product that no rotation passes through, so beside a rotation that alone is smoothed.
-Weights are read, changed and written one at a time.
+The result is a model like any other: it can be calibrated and packed, and nothing is left to do when it runs. A
+    rotation
+does not pass the product before `down_proj`, so with a rotation only the input of `down_proj` is smoothed. Weights are
+read, changed and written one at a time.
 """
 
 from __future__ import annotations
@@ -83,25 +84,26 @@ def fold(
     Args:
         model: a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3; to smooth also OPT and BERT-like encoders), or a run
             of `octavo train` of a Llama.
-        out: the folder to make, of Hugging Face's kind; it appears whole or not at all.
-        smooth: what `octavo calibrate` made of this model: move outliers of activations over to weights.
-        alpha: how much of them, 0 (none) to 1 (all).
-        rotate: rotate the residual stream and the values; then only `down_proj`'s input is smoothed.
+        out: the Hugging Face folder to make. It appears whole or not at all.
+        smooth: the folder that `octavo calibrate` wrote for this model: move outliers of activations to weights.
+        alpha: how much of the outliers moves, 0 (none) to 1 (all).
+        rotate: rotate the residual stream and the values. Then only `down_proj`'s input is smoothed.
         seed: of the rotation's signs.
-        dtype: of the weights written: bfloat16 or float32.
-        step: the checkpoint of a run; None takes the newest.
+        dtype: of the new weights: bfloat16 or float32.
+        step: the checkpoint of a run. None takes the newest.
         progress: called after each tensor (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: the model is not whole, holds inf or NaN, or is of an architecture that cannot
-            be folded so.
-        ValueError: neither way was asked for, a setting, or a calibration of another model.
+        FileNotFoundError, ArtifactError: the model is not whole, holds inf or NaN, or has an architecture that cannot
+            be folded.
+        ValueError: neither `smooth` nor `rotate` is given, a setting is out of range, or the calibration is of another
+            model.
         WriteError: the disk refused.
     """
     check_absent(out)
     if smooth is None and not rotate:
-        raise ValueError("fold needs to know how: smooth with a calibration of the model, rotate, or both")
+        raise ValueError("fold needs --smooth with a calibration of the model, --rotate, or both")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
     if dtype not in DTYPES:
@@ -137,7 +139,7 @@ class FoldJob:
     # --- Smoothing ---------------------------------------------------------------------------------------------------
 
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
-        """Divide what writes a tensor by factors, channel by channel, and multiply what reads it."""
+        """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
         found = load_calibration(folder, self.source)
         turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
         for pair in self.places.pairs:
@@ -148,7 +150,7 @@ class FoldJob:
         self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration}
 
     def _amax(self, pair: Pair, found: Calibration, folder: Path) -> Tensor:
-        """The amax of each channel that the readers of a pair read, float32 [K]."""
+        """The amax of each channel of the tensor that the readers of a pair read, float32 [K]."""
         sites = {found.layers.get(reader) for reader in pair.readers}
         site = sites.pop()
         if site is None or sites:
@@ -162,7 +164,7 @@ class FoldJob:
         w_amax = torch.stack(weights).amax(0)
         channels = self.source.specs[f"{pair.writer}.weight"].shape[0]
         head = pair.head or channels
-        heads = (channels // head, -1, head)  # of the writer; those of the readers that share one; their channels
+        heads = (channels // head, -1, head)  # heads of the writer, heads of the readers for each, channels
         x_amax_of, w_amax_of = (amax.view(heads).amax(1).flatten() for amax in (x_amax, w_amax))
         factors = smoothing_factors(x_amax_of, w_amax_of, alpha)
         shared = len(x_amax) // channels
@@ -173,7 +175,7 @@ class FoldJob:
         self.smoothed[pair.writer] = (float(factors.min()), float(factors.max()))
 
     def _on_outputs(self, module: str, step: Step) -> None:
-        """Of its weight, and of its bias if it has one."""
+        """Add a step to the outputs of a module's weight, and of its bias if it has one."""
         for name in (f"{module}.weight", f"{module}.bias"):
             if name in self.source.specs:
                 self.changes[name].outputs.append(step)
@@ -181,7 +183,7 @@ class FoldJob:
     # --- Rotation ----------------------------------------------------------------------------------------------------
 
     def rotate(self, seed: int) -> None:
-        """Absorb the norms' weights, and turn the residual stream and the values."""
+        """Absorb the weights of norms, and rotate the residual stream and the values."""
         places = self.places
         check_rotation(places, self.source.description / "config.json")
         blocks = block_of(places.width), block_of(places.head_dim)
@@ -203,7 +205,7 @@ class FoldJob:
 
     @property
     def untied(self) -> bool:
-        """Whether the head gets a weight of its own."""
+        """Whether the head, which shared the embedding's weight, gets its own."""
         head = f"{self.places.head}.weight"
         return head in self.changes and head not in self.source.specs
 

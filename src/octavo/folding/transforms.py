@@ -1,14 +1,14 @@
-"""What folding does to one weight, exactly but for one rounding at the end.
+"""The changes of one weight by folding, exact but for one rounding at the end.
 
     y[T,N] = x[T,K] @ w[N,K]^T        x' = x A,  y' = y B        =>        w' = B^T w A^-T
 
-A and B are diagonal or orthogonal, so a weight changes along its inputs (every row alike), along its outputs (every
-column alike; a bias [N] changes as a column does), or both:
+A and B are diagonal or orthogonal. So a weight changes along its inputs (every row alike), along its outputs (every
+column alike, and a bias [N] as a column does), or both:
 
-    scaled      x' = x / s        along the inputs of what reads x: times s; along the outputs of what writes it: over s
+    scaled      x' = x / s        times s along the inputs of the readers of x, 1 / s along the outputs of its writer
     rotated     x' = x S H        along both: times the random signs S, then Hadamard's H (`octavo.numerics.hadamard`)
 
-Steps run in float64, a part of a weight at a time; between inputs and outputs it is kept in float32.
+Steps run in float64, on a part of the weight at a time. Between inputs and outputs the weight is in float32.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def scaled(factors: Tensor) -> Step:
 
 
 def rotated(size: int, signs: Tensor | None = None) -> Step:
-    """Rotate each run of `size` along the last dimension, times `signs` [size] if there are any, by Hadamard.
+    """Multiply each run of `size` along the last dimension by `signs` [size], if given, and by a Hadamard matrix.
 
-    Sylvester's matrix of order a * b is the Kronecker product of those of a and b, so a run that is looked at as
-    X [a, b] becomes H_a X H_b: two small GEMMs, ten times faster here than a pass over the weight for each doubling.
+    Sylvester's matrix of order a * b is the Kronecker product of those of a and b. So a run viewed as X [a, b] becomes
+    H_a X H_b: two small GEMMs, ten times faster than a pass over the weight for each doubling.
     """
     order = block_of(size)
     a = 2 ** (order.bit_length() // 2)
@@ -50,19 +50,19 @@ def rotated(size: int, signs: Tensor | None = None) -> Step:
 
 
 def block_of(size: int) -> int:
-    """The order of the Hadamard blocks that `size` takes: the largest power of two that divides it."""
+    """The order of the Hadamard blocks for `size`: the largest power of two that divides it."""
     return size & -size
 
 
 def random_signs(n: int, seed: int) -> Tensor:
-    """Random signs, float32 [n]: the same for a seed on every machine."""
+    """Random signs, float32 [n], the same on every machine for one seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, (n,), generator=generator).mul(2).sub(1).float()
 
 
 @dataclass(eq=False)
 class Change:
-    """The steps of one tensor: a weight [N, K], or a vector [N] (a bias, a norm's weight), which has outputs alone."""
+    """The steps of one tensor: a weight [N, K], or a vector [N] (a bias, a norm's weight), which has only outputs."""
 
     inputs: list[Step] = field(default_factory=list)
     outputs: list[Step] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Change:
 
 
 def _in_parts(tensor: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Tensor:
-    """`steps` along the last dimension of tensor[M, n], some rows at a time."""
+    """Apply `steps` along the last dimension of tensor[M, n], some rows at a time."""
     out = torch.empty(tensor.shape, dtype=dtype)
     rows = max(1, _PART // max(tensor.shape[1], 1))
     for part, into in zip(torch.split(tensor, rows), torch.split(out, rows), strict=True):
@@ -89,7 +89,8 @@ def _in_parts(tensor: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Tens
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither inf nor NaN; without the copies of a whole tensor that torch.isfinite makes."""
+    """Whether the tensor holds neither inf nor NaN. It is checked in parts: torch.isfinite makes copies of its
+    input."""
     return all(bool(part.isfinite().all()) for part in torch.split(tensor.flatten(), _PART))
 
 
@@ -98,11 +99,11 @@ def smoothing_factors(x_amax: Tensor, w_amax: Tensor, alpha: float) -> Tensor:
 
     Args:
         x_amax: the amax of each channel of the tensor, float32 [n].
-        w_amax: that of each column of the weights that read it.
-        alpha: 0 to 1: how much of the tensor's outliers goes over to the weights.
+        w_amax: the amax of each column of the weights that read the tensor, float32 [n].
+        alpha: how much of the tensor's outliers moves to the weights, 0 to 1.
 
-    A power of two moves exponents and no mantissa: the folded model is the same to the bit. A channel that is 0 in
-    either keeps the factor 1.
+    A power of two changes exponents and no mantissa, so the folded model is the same to the bit. A channel that is 0 in
+    either gets the factor 1.
     """
     log2 = alpha * x_amax.double().log2() - (1 - alpha) * w_amax.double().log2()
     return torch.where((x_amax > 0) & (w_amax > 0), log2.round().exp2(), torch.ones_like(log2)).float()

@@ -1,4 +1,4 @@
-"""Writing FP8-quantized checkpoints: `pack`, within a budget or without, and conversions of packed folders."""
+"""Writing FP8-quantized checkpoints, and converting them to other layouts or back to BF16."""
 
 from octavo.packing.budget import Kept, pack_within
 from octavo.packing.options import PackOptions

@@ -1,15 +1,15 @@
-"""Which layers stay in BF16 so that a packed model is as good as was asked for: by measurement, not by rule.
+"""Packing within a budget: measurement decides which layers stay in BF16.
 
-    harm(g)  = KL of the model with the group g alone packed, from the model in BF16; of an encoder 1 - cosine
-    ranking  = groups by harm(g) / bytes saved(g), the worst first
-    kept     = the shortest head of the ranking with which the whole model, all else packed, holds the budget,
-               its keys and values rounded where the folder has scales for them
+    harm(g)  = KL divergence, from the BF16 model, of the model with the group g alone packed; for encoders 1 - cosine
+    ranking  = groups by harm(g) / bytes saved(g), the largest first
+    kept     = the smallest k with which the budget holds: the first k groups are in BF16, all others are packed
 
-A group is what consumers run as one GEMM (q, k, v; gate, up), or one layer; it is packed or it is not. Groups are
-measured alone since errors of independent roundings add up in the square and KL is quadratic in the error: harms nearly
-add up, and each is seen whole, while with all layers but one a small difference of two large numbers would be seen. A
-budget of perplexity is ranked by KL as well: the change in loss of one group has either sign, and is mostly the luck of
-the draw. What counts is measured of the whole model, and found by bisection over the head's length.
+A group is the layers that readers run as one GEMM (q, k, v; gate, up), or one other layer. It is packed whole or not at
+all. Groups are measured alone because independent rounding errors add in the square and KL is quadratic in the error,
+so harms nearly add up. The harm of one group among packed others would be a small difference of two large numbers. A
+budget of perplexity is ranked by KL too: the change in loss of one group has either sign and is mostly noise. The
+budget itself is measured on the whole model, with keys and values rounded if the folder has scales for them. Bisection
+finds k.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from octavo.text import DataError
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are packed together; `harm` is the KL (the cosine lost) with them alone packed, `saved` bytes."""
+    """Layers that are packed together.
+
+    `harm` is the KL divergence, or 1 - cosine, with them alone packed. `saved` is the bytes that packing them saves.
+    """
 
     layers: tuple[str, ...]
     harm: float
@@ -49,22 +52,23 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The layers in one word: the module that has them, and their own names."""
+        """The name of the module that has the layers, and their own names, such as
+        model.layers.0.mlp.gate_proj+up_proj."""
         parent = self.layers[0].rpartition(".")[0]
         return f"{parent}.{'+'.join(layer.rpartition('.')[2] for layer in self.layers)}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a budget cost.
+    """The layers that stay in BF16 within budgets.
 
     Attributes:
-        budgets: all of which hold.
-        ranking: every group, the most harm a byte first.
-        kept: how many of them, from the first, stay in BF16.
-        quality: of the model as it is packed.
+        budgets: the limits, which all hold.
+        ranking: every group, the most harm per byte first.
+        kept: the number of groups, from the first, that stay in BF16.
+        quality: of the model with the other groups packed.
         all_packed: of the model with every group packed.
-        data: the fingerprint, prompts and tokens that this was measured on, and what was read and skipped.
+        data: the fingerprint and number of the prompts, their tokens, and the report of the text that was read.
     """
 
     budgets: Sequence[Budget]
@@ -81,11 +85,11 @@ class Kept:
 
     @property
     def harm(self) -> str:
-        """What the harm of a group is called."""
+        """The name of the harm of a group in octavo.json."""
         return "kl_alone" if isinstance(self.quality, LogitQuality) else "cosine_lost_alone"
 
     def to_dict(self) -> dict[str, object]:
-        """For octavo.json."""
+        """The entry "budget" of octavo.json."""
         return {
             "limits": [
                 {
@@ -118,7 +122,8 @@ def pack_within(
 ) -> tuple[PackReport, Kept]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
-    The model is in memory, once in BF16 and once packed; the latter is written to `.OUT.budget` first, and removed.
+    The model is in memory twice, in BF16 and packed. The packed one is first written to `.OUT.budget`, which is
+    removed.
 
     Args:
         source, out, options, step: see `pack`.
@@ -168,10 +173,10 @@ def find_kept(
     data: Mapping[str, object],
     progress: Progress = no_progress,
 ) -> Kept:
-    """Rank the groups `layers`, and keep in BF16 as few as hold the budgets, measured on `batches`, ids int64 [B, T].
+    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T].
 
     Raises:
-        ValueError: it cannot be held; the message says what is reached.
+        ValueError: the budgets cannot be held. The message states what is reached.
     """
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
@@ -186,7 +191,7 @@ def find_kept(
     def holds(kept: int) -> bool:
         return all(budget.holds(measure(kept)) for budget in budgets)
 
-    low, high = 0, len(ranking) - 1  # what is too few, and what is enough
+    low, high = 0, len(ranking) - 1  # too few groups in BF16, and enough
     if holds(0):
         high = 0
     elif not holds(high):

@@ -1,4 +1,4 @@
-"""Which layers of a model are packed, by which scheme, and which scales are known before a weight is read."""
+"""The layers of a model that are packed, their schemes, and the scales that are known before a weight is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChosenLayers:
 
     Attributes:
         schemes: of each packed layer.
-        skipped: why each other layer stays in BF16.
+        skipped: the reason why each other layer stays in BF16.
         static: the scales that a calibration or a run's history gives; None if none is needed.
     """
 

@@ -1,16 +1,16 @@
-"""The scale of least squared error for each block of a weight, searched over a grid around amax/448.
+"""For each block of a weight, the scale of least mean squared error (MSE), searched on a grid around amax/448.
 
     e[f] = sum over the block of (w - s q)^2,    s = f * amax / 448,    q = w/s rounded to e4m3, saturating
 
-Factors below 1 clip the largest elements so that the others lie on a finer grid. That helps integers; a float's grid is
-relative already, and here it is worth 0.02 to 0.1 dB. Factors above 1 clip nothing: they move all elements against the
-binades of e4m3, whose relative step is twice as large at the bottom of a binade as at its top, and lose only
-subnormals. They are worth more, the fewer elements share a scale: of normal weights 0.01 dB a tensor, 0.1 a block of
-128 x 128, 0.4 a row of 1024, 1.0 a group of 128 and 1.9 a group of 32. Powers of two cannot move so: their factors are
-1 and 1/2.
+Factors f below 1 clip the largest elements and put the others on a finer grid. This helps integers. The grid of a float
+is relative already, and the gain here is 0.02 to 0.1 dB. Factors above 1 clip nothing. They move all elements against
+the binades of e4m3, whose relative step is twice as large at the bottom of a binade as at its top, and lose only
+subnormals. Their gain grows as fewer elements share a scale: for normal weights 0.01 dB with one scale for a tensor,
+0.1 for a block of 128 x 128, 0.4 for a row of 1024, 1.0 for a group of 128 and 1.9 for a group of 32. Scales that are
+powers of two can only take the factors 1 and 1/2.
 
-q is computed without a cast: 1.5 * 2^(e + 20), where 2^e <= |w/s| < 2^(e+1), has 2^(e - 3), e4m3's step there, as its
-last bit, so that adding and subtracting it rounds to that step, to nearest even.
+q is computed without a cast. For 2^e <= |w/s| < 2^(e+1) the step of e4m3 is 2^(e-3), which is the last bit of the
+float32 number 1.5 * 2^(e+20). Adding that number and subtracting it again rounds w/s to the step, to nearest even.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from octavo.numerics.scaling import SMALLEST_SCALE
 
 FACTORS = (1.0, *(1 + i / 16 for i in range(1, 16)), *(1 - i / 10 for i in range(1, 5)))
 POWER_OF_TWO_FACTORS = (1.0, 0.5)
-# Elements that a core's cache holds several times over, and fewer than torch gives to more than one thread: that many
-# short passes would wait for their threads more than they compute, on a busy machine many times more.
+# A chunk of elements that fits into a core's cache several times, and that torch computes on one thread: with more
+# threads, the many short passes over it would mostly wait for each other.
 _CHUNK = (1 << 15) - 1
 _EXPONENT, _LEAST, _TO_MAGIC = 0x7F800000, (127 - 6) << 23, (20 << 23) + (1 << 22)
 
 
 class SearchedScale(NamedTuple):
-    """The `scale` found, and the squared error of each weight with the scale begun from and with this: float64
-    [weights]."""
+    """A scale, and the squared error of each weight `before`, with the scale amax/448, and `after`, with this one:
+    float64 [weights]."""
 
     scale: Tensor
     before: Tensor
@@ -44,16 +44,16 @@ class SearchedScale(NamedTuple):
 
 
 def search_scale(w: Tensor, scale: Tensor, cast: Cast) -> SearchedScale:
-    """For each block of a weight the scale of least squared error near `scale`; of equals the first factor, 1 before
-    all.
+    """For each block of a weight, the scale of least squared error near `scale`. Among equals the first factor wins,
+    and 1 is the first of all.
 
     Args:
-        w: [N, K], floating, on the CPU; blocks must fill it.
-        scale: amax/448 in the shape that the cast's granularity gives it, float32.
-        cast: e4m3, of any granularity; power-of-two scales stay such.
+        w: [N, K], floating point, on the CPU. N and K are multiples of the block's sizes.
+        scale: amax/448, float32, in the shape of the cast's granularity.
+        cast: to e4m3, of any granularity. Scales that are powers of two remain powers of two.
 
     Returns:
-        scale float32, of the shape of `scale`; before and after float64 [1].
+        The scale, float32 in the shape of `scale`; before and after, float64 [1].
     """
     blocks, flat = _by_block(w, cast.granularity), scale.reshape(-1)
     chosen, before, after = torch.empty_like(flat), torch.zeros(1).double(), torch.zeros(1).double()
@@ -61,7 +61,7 @@ def search_scale(w: Tensor, scale: Tensor, cast: Cast) -> SearchedScale:
     for i in range(0, len(blocks), step):
         grid = _grid(flat[i : i + step], cast)
         errors = _errors(blocks[i : i + step], grid)
-        # No min with its indices and no gather: they wake torch's threads, which slows all that follows.
+        # `min` with indices and `gather` would start torch's threads, which slows the passes that follow.
         chosen[i : i + step] = grid[errors.argmin(0), torch.arange(grid.shape[1])]
         before += errors[0].sum()
         after += errors.amin(0).sum()
@@ -69,7 +69,7 @@ def search_scale(w: Tensor, scale: Tensor, cast: Cast) -> SearchedScale:
 
 
 def search_shared_scale(weights: Iterable[Tensor], scale: Tensor, cast: Cast) -> SearchedScale:
-    """As `search_scale`, for weights [N_i, K] that get one scale [1, 1]; they are taken one at a time."""
+    """`search_scale` for weights [N_i, K] that share one scale [1, 1]. One weight at a time is in memory."""
     grid = _grid(scale.reshape(1), cast)
     errors = torch.stack([_errors(w.reshape(1, -1), grid)[:, 0] for w in weights])  # [weights, factors]
     best = int(errors.sum(0).argmin())
@@ -77,7 +77,7 @@ def search_shared_scale(weights: Iterable[Tensor], scale: Tensor, cast: Cast) ->
 
 
 def cast_by(w: Tensor, scale: Tensor, cast: Cast) -> QTensor:
-    """`w` [N, K] in e4m3 by the scale [of the granularity's shape] that is given; what is larger saturates."""
+    """Cast `w` [N, K] to e4m3 with `scale`, in the shape of the cast's granularity. Larger elements saturate."""
     inv_scale = cast.granularity.expand(1 / scale, tuple(w.shape))
     return QTensor(cast_to(w.float() * inv_scale, E4M3), scale, E4M3, cast.granularity)
 
@@ -93,7 +93,7 @@ def _errors(blocks: Tensor, grid: Tensor) -> Tensor:
     errors, inverse = torch.zeros(grid.shape, dtype=torch.float64), 1 / grid
     for j in range(0, blocks.shape[1], _CHUNK):
         x, axis = blocks[:, j : j + _CHUNK].float(), 1
-        if x.shape[0] > x.shape[1]:  # the longer axis last: it is what is computed at once
+        if x.shape[0] > x.shape[1]:  # vectorize along the longer axis
             x, axis = x.t().contiguous(), 0
         for i in range(len(grid)):
             errors[i] += _rounding(x * inverse[i].unsqueeze(axis)).square_().sum(axis)
@@ -101,7 +101,7 @@ def _errors(blocks: Tensor, grid: Tensor) -> Tensor:
 
 
 def _rounding(x: Tensor) -> Tensor:
-    """What rounding float32 `x` to e4m3 adds to it."""
+    """The error of rounding float32 `x` to e4m3."""
     magic = x.view(torch.int32).bitwise_and(_EXPONENT).clamp_(min=_LEAST).add_(_TO_MAGIC).view(torch.float32)
     return (x + magic).sub_(magic).clamp_(-E4M3.max, E4M3.max).sub_(x)
 

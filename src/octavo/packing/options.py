@@ -1,4 +1,4 @@
-"""The options of packing, in one record."""
+"""The options of packing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CACHES = ("fp8",)
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How a model is packed.
+    """The options of `pack`.
 
     Attributes:
         scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64 or group128. None takes the

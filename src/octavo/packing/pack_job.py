@@ -1,4 +1,4 @@
-"""The work of packing one model: from its tensors to those of the packed folder."""
+"""The packing of one model: from its tensors to those of the packed folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from octavo.packing.weight_scales import WeightScales
 
 
 class PackJob:
-    """What each tensor of a model becomes, and what config.json and octavo.json say of it.
+    """The packing of one model: the new tensors, config.json and octavo.json.
 
     Attributes:
         packing: the layout, and the scheme of each packed layer by its name in the files.
-        weights: the scales of weights, and how they differ from the rule amax.
+        weights: the scales of weights.
         kv_scales: the scales of a cache of keys and values, by their names in the files.
     """
 

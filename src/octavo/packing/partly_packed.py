@@ -1,7 +1,8 @@
-"""A model of which any layers run packed, and the others in BF16: to measure what packing some of them costs.
+"""A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing them.
 
-The packed layers are those of a packed folder, with its bytes and its arithmetic (`octavo.runtime.packed_linear`), so
-what is measured with all of them is what the folder gives. Both forms of each layer are in memory: 1.5 times the model.
+The packed layers have the bytes and the arithmetic of a packed folder (`octavo.runtime.packed_linear`), so a
+measurement with all of them is a measurement of the folder. Both forms of each layer are in memory: 1.5 times the
+model.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from octavo.runtime.packed_linear import PackedLinear
 
 
 class PartlyPackedModel:
-    """`source` in BF16 on `device`, whose layers `names` can be those of the packed folder `packed`.
+    """The model of `source` on `device`. Each of the layers `names` runs in BF16 or as in the packed folder `packed`.
 
     Attributes:
-        saved: the bytes that packing each layer saves, by its name.
-        causal: whether it is a language model, which has logits of the next token.
+        saved: the bytes that packing saves, by the name of the layer.
+        causal: whether the model is a language model, with logits of the next token. Otherwise it is an encoder.
 
     Raises:
-        ArtifactError: a tensor is damaged, or the model gives nothing to measure.
+        ArtifactError: a tensor is damaged, or the model does not give one output for each token.
     """
 
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
@@ -58,15 +59,14 @@ class PartlyPackedModel:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding."""
+        """The number of rows of the embedding."""
         model: Any = self._model
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embedding
         return int(embedding.num_embeddings)
 
     def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
-        """The model, with the layers `names` packed and no others: ids int64 [B, T] -> logits [B, T, V], or of an
-        encoder the last hidden states [B, T, width]. With `cache` keys and values are rounded where the folder has
-        scales for them."""
+        """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or of an encoder the
+        last hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         scales = self._kv_scales if cache else {}
 
         def run(ids: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class PartlyPackedModel:
 
 
 def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
-    """Every tensor of a packed folder; scales as they are in memory, whatever the layout calls them."""
+    """Every tensor of a packed folder, by its name in memory."""
     found = {name: packed.reader.get(name) for name in packed.others}
     for name, scheme in packed.packing.schemes.items():
         found[f"{name}.weight"], found[f"{name}.{SCALE_NAME}"] = packed.stored(name)
@@ -96,12 +96,12 @@ def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
 
 
 def _is_of(key: str, disk: str) -> bool:
-    """Whether a tensor of the files is the weight of the layer `disk`, or a scale of it."""
+    """Whether the tensor `key` of the files is the weight of the layer `disk`, or a scale of it."""
     return key.rpartition(".")[0] == disk and not key.endswith(".bias")
 
 
 def _fill(source: Source) -> nn.Module:
-    """The model with its numbers, in BF16 on the CPU."""
+    """The model with its weights, in BF16 on the CPU."""
     tensors = {name: source.get(name) for name in source.specs}
     rounded = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
     model: Any = fill_model(source.meta_model, rounded)

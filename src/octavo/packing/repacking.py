@@ -1,8 +1,8 @@
-"""From a packed folder to another one, or back to BF16.
+"""From a packed folder to another layout or scheme, or back to BF16.
 
-Where the new scheme holds the same scales the bytes are copied, and nothing is lost: a scheme between the layouts that
-hold it, and a scale a tensor as one a channel. Otherwise each weight is widened and cast again, and what that lost is
-measured: 10 log10(|w|^2 / |w' - w|^2) of the old packed weight w and the new one, in dB.
+If the new scheme can hold the same scales, the bytes are copied and nothing is lost. This is so for one scheme in
+another layout, and from one scale for a tensor to one for each channel. Otherwise each weight w is widened and cast
+again to w', and the loss is reported as the SQNR 10 log10(|w|^2 / |w' - w|^2) in dB.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ from octavo.version import __version__
 
 @dataclass(frozen=True)
 class Repacked:
-    """What came of it: the SQNR of each layer in dB, infinite where its numbers are what they were; and the scales that
-    no layer reads, which were left out."""
+    """A folder that was made from a packed one.
+
+    Attributes:
+        folder: the new folder.
+        sqnr: of each packed layer in dB; infinite if its weight did not change.
+        unused: scales that no layer reads and that were left out.
+    """
 
     folder: Path
     sqnr: Mapping[str, float] = field(default_factory=dict)
@@ -41,12 +46,12 @@ class Repacked:
 
     @property
     def lossless(self) -> bool:
-        """Whether every weight is what it was."""
+        """Whether no weight changed."""
         return all(math.isinf(db) for db in self.sqnr.values())
 
 
 def unpack(folder: Path, out: Path, progress: Progress = no_progress) -> Repacked:
-    """Write a packed model in BF16: every weight is data * scale, rounded once.
+    """Write a packed model in BF16. Every weight is data * scale, rounded once.
 
     Raises:
         FileExistsError: `out` exists.
@@ -80,20 +85,21 @@ def convert_layout(
     scheme: str | None = None,
     progress: Progress = no_progress,
 ) -> Repacked:
-    """Write a packed model in another layout, or by another scheme.
+    """Write a packed model in another layout or scheme.
 
     Args:
         folder: a packed folder.
         out: the folder to make.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
             block), autofp8 (static or tensor).
-        scheme: of all packed layers; None leaves each its own.
+        scheme: of all packed layers. None keeps the scheme of each.
         progress: called after each layer (`octavo.progress`).
 
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
-        ValueError: an unknown layout or scheme, one that does not go with the other, or sizes that it cannot have.
+        ValueError: an unknown layout or scheme, a layout that does not hold the scheme, or sizes that the scheme cannot
+            have.
         WriteError: the disk refused.
     """
     packed = _open(folder)
@@ -123,7 +129,7 @@ def convert_layout(
 
 
 def _open(folder: Path) -> PackedTensors:
-    """The packed folder; warns where its scales look reciprocal, since they multiply here."""
+    """Open the packed folder, with a warning if its scales look reciprocal."""
     packed = PackedTensors(folder)
     if suspects := packed.suspects():
         warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
@@ -131,7 +137,7 @@ def _open(folder: Path) -> PackedTensors:
 
 
 def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
-    """For JSON, which has no infinity: None where nothing was lost."""
+    """The SQNR for JSON, which has no infinity: None if nothing was lost."""
     return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
 
 
@@ -148,13 +154,13 @@ def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
             raise ValueError(f"{name}: {reason}")
         if new.static and not packed.packing.schemes[name].static:
             raise ValueError(
-                f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack it"
+                f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack the BF16 model"
             )
     return Packing(layout, schemes, kv_cache)
 
 
 def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, Tensor, float]:
-    """Data and scale by the new scheme, and the SQNR in dB."""
+    """The data and the scale of a layer in the new scheme, and the SQNR in dB."""
     old = packed.packing.schemes[name]
     data, scale = packed.stored(name)
     if new.weight == old.weight:

@@ -1,8 +1,8 @@
-"""The scales that are fixed when a model is packed: of the inputs of layers whose scheme is `static`, of their weights
-where a run kept them, and of a cache of keys and values in e4m3. They come from a calibration, or from a run's history.
+"""Scales that are stored because no forward pass computes them.
 
-A run that was trained with the recipe `delayed` has in its checkpoint, beside the weights, the scale that the next
-forward pass multiplies by, for each operand of each layer. Packed with these its forward pass is that of training.
+They are the scales of inputs for the scheme `static`, and of a cache of keys and values in e4m3. They come from a
+calibration. A run that was trained with the recipe `delayed` needs none: its checkpoint holds, for each operand of each
+layer, the scale of the next forward pass. Packed with these scales, the model computes what training computed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from octavo.calibration.folder import Calibration, load_calibration
 from octavo.hf.source import Source
 from octavo.packing.options import PackOptions
 
-HISTORY = "history"  # what octavo.json calls the rule of scales that training kept
+HISTORY = "history"  # the rule in octavo.json for scales from a checkpoint
 
 
 @dataclass(frozen=True)
 class StaticScales:
-    """Scales, float32 [1], and where they come from.
+    """Stored scales, and their origin.
 
     Attributes:
-        inputs: of the inputs of layers, by the name of the layer.
-        keys_and_values: <attention>.k_scale and <attention>.v_scale, of the keys after the rotation and of the values,
-            for every attention layer; empty without a cache.
-        record: what octavo.json says of the calibration.
-        weights: of the weights of layers, float32 [1, 1], where a run kept them.
+        inputs: the scale of the input of each layer, float32 [1].
+        keys_and_values: <attention>.k_scale (of keys after the rotation) and <attention>.v_scale, float32 [1], for
+            every attention layer; empty without a cache.
+        record: the entry "calibration" of octavo.json.
+        weights: the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
     """
 
     inputs: Mapping[str, Tensor]
@@ -62,11 +62,11 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
 
 
 def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
-    """Of the checkpoint of a run trained with `delayed`: for those of `layers` that were trained so.
+    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`.
 
     Raises:
-        FileNotFoundError, ArtifactError: the checkpoint has no scales, or damaged ones, for any layer or for one that
-            no step has used.
+        FileNotFoundError, ArtifactError: the checkpoint has no scales at all, a damaged one, or one of a layer that no
+            step has used.
     """
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
@@ -98,7 +98,7 @@ def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dic
 
 
 def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | None:
-    """The scale that a history stands at; None for a layer that training left in BF16."""
+    """The current scale of a history. None for a layer that training left in BF16."""
     scale, steps = state.get(f"{history}.scale"), state.get(f"{history}.steps")
     if scale is None or steps is None:
         return None

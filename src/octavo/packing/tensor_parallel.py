@@ -1,11 +1,11 @@
-"""Whether a packed model can be split over several devices, as consumers with tensor parallelism split it.
+"""A check that readers with tensor parallelism can split a packed model over several devices.
 
     q, k, v, gate, up, fc1      by output:  device i has rows    i*N/d .. (i+1)*N/d of w[N,K]
     o, down, fc2                by input:   device i has columns i*K/d .. (i+1)*K/d
-    heads                       whole ones; with more devices than heads of keys, each of these lies on several
+    heads                       are not split; with more devices than heads of keys, several devices have the same head
 
-A device must have whole blocks of a weight's scales: 128 rows or columns for `block`, 32 columns for `mx`. What is one
-scale a tensor or a row is split anywhere.
+Each device must have whole blocks of scales: 128 rows or columns for `block`, 32 columns for `mx`. A weight with one
+scale for the tensor or for each row can be split anywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_degrees(
         schemes: of the packed layers, by name.
         sizes: [N, K] of each.
         config: the model's config.json.
-        degrees: how many devices, each at least 1.
+        degrees: numbers of devices, each at least 1.
 
     The message names the layer, the degree and what to do instead.
     """
@@ -78,7 +78,7 @@ def _check_layer(name: str, scheme: Scheme, n: int, k: int, degree: int, kept: i
     by_output = name.endswith(_BY_OUTPUT)
     if not by_output and not name.endswith(_BY_INPUT):
         raise ValueError(
-            f"{name}: how consumers split this layer over {degree} devices is not known here: leave it in BF16 (--skip)"
+            f"{name}: how readers split this layer over {degree} devices is not known here: leave it in BF16 (--skip)"
         )
     parts = min(degree, kept) if kept is not None and name.endswith(_KEYS) else degree
     size, what = (n, "rows") if by_output else (k, "columns")

@@ -1,12 +1,12 @@
-"""Which scale the weight of each packed layer gets, and the weight cast by it.
+"""The scales of the weights of packed layers.
 
-    amax     amax/448 of each block, or the scale of the run's own history (delayed scaling)
-    mse      the scale of least squared error near that (`octavo.packing.mse_search`)
+    amax     amax/448 of each block, or the scale in the history of a run (delayed scaling)
+    mse      the scale of least mean squared error near that (`octavo.packing.mse_search`)
 
-Layers that consumers run as one (q, k and v; gate and up) need one scale where a scale is of a whole tensor: vLLM
-takes the largest and casts the others again by it, with a loss. So they share the largest here before anything is cast.
-The exception is a run that was trained with a scale for each of these tensors: sharing would change its bytes, and each
-keeps its own unless sharing is asked for.
+Layers that readers run as one GEMM (q, k and v; gate and up) need one scale if a scale is of a whole tensor: vLLM takes
+the largest and casts the other weights again, which loses precision. So these layers share the largest scale before
+they are cast. A run that was trained with a scale for each of these tensors keeps them, because sharing would change
+its bytes, unless the option `share` is set.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from octavo.ops import quantize, quantize_scaled
 from octavo.packing.mse_search import SearchedScale, cast_by, search_scale, search_shared_scale
 
 WEIGHT_RULES = ("amax", "mse")
-# Recipes that scale a weight as a whole: a run of theirs packs each weight's own scale.
+# Recipes that train with one scale for a weight, which packing keeps.
 _OWN_SCALES = ("tensorwise", "delayed")
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How weights are scaled.
+    """The rule of the scales of weights.
 
     Args:
         name: amax or mse.
-        pow2: scales are rounded up to powers of two.
-        share: layers that consumers fuse get one scale, where scales are of whole tensors; None: unless the run has
-            scales of its own, and these are kept.
+        pow2: round scales up to powers of two.
+        share: one scale for layers that readers fuse, if scales are of whole tensors. None shares unless the run has
+            its own scales.
 
     Raises:
         ValueError: an unknown name.
@@ -54,11 +54,11 @@ class WeightRule:
             raise ValueError(f"unknown rule {self.name!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
 
     def keeps(self, recipe: str) -> bool:
-        """Whether weights get the scales that a run of this recipe multiplied by."""
+        """Whether weights keep the scales that a run of this recipe was trained with."""
         return recipe in _OWN_SCALES and self.name == "amax" and not self.pow2
 
     def shares(self, recipe: str) -> bool:
-        """Whether layers that consumers fuse get one scale."""
+        """Whether layers that readers fuse get one scale."""
         return not self.keeps(recipe) if self.share is None else self.share
 
     def cast(self, scheme: Scheme) -> Cast:
@@ -71,14 +71,14 @@ class WeightScales:
     """Casts the weights of a source, one at a time.
 
     Args:
-        source: whose weights.
+        source: the model.
         schemes: of the layers to pack, by their names in the model.
         rule: of their scales.
-        own: float32 [1, 1] scales that a run's weights had in training; empty where it kept none.
+        own: the scales, float32 [1, 1], that weights had in training; empty if the run's checkpoint holds none.
 
     Attributes:
-        gains: dB of SQNR that each layer gained over amax, with the rule mse.
-        ratios: of layers that consumers fuse and that keep their own scales, the largest over the smallest.
+        gains: the dB of SQNR that each weight gained over the rule amax, if the rule is mse.
+        ratios: for layers that readers fuse and that keep their own scales, the largest scale over the smallest.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WeightScales:
         self._used: dict[str, float] = {}
 
     def quantize(self, module: str, w: Tensor) -> QTensor:
-        """The weight `w` [N, K] of a layer; on the meta device, what it will be."""
+        """Cast the weight `w` [N, K] of a layer. A weight on the meta device gives one there."""
         cast = self.rule.cast(self.schemes[module])
         if w.is_meta:
             return quantize(w, cast)
@@ -101,12 +101,12 @@ class WeightScales:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """See the class; of those that differ, once they are cast."""
+        """See the class. Known once the weights are cast; groups with equal scales are left out."""
         used = {", ".join(group): [self._used[name] for name in group] for group in self._groups()}
         return {names: max(scales) / min(scales) for names, scales in used.items() if min(scales) != max(scales)}
 
     def record(self) -> dict[str, object]:
-        """What octavo.json says: docs/format.md."""
+        """The entry "weight_scales" of octavo.json (docs/format.md)."""
         record: dict[str, object] = {"rule": self.rule.name, "pow2": self.rule.pow2}
         if self.rule.name == "mse":
             record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
@@ -132,7 +132,7 @@ class WeightScales:
         return replace(exact, scale=found.scale.to(q.scale.dtype))
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """The layers that consumers fuse and that have a scale for each tensor."""
+        """The layers that readers fuse, if their scales are of whole tensors."""
         wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
         return [group for group in groups(wholes) if len(group) > 1]
 
