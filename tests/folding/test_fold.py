@@ -221,7 +221,7 @@ def test_what_cannot_be_folded(tmp_path: Path) -> None:
     calibration = calibrated(other, tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     for folder, settings, error, message in (
-        (llama, {}, ValueError, "smooth with a calibration of the model, rotate, or both"),
+        (llama, {}, ValueError, "--smooth with a calibration of the model, --rotate, or both"),
         (llama, {"rotate": True, "dtype": "float16"}, ValueError, "choose one of bfloat16, float32"),
         (llama, {"smooth": calibration, "alpha": 1.5}, ValueError, "alpha must be between 0 and 1, got 1.5"),
         (llama, {"smooth": calibration}, ValueError, "is a calibration of another model"),

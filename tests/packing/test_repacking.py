@@ -112,7 +112,7 @@ def test_what_cannot_be_converted(folders: dict[str, Path], tmp_path: Path) -> N
     with pytest.raises(ValueError, match="unknown scheme"):
         convert_layout(folders["channel"], tmp_path / "out", scheme="int4")
     for act in (unpack, convert_layout):
-        with pytest.raises(ArtifactError, match="no packed model"):
+        with pytest.raises(ArtifactError, match="has no quantization_config, so the model is not packed"):
             act(folders["bf16"], tmp_path / "out")
         with pytest.raises(FileExistsError):
             act(folders["channel"], folders["mx"])

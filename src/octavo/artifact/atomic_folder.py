@@ -1,8 +1,8 @@
 """A folder that appears whole or not at all.
 
-Everything is written to a hidden sibling, flushed to the disk, and renamed: whoever sees the folder sees all of it, and
-a full disk or a kill leaves only the sibling behind, which the next writer clears away. One program at a time writes a
-folder (`octavo.artifact.lock`).
+All files are written to a hidden folder beside it, flushed to the disk, and renamed. So every reader sees a whole
+folder. After a full disk or a kill only the hidden folder is left, and the next writer removes it. One program at a
+time writes a folder (`octavo.artifact.lock`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from octavo.artifact.lock import FolderLock, check_unlocked
 
 
 class WriteError(RuntimeError):
-    """A folder could not be written; what stood there before still does."""
+    """A folder could not be written. Whatever existed there before is unchanged."""
 
 
 def check_absent(target: Path) -> None:
-    """For work that should find out before it begins whether it can write `target`.
+    """Check, before long work begins, that `target` can be written.
 
     Raises:
         FileExistsError: `target` exists.
@@ -44,7 +44,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     _check_new(target)
     partial = target.parent / f".{target.name}.partial"
     with locked_folder(target):
-        _check_new(target)  # who held the lock until now may have made it
+        _check_new(target)  # the last holder of the lock may have made it
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -59,7 +59,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def locked_folder(folder: Path) -> FolderLock:
-    """The lock of `folder`, held.
+    """Take the lock of `folder`.
 
     Raises:
         LockedError: another program holds it.
@@ -72,7 +72,7 @@ def locked_folder(folder: Path) -> FolderLock:
 
 
 def write_error(path: Path, error: OSError) -> WriteError:
-    """The error to raise when the system refused to write `path`; its message says why and what to do."""
+    """The error for a write to `path` that the system refused. Its message says why and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         existing = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
         reason = f"the disk is full ({shutil.disk_usage(existing).free / 1e6:.0f} MB are free there): make room"

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, with errors that name the file; and the comparison of two sets of them."""
+"""Reading and writing safetensors and JSON files, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 
 class ArtifactError(ValueError):
-    """A file or folder that is not what it should be; the message names it."""
+    """A file or folder has the wrong content. The message names it."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` (each made contiguous) to `path`. An OSError if the disk refuses."""
+    """Write `tensors` to the file `path`. Raises an OSError if the disk refuses."""
     try:
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata)
     except SafetensorError as error:  # the library wraps the operating system's errors in its own
@@ -36,7 +36,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def open_file(path: Path) -> Any:
-    """The safetensors file at `path`, opened: nothing is read but its header. Raises what `load_tensors` raises."""
+    """Open the safetensors file at `path` and read its header. Raises the errors of `load_tensors`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -46,7 +46,7 @@ def open_file(path: Path) -> Any:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tensor that has several names under its first."""
+    """The parameters and persistent buffers of a model by name. A tensor with several names has the first."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     return dict(model.named_parameters()) | buffers
@@ -55,7 +55,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:
     """Raise an ArtifactError unless `found` has exactly the names and shapes of `required`.
 
-    `where` opens the message: what was read, and for what.
+    The message begins with `where`, which names the file and its purpose.
     """
     if missing := sorted(required.keys() - found.keys()):
         former = missing[0].startswith("model.decoder.") and any("attn.c_attn" in name for name in found)

@@ -21,7 +21,7 @@ from octavo.artifact.files import ArtifactError
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where things lie in a run's folder."""
+    """The paths in the folder of a run."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What was logged, one JSON object a line."""
+        """The log, with one JSON object on each line."""
         return self.path / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
@@ -45,7 +45,7 @@ class RunFolder:
         return self.path / f"step-{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints there are, oldest first."""
+        """All checkpoints, oldest first."""
         return sorted(self.path.glob("step-*[0-9]"))
 
     def step_of(self, checkpoint: Path) -> int:

@@ -1,9 +1,9 @@
-"""Tensors in one or several safetensors files, read one at a time and written one at a time.
+"""Tensors in one or several safetensors files, read and written one at a time.
 
-A file of the format is eight bytes that hold the length of a JSON header, the header (name -> dtype, shape, first and
-last byte), and the bytes (github.com/huggingface/safetensors). Nothing in the header depends on the numbers, so it is
-written first and each tensor goes to its place as it comes: neither side ever holds more than one tensor. Wider types
-lie before narrower ones, so that every tensor is aligned to its own.
+A safetensors file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last
+byte), and the data (github.com/huggingface/safetensors). The header does not depend on the data, so it is written
+first, and each tensor is written to its place when it comes. Reader and writer hold one tensor at a time. Wider dtypes
+come before narrower ones, so that every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Spec:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a file."""
+        """The number of bytes in a file."""
         return self.dtype.itemsize * self.numel
 
 
@@ -79,7 +79,8 @@ class ShardReader:
                 self._files[name] = path
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU. The file is opened for it: a mapping keeps in memory whatever was read through it.
+        """One tensor, on the CPU. The file is opened for each, because a mapping keeps in memory what is read through
+        it.
 
         Raises:
             ArtifactError: the file was removed since this reader was made, or is damaged.
@@ -124,13 +125,13 @@ def write_shards(
 
     Args:
         folder: to write into.
-        specs: every tensor that will come.
-        tensors: each once.
+        specs: of every tensor.
+        tensors: the name and the data of each tensor, once.
         metadata: of every file.
 
     Raises:
         OSError: the disk refuses.
-        ValueError: a tensor is not what its spec says, comes twice, or does not come.
+        ValueError: a tensor does not fit its spec, comes twice, or does not come.
     """
     shards = _divide(specs, SHARD_BYTES)
     count = len(shards)
@@ -168,7 +169,7 @@ def _divide(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
 
 
 class _ShardFile:
-    """A file whose header is written, and whose tensors come."""
+    """A file whose header is written, and whose tensors are written one by one."""
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -1,8 +1,8 @@
 """The layout compressed-tensors: any scheme, and several in one model (github.com/vllm-project/compressed-tensors).
 
-Schemes are `config_groups` of layers; the scales of keys and values, if there are any, are declared in
-`kv_cache_scheme`. Only `quantization_config` is written and read here; the names of tensors are ours. Older writers
-state no `quantization_status`, write blocks as "128x128", and describe a sparsity that a dense model does not have.
+Each scheme is one of the `config_groups`. `kv_cache_scheme` declares the scales of keys and values, if there are any.
+This module writes and reads only the `quantization_config`. Older writers state no `quantization_status`, write blocks
+as "128x128", and describe a sparsity that a dense model does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REQUIRED = {"quant_method": "compressed-tensors", "quantization_status": "compr
 
 
 def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
-    """The `quantization_config` of layers packed by `schemes`, the layers `ignore` left as they are."""
+    """The `quantization_config` of layers packed by `schemes`, with the layers `ignore` unpacked."""
     groups: dict[str, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme.name, []).append(name)
@@ -61,7 +61,7 @@ def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple
 
 
 def _stated(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say something: a status that is null and the sparsity of a dense model say nothing."""
+    """The settings without a status that is null and without the sparsity of a dense model, which mean nothing."""
     said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
     sparsity = said.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
@@ -91,8 +91,8 @@ def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
 
 
 def _arguments(value: Any) -> Any:
-    """The arguments of a cast as they are spelled today, with what is true where they do not say it. The dtype of a
-    float scale is that of its tensor."""
+    """The arguments of a cast in the newest spelling, with the defaults of missing ones. The dtype of a float scale is
+    left out: it is that of the tensor."""
     if not isinstance(value, dict):
         return value
     said = {"dynamic": False, "symmetric": True} | {
@@ -104,7 +104,7 @@ def _arguments(value: Any) -> Any:
 
 
 def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
-    """The scheme of the first group that has the layer: by name, by a pattern (re:...) or by class."""
+    """The scheme of the first group that names the layer, by its name, a pattern (re:...) or its class."""
     for targets, scheme in groups:
         for target in targets:
             pattern = target.removeprefix("re:") if target.startswith("re:") else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.artifact.files import ArtifactError
 
-# What other writers add and no reader needs.
+# Fields of other writers that no reader needs.
 _REMARKS = (
     "version",
     "observer",
@@ -30,7 +30,8 @@ _REMARKS = (
 
 
 def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
-    """Where `found` says something else than `required`; fields of no content (None, empty) say nothing."""
+    """The fields in which `found` differs from `required`. Empty fields (None, "", []) that are not required are no
+    difference."""
     wrong = []
     for key in [*required, *(key for key in found if key not in required)]:
         value, wanted = found.get(key), required.get(key)
@@ -50,9 +51,9 @@ def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where:
 def packed_layers(
     found: Mapping[str, Any], key: str, linears: Sequence[str], where: Path, *, exact: bool = False
 ) -> list[str]:
-    """Those of `linears` that the list `key` of the `quantization_config` does not leave unpacked.
+    """The layers of `linears` that the list `key` of the `quantization_config` does not leave unpacked.
 
-    The list may name what is no linear layer, such as a norm: that leaves nothing unpacked.
+    The list may also name modules that are no linear layers, such as norms.
 
     Args:
         found: the `quantization_config`.
@@ -71,10 +72,10 @@ def packed_layers(
 
 
 def is_named(entry: str, name: str, *, exact: bool) -> bool:
-    """Whether an entry of a list of modules names the module `name`.
+    """Whether `entry`, of a list of modules, names the module `name`.
 
-    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name; without, it may also be
-    the name of a module above, the last parts of the name, or a pattern as of a shell.
+    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name. Without it, the entry may
+    also be the name of a parent module, the last parts of the name, or a glob.
     """
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), name) is not None

@@ -1,7 +1,7 @@
 """The files of a model folder that are neither its config.json nor its tensors, copied to another folder.
 
-Beside the tokenizer and the generation settings these are, of a sentence-transformers folder, the modules that follow
-the model: modules.json names a folder for each (1_Pooling, 2_Dense, ...), which may hold tensors of its own.
+These are the tokenizer and the generation settings. A sentence-transformers folder also has modules that follow the
+model: modules.json names a folder for each (1_Pooling, 2_Dense, ...), which may hold tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULES = "modules.json"
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """Copy what describes a model beside its config.json and its tensors.
+    """Copy the files of a model folder that are neither config.json nor tensors.
 
     Raises:
         ArtifactError: modules.json is damaged or names a folder outside of `source`, or a module there has its tensors

@@ -1,4 +1,4 @@
-"""The two layouts whose quant_method is "fp8", told apart by `weight_block_size`.
+"""The two layouts with the quant_method "fp8". `weight_block_size` distinguishes them.
 
     fp8        128 x 128 blocks, in the names of DeepSeek-V3 and transformers' FineGrainedFP8Config
     autofp8    one scale a tensor, in the names of AutoFP8 (github.com/neuralmagic/AutoFP8), which vLLM reads
@@ -6,10 +6,12 @@
                layers in ignored_layers; or the names of transformers' FineGrainedFP8Config, whose weight_block_size is
                null then
 
-`scale_fmt` "ue8m0" (DeepSeek) says that all scales are powers of two, those of inputs too. transformers leaves output
-heads unpacked whatever the list of unpacked layers says, and so does `octavo.artifact.packed.layouts.read_packing`.
+`scale_fmt` "ue8m0" (DeepSeek) means that all scales are powers of two, those of inputs too. transformers leaves output
+heads unpacked even if the list of unpacked layers lacks them, and so does
+`octavo.artifact.packed.layouts.read_packing`.
 
-Only `quantization_config` is written and read here; the names of tensors are in `octavo.artifact.packed.layouts`.
+This module writes and reads only the `quantization_config`. The names of tensors are in
+`octavo.artifact.packed.layouts`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _KV_CACHE = "static"
 
 
 def describe_blocks(ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of the layout fp8, the layers `ignore` left as they are."""
+    """The `quantization_config` of the layout fp8, with the layers `ignore` unpacked."""
     return {**_BLOCKS, "fmt": "e4m3", "modules_to_not_convert": list(ignore)}
 
 
 def describe_tensors(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
-    """The `quantization_config` of the layout autofp8; all layers have one scheme."""
+    """The `quantization_config` of the layout autofp8. All layers have one scheme."""
     static = any(scheme.static for scheme in schemes.values())
     described = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
     return described | {"ignored_layers": list(ignore)} | ({"kv_cache_scheme": _KV_CACHE} if kv_cache else {})
@@ -61,7 +63,7 @@ def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple
 
 
 def _blocks(found: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme, bool]:
-    """The settings that are required of a packing in blocks, its scheme, and that it has no scales of a cache."""
+    """The required settings of a packing in blocks, its scheme, and False: it has no scales of a cache."""
     if found.get("scale_fmt") != "ue8m0":
         return {**_BLOCKS, "scale_fmt": "float"}, BLOCK, False
     rows = list(found["weight_block_size"]) == [1, 32]  # MX, as transformers has it

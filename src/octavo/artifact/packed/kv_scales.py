@@ -1,8 +1,8 @@
-"""The scales of a cache of keys and values: one for the keys of an attention layer, after the rotation, one for its
-values. As weights', they multiply: k ≈ k_q * k_scale.
+"""The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.
 
-In memory they are called <attention>.k_scale and <attention>.v_scale, float32 [1], as in compressed-tensors. Files may
-have them in another dtype (`octavo.artifact.packed.scales`) and under other names (`kv_names`).
+They multiply, as the scales of weights do: k ≈ k_q * k_scale. In memory they are named <attention>.k_scale and
+<attention>.v_scale, float32 [1], as in compressed-tensors. Files may have another dtype
+(`octavo.artifact.packed.scales`) and other names (`kv_names`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ KvScales = dict[str, tuple[Tensor, Tensor]]
 
 
 def attentions(linears: Iterable[str]) -> list[str]:
-    """The attention layers that a cache has keys and values of: those with a k_proj, by their names."""
+    """The names of the attention layers, which are the parents of the layers k_proj."""
     return [name.removesuffix(".k_proj") for name in linears if name.endswith(".k_proj")]
 
 
 def kv_names(name: str) -> list[str]:
-    """What a tensor of a file is called in memory, where it is a scale of a cache; else its own name.
+    """The names in memory of a tensor of a file, if it is a scale of a cache; else its own name.
 
-    Read are <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM), the
-    <attention>.k_proj.output_scale of older writers, the same for values, and <attention>.kv_scale, which is both.
+    The names in files are <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM),
+    <attention>.k_proj.output_scale (older writers), the same for values, and <attention>.kv_scale, which is both
+    scales.
     """
     module, _, leaf = name.rpartition(".")
     parent, _, last = module.rpartition(".")
@@ -42,25 +43,25 @@ def kv_names(name: str) -> list[str]:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor is one of these scales, by its name in memory."""
+    """Whether the tensor `name`, in memory, is the scale of a cache."""
     return name.endswith((f".{K_SCALE}", f".{V_SCALE}"))
 
 
 def take_kv_scales(tensors: dict[str, Tensor], linears: Iterable[str], declared: bool, where: Path) -> KvScales:
-    """The scales of each attention layer, taken out of `tensors` (by their names in memory) and checked.
+    """Remove the scales of each attention layer from `tensors`, and check them.
 
     Args:
-        tensors: what a folder has; the scales are removed from it.
+        tensors: of a folder, by their names in memory.
         linears: every linear layer, by its name on disk.
         declared: whether the folder's configuration says that it has such scales.
-        where: of the folder, for the message.
+        where: the folder, for the message.
 
     Returns:
-        The scales of keys and values, float32 [1], by the name of the attention layer; nothing if none is declared.
+        The scales of keys and values, float32 [1], by the name of the attention layer; empty if none is declared.
 
     Raises:
-        ArtifactError: a scale is missing, of another shape or dtype, not finite or not positive, of no attention layer,
-            or there though none is declared.
+        ArtifactError: a scale is missing, has another shape or dtype, is not finite and positive, belongs to no
+            attention layer, or exists though none is declared.
     """
     found = {name: tensors.pop(name) for name in list(tensors) if is_kv_scale(name)}
     if found and not declared:

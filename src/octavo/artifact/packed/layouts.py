@@ -1,4 +1,4 @@
-"""The packed folder: a model whose linear weights are eight bits, as Hugging Face's libraries open it.
+"""The packed folder: a model with linear weights in eight bits, in a form that Hugging Face's libraries open.
 
     OUT/
       config.json          the model in Hugging Face's terms, "dtype": "bfloat16", and a `quantization_config`
@@ -7,7 +7,7 @@
                            everything else        bfloat16          a tied head is not stored
       tokenizer.json ...   the tokenizer's files
 
-or several files of tensors and their index. The layouts, which differ in names and in the `quantization_config`:
+or several files of tensors and their index. The layouts differ in names and in the `quantization_config`:
 
     compressed-tensors     any scheme, several in one model (`octavo.artifact.packed.compressed_tensors`)
     fp8                    the scheme `block` alone; the scale is called weight_scale_inv (and multiplies, too):
@@ -16,8 +16,8 @@ or several files of tensors and their index. The layouts, which differ in names 
                            for vLLM and TensorRT-LLM
     autofp8                static or tensor (`octavo.artifact.packed.fp8`); for vLLM
 
-Every linear layer is packed unless the configuration names it as ignored: a reader takes one that is neither packed nor
-named for a packed one and computes nonsense without an error, which is why folders are checked tensor by tensor here.
+Every linear layer is packed unless the configuration names it as ignored. A reader takes a layer that is neither packed
+nor ignored for a packed one and computes nonsense without an error. So folders are checked tensor by tensor here.
 """
 
 from __future__ import annotations
@@ -48,19 +48,17 @@ from octavo.numerics import TENSOR
 WEIGHT_DTYPE = torch.float8_e4m3fn
 UNQUANTIZED_DTYPE = torch.bfloat16
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
-# The names of output heads, which consumers leave unpacked even where a folder does not say so.
+# The names of output heads, which readers leave unpacked even if a folder does not name them as ignored.
 HEADS = ("lm_head", "embed_out", "score", "classifier")
-# For whom the layouts are that transformers does not open.
+# The readers of the layouts that transformers does not open.
 READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
-# The schemes of the layouts that do not hold every one, and hold one in a model.
+# The schemes of the layouts that do not hold all schemes. These layouts hold one scheme in a model.
 _HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
 
 
 def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False) -> None:
-    """Raise a ValueError, which names the alternative, unless `layout` is one that holds `schemes`.
-
-    `kv_cache`: and the scales of a cache of keys and values.
-    """
+    """Raise a ValueError, which names the alternative, unless `layout` can hold `schemes`, and with `kv_cache` the
+    scales of a cache of keys and values."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     names = sorted({scheme.name for scheme in schemes})
@@ -77,14 +75,15 @@ def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False)
 
 @dataclass(frozen=True)
 class Packing:
-    """Which layers are packed, by their names on disk, and how; the layout; whether scales of a KV cache are stored."""
+    """How a folder is packed: its layout, the scheme of each packed layer by its name in the files, and whether the
+    scales of a KV cache are stored."""
 
     layout: str
     schemes: Mapping[str, Scheme]
     kv_cache: bool = False
 
     def name_in_files(self, name: str) -> str:
-        """What the layout calls the tensor `name`, where that is a scale."""
+        """The name that the layout gives to the tensor `name`, if that is a scale; else `name`."""
         module, _, leaf = name.rpartition(".")
         if self.layout == "fp8" and leaf == SCALE_NAME:
             return f"{name}_inv"
@@ -93,16 +92,16 @@ class Packing:
         return name
 
     def names_in_memory(self, name: str) -> list[str]:
-        """What a tensor of a file is called in memory: the inverse of `name_in_files`, for every name that is read."""
+        """The names in memory of a tensor of a file: the inverse of `name_in_files`, for every name that is read."""
         module, _, leaf = name.rpartition(".")
         if leaf in OTHER_NAMES and self.layout in ("fp8", "autofp8"):
             return [f"{module}.{OTHER_NAMES[leaf]}"]
-        # A writer of AutoFP8's does not declare its scales of keys and values; elsewhere outputs may have scales, too.
+        # AutoFP8 does not declare its scales of keys and values. In other layouts outputs may have scales, too.
         of_output = leaf == "output_scale" and not self.kv_cache and self.layout != "autofp8"
         return [name] if of_output else kv_names(name)
 
     def to_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a file that hold `tensors`: scales may have another name and another shape there."""
+        """The tensors of the files that hold `tensors`. Scales may have another name and another shape there."""
         return {self.name_in_files(name): self._shaped_for_disk(name, t) for name, t in tensors.items()}
 
     def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,7 +124,7 @@ class Packing:
         return take_kv_scales(tensors, linears, declared, where)
 
     def _is_number(self, name: str) -> bool:
-        """Whether this is a scale that is one number."""
+        """Whether the tensor is a scale of one number."""
         module, _, leaf = name.rpartition(".")
         scheme = self.schemes.get(module)
         of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
@@ -142,7 +141,7 @@ class Packing:
         return scale[:, None, :, None] if self._is_block(module) else scale.flatten()
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor `name` (its name in memory) as it is in memory, from what lies in a file."""
+        """Convert the tensor `name` (its name in memory) from its form in a file to its form in memory."""
         if is_kv_scale(name):
             return read_number(tensor)
         module, _, leaf = name.rpartition(".")
@@ -171,12 +170,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if found is None and beside.is_file():
         found, where = read_json(beside), beside
     if isinstance(found, dict) and modelopt.is_modelopt(found):
-        config["quantization_config"] = modelopt.in_newer_words(found, where)
+        config["quantization_config"] = modelopt.in_newer_spelling(found, where)
     return config
 
 
 def quantization_config(packing: Packing, linears: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `linears` names every linear layer, packed or not, as on disk."""
+    """The `quantization_config` of config.json. `linears` names every linear layer, packed or not, as in the files."""
     ignore = [name for name in linears if name not in packing.schemes]
     if packing.layout == "fp8":
         return fp8.describe_blocks(ignore)
@@ -189,7 +188,7 @@ def quantization_config(packing: Packing, linears: Iterable[str]) -> dict[str, A
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json, and what the layout of its `quantization_config` wants beside it."""
+    """Write config.json, and the second file that the layout modelopt has."""
     found = config.get("quantization_config", {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if found.get("quant_method") == "modelopt":
@@ -199,22 +198,22 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def read_packing(
     config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
 ) -> Packing:
-    """How a packed folder's config.json says that the layers `linears` (their names on disk) are packed.
+    """The packing of the layers `linears` (by their names in files) that a config.json states.
 
     Args:
         config: as `read_config` returned it.
         linears: every linear layer.
-        where: of the file, for messages.
-        plain: those whose weight is not in eight bits. An output head among them is not packed, whether the
-            configuration names it or not: consumers leave heads unpacked by themselves, and some writers rely on it.
+        where: the file, for messages.
+        plain: layers whose weight is not in eight bits. An output head among them is not packed, even if the
+            configuration does not name it: readers leave heads unpacked, and some writers rely on that.
 
     Raises:
-        ArtifactError: no packed model, or one packed in another way; the message lists what was read and required.
+        ArtifactError: the model is not packed, or in another way. The message lists what was read and required.
     """
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         raise ArtifactError(
-            f"{where} is of no packed model (it has no quantization_config): make one with octavo pack MODEL OUT"
+            f"{where} has no quantization_config, so the model is not packed: pack it with octavo pack MODEL OUT"
         )
     linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
     method = found.get("quant_method")
@@ -228,7 +227,7 @@ def read_packing(
 def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:
     """Raise an ArtifactError unless `found` has the names, shapes and dtypes of `required`, and is finite.
 
-    Scales must be positive as well. The message names the first tensor that is wrong.
+    Scales must also be positive. The message names the first wrong tensor.
     """
     advice = "the folder is damaged or of another model: pack it again"
     try:

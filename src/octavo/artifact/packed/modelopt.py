@@ -1,4 +1,4 @@
-"""The layout modelopt: what NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
+"""The layout modelopt, which NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
 
 One scheme for the whole model, named in `quant_algo`:
 
@@ -6,10 +6,10 @@ One scheme for the whole model, named in `quant_algo`:
     FP8_PER_CHANNEL_PER_TOKEN    channel    weight_scale [N]
     FP8_PB_WO                    block      weight_scale [N / 128, 1, K / 128, 1]; vLLM casts inputs by 1 x 128
 
-It is said twice: in config.json's `quantization_config` and, in the older words, in hf_quant_config.json. A folder may
-have one of the two alone, or the older words in config.json
-(github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py, has both forms;
-vllm/model_executor/layers/quantization/modelopt.py reads them). Unpacked layers may be patterns. Names and shapes of
+A folder states the scheme twice: in the `quantization_config` of config.json and, in an older spelling, in
+hf_quant_config.json. It may also have only one of the two, or the older spelling in config.json. Both spellings are in
+github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py, and
+vllm/model_executor/layers/quantization/modelopt.py reads them. Unpacked layers may be patterns. The names and shapes of
 tensors are in `octavo.artifact.packed.layouts`.
 """
 
@@ -32,7 +32,7 @@ _PRODUCER = {"name": "octavo", "version": __version__}
 
 
 def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
-    """The `quantization_config` of config.json; all layers have one scheme."""
+    """The `quantization_config` of config.json. All layers have one scheme."""
     scheme = next(iter(schemes.values()), STATIC)
     (algorithm,) = (name for name, held in _ALGORITHMS.items() if held is scheme)
     inputs = {"dynamic": not scheme.static, **_EIGHT_BITS}
@@ -48,7 +48,7 @@ def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: boo
 
 
 def side_file(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What hf_quant_config.json says, of what `describe` returned."""
+    """The content of hf_quant_config.json for a result of `describe`."""
     return {
         "producer": described["producer"],
         "quantization": {
@@ -60,16 +60,19 @@ def side_file(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_modelopt(found: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is ModelOpt's; an older one may not say so, and has ModelOpt's words."""
+    """Whether a `quantization_config` is ModelOpt's. An older one may lack the quant_method, but has ModelOpt's
+    keys."""
     return found.get("quant_method", "modelopt") == "modelopt" and bool({"quant_algo", "quantization"} & found.keys())
 
 
-def in_newer_words(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """A `quantization_config` as `describe` spells it, from hf_quant_config.json or from a config.json that has the
-    words of that file, with or without its object `quantization`. One in the newer words is returned as it is.
+def in_newer_spelling(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """A `quantization_config` in the spelling of `describe`.
+
+    `found` is hf_quant_config.json, or a `quantization_config` in the spelling of that file, with or without the object
+    `quantization`. One in the newer spelling is returned unchanged.
 
     Raises:
-        ArtifactError: `quantization` is no object, or the cache of keys and values is another than FP8.
+        ArtifactError: `quantization` is no object, or the cache of keys and values is not FP8.
     """
     said = found.get("quantization", found)
     if not isinstance(said, dict):

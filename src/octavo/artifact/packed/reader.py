@@ -1,4 +1,4 @@
-"""A packed folder by itself: its tensors and what they mean, without the model that runs them."""
+"""The tensors of a packed folder, read without building its model."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class PackedTensors:
     Attributes:
         config: its config.json.
         packing: the layout, and the scheme of each packed layer.
-        ignored: the linear layers that it declares unpacked.
+        ignored: the linear layers that the folder declares unpacked.
         kv_scales: the scales of a cache's keys and values, float32 [1] each, by the name of the attention layer; empty
-            where the folder has none.
+            if the folder has none.
         others: the tensors that are neither weights of packed layers nor scales.
-        unused: scales that other programs write and no layer reads (`octavo.artifact.packed.scales.unused_scales`).
+        unused: scales that no layer reads (`octavo.artifact.packed.scales.unused_scales`).
 
     Raises:
         FileNotFoundError: a file of it is missing.
-        ArtifactError: no packed folder, one packed in a way that octavo does not know, or a damaged one.
+        ArtifactError: the folder is not packed, packed in a way that Octavo does not read, or damaged.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
@@ -77,7 +77,7 @@ class PackedTensors:
             self._check(name, scheme)
 
     def _eight_bits(self) -> list[str]:
-        """The modules that have the scale of a weight, or a matrix for a weight that is in eight bits."""
+        """The modules with the scale of a weight, or with a weight that is a matrix in eight bits."""
         scales = [name for name in self.reader.specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
         weights = [
             name
@@ -87,16 +87,16 @@ class PackedTensors:
         return [name.rpartition(".")[0] for name in (*scales, *weights)]
 
     def _plain(self) -> list[str]:
-        """The modules that have a matrix for a weight that is not in eight bits."""
+        """The modules with a weight that is a matrix and not in eight bits."""
         weights = {name: spec for name, spec in self.reader.specs.items() if name.endswith(".weight")}
         plain = [name for name, spec in weights.items() if spec.dtype != WEIGHT_DTYPE and len(spec.shape) == 2]
         return [name.removesuffix(".weight") for name in plain]
 
     def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
-        """The unpacked linear layers that a list of modules names, which may hold patterns and what is no such layer.
+        """The unpacked linear layers that a list of modules names. It may hold patterns and modules of other kinds.
 
-        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is among the
-        layers even where the list lacks it: some writers rely on consumers to leave heads unpacked.
+        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if
+        the list lacks it: some writers rely on readers to leave heads unpacked.
         """
         plain = self._plain()
         names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
@@ -107,7 +107,7 @@ class PackedTensors:
         return list(names)
 
     def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
-        """The scales of a cache, taken from the files and checked; and their names there."""
+        """The scales of a cache, checked, and their names in the files."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
         return packing.take_kv_scales(found, linears, self.folder), disks
@@ -144,7 +144,7 @@ class PackedTensors:
         return scale
 
     def stored(self, name: str) -> tuple[Tensor, Tensor]:
-        """Data and scale of a packed layer; the scale as its scheme has it (`octavo.artifact.packed.scheme`)."""
+        """The data and the scale of a packed layer, the scale in the form of `octavo.artifact.packed.scheme`."""
         return self.reader.get(f"{name}.weight"), self._scale(name, SCALE_NAME)
 
     def input_scale(self, name: str) -> Tensor:
@@ -161,12 +161,12 @@ class PackedTensors:
         return suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
 
     def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
-        """The scales of a cache as the files of `packing` hold them."""
+        """The scales of a cache by their names in the files of `packing`."""
         scales = self.kv_scales.items() if packing.kv_cache else ()
         return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
 
     def specs_as(self, packing: Packing) -> dict[str, Spec]:
-        """What the files would hold if the packed layers were packed so."""
+        """The specs of the files' tensors if the layers were packed by `packing`."""
         specs = {name: self.reader.specs[name] for name in self.others}
         specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
         for name, scheme in packing.schemes.items():
@@ -179,7 +179,8 @@ class PackedTensors:
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:
-        """Write config.json for `packing` (None: for a model in BF16), and copy what else describes it."""
+        """Write config.json for `packing` (None: for a model in BF16), and copy the other files that describe the
+        model."""
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         if packing is not None:
             linears = [*packing.schemes, *self.ignored]

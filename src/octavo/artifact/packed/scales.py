@@ -1,8 +1,8 @@
-"""The scales of packed layers as they lie in files, and the one form that they have in memory.
+"""The scales of packed layers: the forms that they have in files, and the one form in memory.
 
-In memory the scale of a weight is `<layer>.weight_scale` and that of a static input `<layer>.input_scale`, of the shape
-and dtype that `octavo.artifact.packed.scheme` gives. Other programs write the same numbers in other ways.
-All of them are read:
+In memory the scale of a weight is `<layer>.weight_scale` and the scale of a static input is `<layer>.input_scale`, with
+the shape and dtype of `octavo.artifact.packed.scheme`. Programs write the same numbers in several forms. All of these
+are read:
 
 | | in files |
 |---|---|
@@ -12,7 +12,7 @@ All of them are read:
 | one scale for each block | [N / 128, K / 128], rounded up; or [N / 128, 1, K / 128, 1] |
 | names | weight_scale or weight_scale_inv (which multiplies, too); input_scale or activation_scale |
 
-A tensor of another shape or dtype keeps it, and the check of the folder names it.
+A tensor of any other shape or dtype is kept unchanged, and the check of the folder names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNUSED = ("output_scale", "q_scale", "prob_scale", *_ZERO_POINTS)
 
 
 def widen_scale(scale: Tensor) -> Tensor:
-    """A scale in float32, exactly; uint8 is taken for the exponents of E8M0. Another dtype is left as it is."""
+    """Convert a scale to float32, exactly. uint8 is read as exponents of E8M0. Any other dtype is left unchanged."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     known = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -42,16 +42,16 @@ def widen_scale(scale: Tensor) -> Tensor:
 
 
 def read_number(scale: Tensor) -> Tensor:
-    """A scale that is one number, float32 [1]; more than one number keeps its shape."""
+    """A scale of one number as float32 [1]. More than one number keeps its shape."""
     scale = widen_scale(scale)
     return scale.reshape(1) if scale.numel() == 1 else scale
 
 
 def read_scale(scale: Tensor, leaf: str, scheme: Scheme) -> Tensor:
-    """A scale as it lies in a file, in the shape and dtype that it has in memory.
+    """Convert a scale from a file to the shape and dtype that it has in memory.
 
     Args:
-        scale: of any dtype and shape of the table above.
+        scale: of any dtype and shape in the table above.
         leaf: "weight_scale" or "input_scale".
         scheme: of its layer.
     """
@@ -69,13 +69,13 @@ def read_scale(scale: Tensor, leaf: str, scheme: Scheme) -> Tensor:
 
 
 def unused_scales(names: Iterable[str], get: Callable[[str], Tensor], where: Path) -> list[str]:
-    """Those of `names` that other programs write beside the scales and that no layer reads: the scales of outputs,
-    queries and attention probabilities, and zero points that are zero.
+    """The tensors among `names` that other programs write beside the scales and that no layer reads: the scales of
+    outputs, queries and attention probabilities, and zero points that are zero.
 
     Args:
         names: of the tensors in the files, without the scales of a cache of keys and values.
-        get: reads one.
-        where: of the folder, for the message.
+        get: returns a tensor by its name.
+        where: the folder, for the message.
 
     Raises:
         ArtifactError: a zero point is not zero.

@@ -1,4 +1,4 @@
-"""How the weight of a packed linear layer is stored, and how its input is cast when it runs.
+"""The schemes of packed linear layers: the storage of the weight, and the cast of the input when the layer runs.
 
 | scheme | weight, e4m3 | weight_scale | input, e4m3, when the layer runs |
 |---|---|---|---|
@@ -9,7 +9,7 @@
 | mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
 | group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
 
-Every scale multiplies: w ≈ weight * weight_scale. How compressed-tensors spells each is in `group`
+Every scale multiplies: w ≈ weight * weight_scale. `Scheme.group` has the spelling of compressed-tensors
 (github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
 """
 
@@ -36,11 +36,11 @@ class Scheme:
     """One way to pack a layer.
 
     Args:
-        name: what the command line calls it.
+        name: on the command line.
         weight, inputs: the casts of the weight and of the input.
-        format: what compressed-tensors calls the file format.
-        weight_arguments, input_arguments: how it spells the casts.
-        static: the input's scale is stored, and not computed when the layer runs.
+        format: the name of the file format in compressed-tensors.
+        weight_arguments, input_arguments: the casts in the spelling of compressed-tensors.
+        static: the scale of the input is stored, and not computed when the layer runs.
     """
 
     name: str
@@ -62,19 +62,19 @@ class Scheme:
         }
 
     def misfit(self, n: int, k: int) -> str:
-        """Why a weight [N, K] cannot be packed so, or nothing."""
+        """The reason why a weight [N, K] cannot be packed by this scheme, or ""."""
         rows, cols = self.weight.granularity.rows or 1, self.weight.granularity.cols or 1
         if n % rows or k % cols:
             return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}: pack it by channel"
         return ""
 
     def unreadable(self, n: int, k: int) -> str:
-        """Why a weight [N, K] cannot be read so, or nothing. The last blocks of 128 x 128 may be smaller, as other
-        programs write them."""
+        """The reason why a weight [N, K] of this scheme cannot be read, or "". The last blocks of 128 x 128 may be
+        smaller in the files of other programs."""
         return "" if (self.weight.granularity.rows or 1) > 1 else self.misfit(n, k)
 
     def stored_scale(self, q: QTensor) -> Tensor:
-        """The scale of a packed weight as it lies in a file."""
+        """The scale of a packed weight in the form that files have."""
         if self.weight.granularity == TENSOR:
             return q.scale.reshape(1)
         return q.scale.view(torch.uint8) if self.weight.scale == "e8m0" else q.scale
@@ -109,7 +109,7 @@ BLOCK = Scheme(
     {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
     {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
 )  # fmt: skip
-# What DeepSeek calls scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
+# DeepSeek's scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
 BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
 STATIC = Scheme(
     "static", Cast(granularity=TENSOR), Cast(granularity=TENSOR), "float-quantized",
