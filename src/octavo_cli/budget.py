@@ -1,4 +1,4 @@
-"""What octavo pack says of a budget."""
+"""The report of a budget by octavo pack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROWS = 10
 
 
 def print_budget(found: Kept) -> None:
-    """What was measured, what stays in BF16, and the groups that are harmed most for each byte that they save."""
+    """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
     from octavo.words import plural
 
     of = found.quality

@@ -1,4 +1,4 @@
-"""octavo calibrate: what the tensors of a model are like while it runs."""
+"""octavo calibrate: measures the tensors of a model while it runs on text."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def calibrate_command(
     ],
     out: Out,
     data: Annotated[list[str], typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")],
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to take; 128 to 512 as a rule.")] = 256,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens of a prompt, at most.")] = 2048,
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts at once.")] = 8,
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Number of prompts; 128 to 512 are usual.")] = 256,
+    context: Annotated[int, typer.Option(metavar="NUMBER", help="Most tokens of a prompt.")] = 2048,
+    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts that run at once.")] = 8,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="The seed of the choice of prompts.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the choice of prompts.")] = 0,
 ) -> None:
     """Measure the tensors of a model while it runs on text.
 
-    The model runs in BF16 over prompts. The folder OUT gets amax (also by channel and by batch) and the distribution of
-    magnitudes of several tensors: the inputs of linear layers, the outputs of norms, and queries, keys and values.
+    The model runs in BF16 on prompts. The folder OUT gets the amax (also by channel and by batch) and the distribution
+    of magnitudes of these tensors: inputs of linear layers, outputs of norms, queries, keys and values.
 
-    One block is in memory at a time. A run that is interrupted goes on with its block when the command is given again.
+    One block is in memory at a time. Give the same command again to resume after an interruption.
 
     Example:
 
@@ -56,7 +56,7 @@ def calibrate_command(
 
 
 def _print_outliers(found: Calibration) -> None:
-    """The sites where a few elements take the most range from the others."""
+    """Print the sites with the largest ratio of the amax to a high percentile."""
     from octavo.calibration.statistics import PERCENTILES
     from octavo.words import plural
 

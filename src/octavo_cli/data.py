@@ -1,4 +1,4 @@
-"""What the commands that read prompts have in common: the help of --data, and the lines on what was read."""
+"""The option --data of the commands that read prompts: its help, its words, and the lines on the text that was read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messag
 
 
 def print_reading(report: ReadReport) -> None:
-    """Print what was read and what was skipped."""
+    """Print the report of the text that was read."""
     for line in report.lines():
         say(line)
 

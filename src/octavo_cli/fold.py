@@ -1,4 +1,4 @@
-"""octavo fold: the same model with its outliers folded into weights, so that it quantizes better."""
+"""octavo fold: folds outliers into the weights of a model, so that it quantizes better."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ def fold_command(
     smooth: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="What octavo calibrate made of the model: move outliers of activations into weights."
+            metavar="FOLDER",
+            help="The folder that octavo calibrate wrote for the model: move outliers of activations into weights.",
         ),
     ] = None,
     alpha: Annotated[
         float, typer.Option(metavar="NUMBER", help="With --smooth: how much of the outliers moves, from 0 to 1.")
     ] = 0.5,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Rotate residual stream and values by Hadamard matrices; RMSNorm models.")
+        bool,
+        typer.Option(
+            "--rotate", help="Rotate the residual stream and the values by Hadamard matrices. For models with RMSNorm."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="The seed of the signs of the rotation.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the signs of the rotation.")] = 0,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="The dtype of the weights: bfloat16 or float32.")
+        str, typer.Option(metavar="TYPE", help="Dtype of the new weights: bfloat16 or float32.")
     ] = "bfloat16",
     step: Step = None,
 ) -> None:
     """Write a model that computes the same and quantizes better.
 
-    The folder can be calibrated and packed as any other.
+    The new folder can be calibrated and packed like any other.
 
-    Smoothing's factors are powers of two, so that nothing else changes; a rotation is off by the rounding of the
-    weights that it writes. With both, only what a rotation does not reach is smoothed: the input of down_proj.
+    The factors of smoothing are powers of two, so the model computes exactly the same. A rotation rounds the weights
+    that it changes. With both options only the input of down_proj is smoothed, because the rotation does not reach it.
 
-    Both are for INT8, and for outliers beyond the range of a static scale. Where that was measured (docs/log.md), FP8
-    with a scale a token gained nothing by either, and lost a little by a rotation.
+    Both help INT8, and outliers beyond the range of a static scale. In our measurements (docs/log.md) FP8 with a scale
+    for each token gained nothing from either, and lost a little by a rotation.
 
     Example:
 
@@ -75,7 +79,7 @@ def _facts(report: FoldReport) -> list[tuple[str, str]]:
         stream, head = report.rotated
         facts.append(("rotated", f"residual stream in blocks of {stream}, heads in blocks of {head}"))
     if report.untied:
-        facts.append(("head", "has a weight of its own now, which it shared with the embedding"))
+        facts.append(("head", "has its own weight now; it shared that of the embedding"))
     facts.append(("tensors changed", str(report.changed)))
     for name in report.left_out:
         facts.append(("left out", f"{name}: the model has no place for it"))

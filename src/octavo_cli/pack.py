@@ -1,4 +1,4 @@
-"""octavo pack: a trained model as a folder of eight-bit weights."""
+"""octavo pack: writes an FP8-quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Of the packed layers: {', '.join(SCHEMES)}. Without it that of the run's recipe, or channel.",
+            help=f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel.",
         ),
     ] = None,
     layer: Annotated[
@@ -39,24 +39,28 @@ def pack_command(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="What octavo calibrate made of the model, for static and --kv-cache."),
+        typer.Option(
+            metavar="FOLDER", help="The folder that octavo calibrate wrote for the model: for static and --kv-cache."
+        ),
     ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of the calibration's scales: amax (if not given), percentile (99.99) or mse."
+            metavar="NAME", help="Rule of the scales from the calibration: amax (default), percentile (99.99) or mse."
         ),
     ] = None,
     weights: Annotated[
-        str, typer.Option(metavar="NAME", help="Of weights' scales: amax, or mse, the least squared error.")
+        str,
+        typer.Option(metavar="NAME", help="Rule of the scales of weights: amax, or mse (least mean squared error)."),
     ] = "amax",
     pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
-        bool | None, typer.Option(help="One scale for fused layers; without it, unless the run trained its own.")
+        bool | None,
+        typer.Option(help="One scale for layers that vLLM fuses. Default: yes, unless the run trained its own scales."),
     ] = None,
     kv_cache: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="fp8: store scales for a cache of keys and values, from the calibration."),
+        typer.Option(metavar="NAME", help="fp8: store the calibration's scales for a cache of keys and values."),
     ] = None,
     tensor_parallel: Annotated[
         str,
@@ -67,17 +71,17 @@ def pack_command(
     step: Step = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(metavar="BUDGET", help=f"Leave in BF16 as many layers as it takes on --data: {BUDGET_HELP}."),
+        typer.Option(metavar="BUDGET", help=f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}."),
     ] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget. {DATA_HELP}.")] = None,
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: prompts.")] = 32,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: tokens of a prompt, at most.")] = 512,
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: number of prompts.")] = 32,
+    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: most tokens of a prompt.")] = 512,
     device: Device = "cpu",
 ) -> None:
-    """Write a model as a folder of eight-bit linear weights.
+    """Write a model with its linear weights in FP8.
 
-    The folder holds all that running it takes: octavo generate and transformers (with compressed-tensors) open it.
-    Output heads, routers and what training skipped stay in BF16, and so does all that is no linear layer.
+    The folder is a whole model: octavo generate, vLLM and transformers (with compressed-tensors) open it. Output heads,
+    routers, layers that training skipped, and everything but linear layers stay in BF16.
 
     Example:
 
@@ -126,14 +130,14 @@ def pack_command(
 
 
 def _layers(given: list[str]) -> dict[str, str]:
-    """GLOB=SCHEME, read."""
+    """Parse GLOB=SCHEME options."""
     if wrong := [text for text in given if "=" not in text]:
         raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
     return dict(text.rsplit("=", 1) for text in given)
 
 
 def _degrees(given: str) -> list[int]:
-    """1,2,4, read."""
+    """Parse a list such as 1,2,4."""
     if not all(part.strip().isdecimal() for part in given.split(",")):
         raise ValueError(f"--tensor-parallel takes numbers of devices, such as 1,2,4,8, got {given!r}")
     return [int(part) for part in given.split(",")]
@@ -163,19 +167,19 @@ def _facts(report: PackReport, kept: Kept | None) -> list[tuple[str, str]]:
     if not report.has_tokenizer:
         facts.append(("no tokenizer", "the source has none, and octavo generate needs one"))
     if any(scheme.startswith("group") for scheme in report.packed.values()):
-        facts.append(("not for vLLM", "it knows no groups of float32 scales; transformers and octavo do"))
+        facts.append(("not for vLLM", "it cannot read groups of float32 scales; transformers and octavo can"))
     if report.gains:
         gains = sorted(report.gains.values())
         facts.append(
-            ("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, {gains[len(gains) // 2]:.2f} in the median")
+            ("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, median {gains[len(gains) // 2]:.2f} dB")
         )
     if report.ratios:
         most = max(report.ratios, key=lambda names: report.ratios[names])
         facts.append(
             (
                 "scales not shared",
-                f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, as training did not; they "
-                f"differ by {report.ratios[most]:.2f}x at most ({most}): --share-scales",
+                f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, unlike training; scales "
+                f"differ by {report.ratios[most]:.2f}x at most ({most}). --share-scales shares them",
             )
         )
     return facts

@@ -1,4 +1,4 @@
-"""octavo unpack and octavo convert-layout: from a packed folder back to BF16, or to another packing."""
+"""octavo unpack and octavo convert-layout: write a packed folder in BF16, or in another layout or scheme."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def convert_layout(
     out: Out,
     layout: Layout = LAYOUTS[0],
     scheme: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(SCHEMES)}; without it, as it is.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(SCHEMES)}. Default: the scheme of each layer stays.")
     ] = None,
 ) -> None:
     """Write a packed model in another layout or scheme.
 
-    The command says whether any weight changed, and by how much.
+    The command reports whether any weight changed, and by how much.
 
     Example:
 
@@ -61,8 +61,8 @@ def convert_layout(
     worst = min(result.sqnr, key=lambda name: result.sqnr[name])
     finite = sorted(db for db in result.sqnr.values() if db < float("inf"))
     say(
-        f"{len(finite)} of {plural(len(result.sqnr), 'weight')} were cast again: {finite[len(finite) // 2]:.1f} dB in "
-        f"the median, {result.sqnr[worst]:.1f} dB at worst ({worst})"
+        f"{len(finite)} of {plural(len(result.sqnr), 'weight')} were cast again: median "
+        f"{finite[len(finite) // 2]:.1f} dB, lowest {result.sqnr[worst]:.1f} dB ({worst})"
     )
 
 

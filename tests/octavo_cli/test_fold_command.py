@@ -37,14 +37,14 @@ def test_smooth_and_rotate(octavo, model, tmp_path):
     assert f"folded {model} into {tmp_path / 'out'}" in out
     assert re.search(r"tensors smoothed +2, by factors of ", out)
     assert "residual stream in blocks of 32, heads in blocks of 16" in out
-    assert "has a weight of its own now" in out
+    assert "has its own weight now" in out
     assert json.loads((tmp_path / "out" / "octavo.json").read_text())["folded"]["smooth"]["alpha"] == 0.6
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_errors_are_one_line(octavo, model, tmp_path):
     for words, message in (
-        ((), "smooth with a calibration of the model, rotate, or both"),
+        ((), "--smooth with a calibration of the model, --rotate, or both"),
         (("--rotate", "--dtype", "float16"), "choose one of bfloat16, float32"),
         (("--smooth", tmp_path / "no"), "calibration.json is missing"),
     ):

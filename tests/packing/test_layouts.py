@@ -1,53 +1,28 @@
-"""The layouts that vLLM alone opens, and the scales of a KV cache: written, read back, and converted.
+"""The layouts that vLLM alone opens: written, read back, and converted.
 
-Oracles: what vLLM and ModelOpt say (`VLLM` below is the shape and name of every scale as their loaders want it, from
-their sources), compressed-tensors' emulation for the cache, and bytes for what must not change.
+Oracles: the names and shapes that the loaders of vLLM and ModelOpt read, from their sources (`VLLM` below), and bytes
+for everything that must not change.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from metrics import distance
+from layout_examples import ATTENTION, Folders, folder_maker, logits, same_bytes
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
-import octavo
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
-from octavo.calibration import Calibration, calibrate
-from octavo.evaluation import PromptOptions
-from octavo.kv_cache.transformers_cache import QuantizedKVCache
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import convert_layout, pack, unpack
 from octavo.runtime import load_packed
 from octavo_cli.app import app
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "eos_token_id": 0,
-    "bos_token_id": None,
-}  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": None},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Qwen3": {"head_dim": 32},
-    "OPT": {"ffn_dim": 256, "word_embed_proj_dim": 128},
-}
-Folders = Callable[..., Path]
 # The suffix and shape of what lies beside a weight [256, 128], by layout and scheme, as vLLM's loaders want it.
 VLLM: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("modelopt", "static"): {"weight_scale": (), "input_scale": ()},
@@ -56,210 +31,12 @@ VLLM: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("autofp8", "static"): {"weight_scale": (), "input_scale": ()},
     ("autofp8", "tensor"): {"weight_scale": ()},
 }
-UP, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
+UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """made(kind) is a model, made(kind, "calibrated") its calibration, and made(kind, scheme=...) a packing."""
-    root = tmp_path_factory.mktemp("layouts")
-    (root / "text.txt").write_text(
-        "\n\n".join(f"{i} times {j} is {i * j}, said the clerk." for i in range(9) for j in range(9))
-    )
-
-    def make(kind: str, what: str = "", **how: Any) -> Path:
-        folder = root / " ".join([kind, what, *(f"{key}={value}" for key, value in how.items())]).strip()
-        if folder.exists():
-            return folder
-        if how:
-            pack(make(kind), folder, calibration=make(kind, "calibrated"), **how)
-        elif what:
-            calibrate(make(kind), [str(root / "text.txt")], folder, prompts=PromptOptions(16, 32))
-        else:
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind])
-            model = getattr(transformers, f"{kind}ForCausalLM")(config)
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim == 2 and "emb" not in name else p)
-            model.bfloat16().save_pretrained(folder)
-            ByteTokenizer().save(folder)
-        return folder
-
-    return make
-
-
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not any(info.values()), info
-    return model.eval()
-
-
-IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model: nn.Module, **how: Any) -> Tensor:
-    out: Any = model(IDS, **how)
-    return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def same_bytes(a: Path, b: Path) -> bool:
-    first, second = (load_file(folder / "model.safetensors") for folder in (a, b))
-    return first.keys() == second.keys() and all(
-        t.dtype == second[name].dtype
-        and t.shape == second[name].shape
-        and torch.equal(t.reshape(-1).view(torch.uint8), second[name].reshape(-1).view(torch.uint8))
-        for name, t in first.items()
-    )
-
-
-# ---- a cache of keys and values
-
-
-@contextmanager
-def rounded_cache(model: Any, scales: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Attention of transformers' whose keys and values went through e4m3, written down without any library."""
-
-    def rounded(x: Tensor, scale: Tensor) -> Tensor:
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
-
-    names = {id(module): name for name, module in model.named_modules()}
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        k, v = (scale.to(key.dtype) for scale in scales[names[id(module)]])
-        return sdpa(module, query, rounded(key, k), rounded(value, v), *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["rounded"] = attention
-    AttentionMaskInterface.register("rounded", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation("rounded")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", ["amax", "mse"])
-def test_transformers_rounds_keys_and_values_by_our_scales(made: Folders, kind: str, rule: str) -> None:
-    folder = made(kind, scheme="channel", kv_cache="fp8", rule=rule)
-    scales, found = PackedTensors(folder).kv_scales, Calibration.load(made(kind, "calibrated"))
-    assert len(scales) == 2
-    for name, (k, v) in scales.items():
-        assert k.shape == v.shape == (1,)
-        assert float(k) == float(found.sites[f"{name}.k"].scale(rule))
-        assert float(v) == float(found.sites[f"{name}.v"].scale(rule))
-    quantized, plain = theirs(folder), theirs(made(kind, scheme="channel"))
-    assert float(quantized.get_submodule(next(iter(scales))).k_scale) == float(next(iter(scales.values()))[0])
-    got, unrounded = logits(quantized), logits(plain)
-    with rounded_cache(plain, scales):
-        assert distance(got, logits(plain)) < 1e-6
-    assert 1e-3 < distance(got, unrounded) < 0.25
-    assert torch.equal(logits(load_packed(folder).model), logits(load_packed(made(kind, scheme="channel")).model))
-
-
-def test_our_cache_takes_the_scales_of_a_folder(made: Folders) -> None:
-    """Token by token, so that all but the newest key and value are read from the cache."""
-    folder = made("Llama", scheme="channel", kv_cache="fp8")
-    model = octavo.load(folder).float()
-    unrounded = logits(model)
-    with rounded_cache(model, PackedTensors(folder).kv_scales):
-        required = logits(model)
-    cache = QuantizedKVCache.for_model(model, 32, "fp8", scales=PackedTensors(folder).kv_scales)
-    with torch.no_grad():
-        steps = [model(ids, past_key_values=cache, use_cache=True).logits for ids in torch.split(IDS, 1, 1)]
-    found = torch.cat(steps, 1).double()
-    assert distance(found, required) < 0.1 * distance(unrounded, required)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx"])
-def test_a_cache_goes_with_every_scheme(made: Folders, tmp_path: Path, scheme: str) -> None:
-    folder, plain = made("Llama", scheme=scheme, kv_cache="fp8"), made("Llama", scheme=scheme)
-    stored, without = (load_file(path / "model.safetensors") for path in (folder, plain))
-    names = {f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in "kv"}
-    assert stored.keys() - without.keys() == names
-    assert all(stored[name].shape == (1,) and stored[name].dtype == torch.float32 for name in names)
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert config["kv_cache_scheme"] == {
-        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
-    }  # fmt: skip
-    assert json.loads((folder / "octavo.json").read_text())["calibration"]["kv_cache"] == "fp8"
-    dtype = torch.bfloat16 if scheme == "mx" else torch.float32  # theirs widens mx to BF16, whatever it is asked for
-    with rounded_cache(reference := theirs(plain, dtype), PackedTensors(folder).kv_scales):
-        assert distance(logits(theirs(folder, dtype)), logits(reference)) < 1e-6
-    assert convert_layout(folder, tmp_path / "again").lossless
-    assert same_bytes(folder, tmp_path / "again")
-    unpack(folder, tmp_path / "plain")
-    theirs(tmp_path / "plain")
-
-
-def test_transformers_saves_and_opens_it_again(made: Folders, tmp_path: Path) -> None:
-    folder = made("Qwen2", scheme="channel", kv_cache="fp8")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(theirs(tmp_path / "saved")), logits(theirs(folder)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(f"{ATTENTION}.v_scale"), "self_attn.v_scale is missing, though a KV cache is declared"),
-        (lambda t: t[f"{ATTENTION}.k_scale"].fill_(0), "self_attn.k_scale must be finite and positive, it is 0"),
-        (lambda t: t[f"{ATTENTION}.k_scale"].fill_(torch.nan), "self_attn.k_scale must be finite and positive"),
-        (lambda t: t.update({f"{ATTENTION}.k_scale": torch.ones(4)}), r"must be one float32 number, it is .*\[4\]"),
-        (lambda t: t.update({"model.norm.k_scale": torch.ones(1)}), "model.norm has the scale of a KV cache"),
-    ],
-)  # fmt: skip
-def test_a_damaged_cache(made: Folders, tmp_path: Path, change: Callable[..., Any], message: str) -> None:
-    folder = shutil.copytree(made("Llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for opened in (PackedTensors, load_packed):
-        with pytest.raises(ArtifactError, match=message):
-            opened(folder)
-
-
-def test_scales_that_nobody_declared(made: Folders, tmp_path: Path) -> None:
-    folder = shutil.copytree(made("Llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = None
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="k_scale is there, but no KV cache is declared"):
-        PackedTensors(folder)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"kv_cache": "int8"}, "unknown cache 'int8' of keys and values: choose fp8"),
-        ({"kv_cache": "fp8"}, "--kv-cache stores those of K and V: give --calibration"),
-        (
-            {"kv_cache": "fp8", "scheme": "block", "layout": "fp8"},
-            "no place for the scales of a KV cache: --layout",
-        ),
-    ],
-)
-def test_a_cache_that_cannot_be_had(made: Folders, tmp_path: Path, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(made("Llama"), tmp_path / "out", **how)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_encoder_has_no_cache(made: Folders, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
-    ByteTokenizer().save(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} and {i + 1} are {2 * i + 1}" for i in range(40)))
-    calibrate(tmp_path / "bert", [str(tmp_path / "text.txt")], tmp_path / "seen", prompts=PromptOptions(8, 16))
-    with pytest.raises(ValueError, match="has no attention layers with k_proj"):
-        pack(tmp_path / "bert", tmp_path / "out", kv_cache="fp8", calibration=tmp_path / "seen")
-
-
-# ---- modelopt and autofp8
+    return folder_maker(tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])

@@ -13,17 +13,14 @@ import pytest
 import torch
 from metrics import distance
 from packed_examples import small_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
-from verify_examples import MODELS, SIZES, make_model
+from verify_examples import MODELS, change_tensors, make_model
 
-from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import SCHEMES
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.calibration import Calibration, calibrate
@@ -226,8 +223,9 @@ def test_a_sharded_source_is_read_tensor_by_tensor(
 
 def test_the_record_beside_it(sources: dict[str, Path], tmp_path: Path) -> None:
     records = []
-    for i in range(3):
-        source = sources["llama"] if i < 2 else changed(sources["llama"], tmp_path / "changed", lambda t: t.add_(0.01))
+    changed = shutil.copytree(sources["llama"], tmp_path / "changed")
+    change_tensors(changed, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].add_(0.01))
+    for i, source in enumerate((sources["llama"], sources["llama"], changed)):
         pack(source, tmp_path / str(i), layers={"*.o_proj": "block"})
         records.append(json.loads((tmp_path / str(i) / "octavo.json").read_text()))
     record = records[0]
@@ -236,77 +234,6 @@ def test_the_record_beside_it(sources: dict[str, Path], tmp_path: Path) -> None:
     assert record["schemes"]["block"]["weight"]["granularity"] == "block:128x128"
     assert record["calibration"] is None
     assert record["source_sha256"] == records[1]["source_sha256"] != records[2]["source_sha256"]
-
-
-def changed(source: Path, target: Path, change: Callable[[Tensor], object]) -> Path:
-    """A copy with another down_proj."""
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors["model.layers.1.mlp.down_proj.weight"])
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
-def test_what_the_model_has_no_place_for_is_left_out(sources: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(sources["llama"], tmp_path / "old")
-    path = tmp_path / "old" / "model.safetensors"
-    save_file(
-        load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, path, {"format": "pt"}
-    )
-    report = pack(tmp_path / "old", tmp_path / "out")
-    assert report.left_out == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
-    open_theirs(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"scheme": "rowwise"}, "unknown scheme 'rowwise': choose one of channel, tensor, static, block, mx, group32"),
-        ({"layout": "gptq"}, "unknown layout 'gptq': choose one of compressed-tensors, fp8"),
-        ({"layout": "fp8"}, "the layout fp8 holds the scheme block alone, not channel"),
-        ({"layers": {"*.nothing": "block"}}, r"'\*.nothing' matches no packed layer"),
-        ({"skip": ["*.nothing"]}, "matches no linear layer"),
-        ({"scheme": "static"}, "stores the scales of inputs: give --calibration"),
-        ({"step": 3}, "is a model, not a run of octavo train"),
-        (
-            {"skip": ["*.1.*.k_proj"]},
-            "layers.1.self_attn: layers that readers run as one GEMM need one scheme, they have q_proj channel, "
-            "k_proj BF16, v_proj channel: name all of them in --skip or --layer",
-        ),
-        ({"layers": {"*.gate_proj": "block"}}, "layers.0.mlp: .* they have gate_proj block, up_proj channel"),
-    ],
-)
-def test_what_cannot_be_asked_for(sources: dict[str, Path], tmp_path: Path, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(sources["llama"], tmp_path / "out", **how)
-    assert not list(tmp_path.iterdir())
-
-
-def test_sizes_that_a_scheme_cannot_have(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 2})).bfloat16().save_pretrained(tmp_path / "source")
-    message = r"k_proj: \[64, 128\] is no multiple of 128 x 128.*--layer .*q_proj=channel' --layer .*k_proj=channel"
-    with pytest.raises(ValueError, match=message):
-        pack(tmp_path / "source", tmp_path / "out", scheme="block")
-    report = pack(tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.[qkv]_proj": "channel"})
-    assert sorted(report.packed.values()) == ["block"] * 8 + ["channel"] * 6
-
-
-def test_sources_that_cannot_be_packed(sources: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pack(sources["llama"], tmp_path / "packed")
-    with pytest.raises(ArtifactError, match="is quantized already"):
-        pack(tmp_path / "packed", out)
-    bad = changed(sources["llama"], tmp_path / "nan", lambda t: t.fill_(torch.nan))
-    with pytest.raises(ArtifactError, match="down_proj.weight holds inf or NaN"):
-        pack(bad, out)
-    config = json.loads((sources["llama"] / "config.json").read_text())
-    other = changed(sources["llama"], tmp_path / "other", lambda t: t)
-    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 384}))
-    with pytest.raises(ArtifactError, match="is not of the model that its config.json describes.*must have shape"):
-        pack(other, out)
-    assert not out.exists()
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,0 +1,99 @@
+"""Sources and options that cannot be packed, and tensors that no model has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from verify_examples import SIZES, make_model
+
+from octavo.artifact.files import ArtifactError
+from octavo.packing import pack
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+def changed(source: Path, target: Path, change: Callable[[Tensor], object]) -> Path:
+    """A copy with another down_proj."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors["model.layers.1.mlp.down_proj.weight"])
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_what_the_model_has_no_place_for_is_left_out(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "old")
+    path = tmp_path / "old" / "model.safetensors"
+    save_file(
+        load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, path, {"format": "pt"}
+    )
+    report = pack(tmp_path / "old", tmp_path / "out")
+    assert report.left_out == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"scheme": "rowwise"}, "unknown scheme 'rowwise': choose one of channel, tensor, static, block, mx, group32"),
+        ({"layout": "gptq"}, "unknown layout 'gptq': choose one of compressed-tensors, fp8"),
+        ({"layout": "fp8"}, "the layout fp8 holds the scheme block alone, not channel"),
+        ({"layers": {"*.nothing": "block"}}, r"'\*.nothing' matches no packed layer"),
+        ({"skip": ["*.nothing"]}, "matches no linear layer"),
+        ({"scheme": "static"}, "stores the scales of inputs: give --calibration"),
+        ({"step": 3}, "is a model, not a run of octavo train"),
+        (
+            {"skip": ["*.1.*.k_proj"]},
+            "layers.1.self_attn: layers that readers run as one GEMM need one scheme, they have q_proj channel, "
+            "k_proj BF16, v_proj channel: name all of them in --skip or --layer",
+        ),
+        ({"layers": {"*.gate_proj": "block"}}, "layers.0.mlp: .* they have gate_proj block, up_proj channel"),
+    ],
+)
+def test_what_cannot_be_asked_for(llama: Path, tmp_path: Path, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(llama, tmp_path / "out", **how)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_a_scheme_cannot_have(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 2})).bfloat16().save_pretrained(tmp_path / "source")
+    message = r"k_proj: \[64, 128\] is no multiple of 128 x 128.*--layer .*q_proj=channel' --layer .*k_proj=channel"
+    with pytest.raises(ValueError, match=message):
+        pack(tmp_path / "source", tmp_path / "out", scheme="block")
+    report = pack(tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.[qkv]_proj": "channel"})
+    assert sorted(report.packed.values()) == ["block"] * 8 + ["channel"] * 6
+
+
+def test_sources_that_cannot_be_packed(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pack(llama, tmp_path / "packed")
+    with pytest.raises(ArtifactError, match="is quantized already"):
+        pack(tmp_path / "packed", out)
+    bad = changed(llama, tmp_path / "nan", lambda t: t.fill_(torch.nan))
+    with pytest.raises(ArtifactError, match="down_proj.weight holds inf or NaN"):
+        pack(bad, out)
+    config = json.loads((llama / "config.json").read_text())
+    other = changed(llama, tmp_path / "other", lambda t: t)
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 384}))
+    with pytest.raises(ArtifactError, match="is not of the model that its config.json describes.*must have shape"):
+        pack(other, out)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
