@@ -1,4 +1,4 @@
-"""Readers that misread a folder, and readers that are not there."""
+"""Readers that misinterpret a folder, fail, or are not installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from verify_examples import change_config, make_model
+from verify_examples import change_config
 
-from octavo.packing import pack
 from octavo.runtime import PackedLinear, load_packed
 from octavo.verification import readers
 from octavo.verification.pipeline import verify
@@ -26,66 +26,71 @@ from octavo.verification.readers import (
     Probe,
     ReaderResult,
     next_logprobs,
+    open_with_vllm,
     try_readers,
 )
 from octavo.verification.reference import distance
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama")
+@pytest.fixture
+def packed(good: dict[str, Path]) -> Path:
+    return good["channel"]
 
 
-@pytest.fixture(scope="module")
-def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack(model, tmp_path_factory.mktemp("packed") / "out").folder
-
-
-def outcomes(model: Path, packed: Path) -> dict[str, ReaderResult]:
+def results(model: Path, packed: Path) -> dict[str, ReaderResult]:
+    """The results by reader, each wrong one a finding."""
     report = verify(packed, model)
-    assert {finding.where for finding in report.findings if finding.kind == "reader"} == {
-        reader.name for reader in report.readers if reader.outcome in ("disagrees", "failed")
-    }
+    wrong = {reader.name for reader in report.readers if reader.outcome in ("disagrees", "failed")}
+    assert {finding.where for finding in report.findings if finding.kind == "reader"} == wrong
     return {reader.name: reader for reader in report.readers}
 
 
-def test_one_that_misreads_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_installed(monkeypatch: pytest.MonkeyPatch, package: str, installed: bool) -> None:
+    find_spec = importlib.util.find_spec
+
+    def found(name: str) -> Any:
+        return (ModuleSpec(name, None) if installed else None) if name == package else find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+
+
+def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = readers.fill
 
-    def misread(*given: Any) -> Any:
-        model = fill(*given)
+    def misread(*arguments: Any) -> Any:
+        model = fill(*arguments)
         *_, layer = (module for module in model.modules() if isinstance(module, PackedLinear))
         layer.weight_scale.copy_(1 / layer.weight_scale)
         return model
 
     monkeypatch.setattr(readers, "fill", misread)
-    found = outcomes(model, packed)
-    assert found["transformers"].outcome == "agrees"
-    assert found["octavo"].outcome == "disagrees"
-    assert found["octavo"].distance is not None
-    assert found["octavo"].distance > 0.5
+    result = results(model, packed)
+    assert result["transformers"].outcome == "agrees"
+    assert result["octavo"].outcome == "disagrees"
+    assert result["octavo"].distance is not None
+    assert result["octavo"].distance > 0.5
 
 
-def test_one_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nan(nn.Module):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return torch.full((*ids.shape, 256), torch.nan)
 
     monkeypatch.setattr(readers, "fill", lambda *_: Nan())
-    assert outcomes(model, packed)["octavo"].outcome == "disagrees"
+    assert results(model, packed)["octavo"].outcome == "disagrees"
 
 
-def test_one_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(readers, "fill", fail)
-    found = outcomes(model, packed)["octavo"]
-    assert (found.outcome, found.note) == ("failed", "RuntimeError: no kernel for this")
+    result = results(model, packed)["octavo"]
+    assert (result.outcome, result.note) == ("failed", "RuntimeError: no kernel for this")
 
 
-def test_what_transformers_finds_missing(packed: Path, tmp_path: Path) -> None:
-    """Past our own check, which would have stopped it: a head that is named nowhere."""
+def test_tensors_that_transformers_misses(packed: Path, tmp_path: Path) -> None:
+    """The output head is not ignored and has no scale. `check_folder` would find it before transformers runs."""
     bad = shutil.copytree(packed, tmp_path / "bad")
     change_config(bad, ignore=[])
     theirs = next(iter(try_readers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
@@ -94,10 +99,7 @@ def test_what_transformers_finds_missing(packed: Path, tmp_path: Path) -> None:
 
 
 def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        readers.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else find(name)
-    )
+    set_installed(monkeypatch, "compressed_tensors", False)
     report = verify(packed, model)
     assert report.ok
     assert (report.readers[0].outcome, report.readers[1].outcome) == ("not run", "agrees")
@@ -105,7 +107,7 @@ def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pyte
 
 
 def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf16: float = 0.1) -> Probe:
-    """Of random logits, from which the others are so far."""
+    """A probe of random logits, with these distances of the other two references."""
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
     others = (reference, (1 + unrounded) * reference, (1 + bf16) * reference)
@@ -113,7 +115,7 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
 
 
 class FakeVllm:
-    """What vLLM's engine answers, of our model; with `wrong` it shifts the tokens."""
+    """Stands for the package vllm, and answers as its engine does, by our model. With `wrong` it shifts the tokens."""
 
     def __init__(self, wrong: bool) -> None:
         self.wrong = wrong
@@ -138,12 +140,11 @@ class FakeVllm:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: name == "vllm" or find(name))
+    set_installed(monkeypatch, "vllm", True)
     monkeypatch.setitem(sys.modules, "vllm", FakeVllm(wrong))  # type: ignore[arg-type]
-    found = outcomes(model, packed)["vllm"]
-    assert found.version == "of unknown version"
-    assert found.outcome == ("disagrees" if wrong else "agrees")
+    result = results(model, packed)["vllm"]
+    assert result.version == "of unknown version"
+    assert result.outcome == ("disagrees" if wrong else "agrees")
 
 
 @pytest.mark.parametrize(("cache", "factors"), [(False, BF16), (True, BF16_WITH_CACHE)])
@@ -153,15 +154,15 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
     probe, fake = replace(probe_of(packed, {}), cache=cache), FakeVllm(False)
     fake.model, fake.LLM = lambda ids: probe.reference, lambda **settings: fake
     monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
-    found = readers._vllm(probe, "1", "cpu")
-    assert found.outcome == "agrees"
-    assert found.tolerance == probe.tolerance(factors, lambda logits: next_logprobs(logits, probe.ids))
+    result = open_with_vllm(probe, "1", "cpu")
+    assert result.outcome == "agrees"
+    assert result.tolerance == probe.tolerance(factors, lambda logits: next_logprobs(logits, probe.ids))
     assert probe.tolerance(BF16_WITH_CACHE) > probe.tolerance(BF16)
 
 
 def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
-    found = readers._vllm(probe_of(Path("gone"), {}), "1", "cpu")
-    assert (found.outcome, found.note) == ("not run", "it needs a tokenizer, and the folder has none")
+    result = open_with_vllm(probe_of(Path("gone"), {}), "1", "cpu")
+    assert (result.outcome, result.note) == ("not run", "it needs a tokenizer, and the folder has none")
 
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
@@ -182,7 +183,7 @@ def test_tolerances_can_fail() -> None:
     assert probe.judge("x", "1", probe.reference[:, :3], FLOAT32, "").outcome == "disagrees"
 
 
-def test_what_is_compared_has_a_tolerance_of_its_own() -> None:
+def test_a_view_of_the_outputs_has_its_own_tolerance() -> None:
     """The square of a token's largest logit moves by more than twice as much as the logits do."""
     probe = probe_of(Path("gone"), {}, 0.04, 0.1)
 
@@ -190,6 +191,6 @@ def test_what_is_compared_has_a_tolerance_of_its_own() -> None:
         return logits.amax(-1).square()
 
     exact, bf16 = largest(probe.reference), largest(probe.bf16)
-    found = probe.judge("x", "1", bf16, BF16, "", largest)
-    assert found.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
-    assert found.tolerance > 2 * probe.tolerance(BF16)
+    result = probe.judge("x", "1", bf16, BF16, "", largest)
+    assert result.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
+    assert result.tolerance > 2 * probe.tolerance(BF16)

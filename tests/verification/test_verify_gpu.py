@@ -1,4 +1,4 @@
-"""Verifying on a GPU gives what it gives on the CPU."""
+"""Verification gives the same results on a GPU as on the CPU."""
 
 from __future__ import annotations
 

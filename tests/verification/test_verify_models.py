@@ -1,4 +1,4 @@
-"""Verifying right folders of models that readers treat in a way of their own: every reader agrees, with a margin."""
+"""Right folders of models that readers treat specially: every reader agrees, with a margin."""
 
 from __future__ import annotations
 

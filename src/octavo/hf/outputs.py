@@ -10,10 +10,19 @@ from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
 
 
-def outputs(model: Any, ids: Tensor, causal: bool, **given: Any) -> Tensor:
-    """The logits float32 [B, T, V] of a causal language model for `ids` int64 [B, T], or the last hidden states float32
-    [B, T, width] of an encoder; `given` are further arguments of the model."""
-    result = model(ids, **given) if causal else getattr(model, "base_model", model)(ids, **given)
+def outputs(model: Any, ids: Tensor, causal: bool, **options: Any) -> Tensor:
+    """Run a model on token ids.
+
+    Args:
+        model: of `octavo.models` or of transformers.
+        ids: int64 [B, T].
+        causal: whether it is a language model, see `is_language_model`.
+        options: further arguments of the model.
+
+    Returns:
+        Logits float32 [B, T, V]; for an encoder, its last hidden states float32 [B, T, width].
+    """
+    result = model(ids, **options) if causal else getattr(model, "base_model", model)(ids, **options)
     if isinstance(result, Tensor):
         return result.float()
     chosen: Tensor = result.logits if causal else result.last_hidden_state

@@ -165,7 +165,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     @property
     def clipped(self) -> Tensor:
-        """How many numbers of keys and of values saturated or were NaN, int64 [layers, 2]."""
+        """The count of numbers of keys and of values that saturated or were NaN, int64 [layers, 2]."""
         return torch.stack([store.clipped for store in self.stores])
 
     @property

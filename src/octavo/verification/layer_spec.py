@@ -23,7 +23,7 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How one layer is quantized. `per_tensor` and `per_channel` make the common ones.
+    """The quantization of one layer. `per_tensor` and `per_channel` make the common ones.
 
     Attributes:
         rows, columns: the block of the weight [N, K] that shares a scale; 0 stands for all rows or columns.

@@ -1,12 +1,12 @@
 """Check a packed folder, and measure what packing cost.
 
-The steps, in this order. No model runs on bytes that are wrong:
+The steps, in this order, each with its modules. No model runs on bytes that are wrong.
 
-1. the files, the settings and the tensors by themselves (`files`, `layer_spec`, `checks`);
-2. the weights against those of the model that the folder was packed from, MODEL (`weights`);
-3. every reader installed here against a reference that is built from the bytes (`readers`, `reference`);
-4. on prompts, the error of each layer and of the model, beside INT8's (`quality`);
-5. the size (`sizes`).
+    files, layer_spec, checks    the files, the settings and the tensors by themselves
+    weights                      the weights against those of the model that the folder was packed from, MODEL
+    readers, reference           every reader installed here against a reference that is built from the bytes
+    quality                      on prompts, the error of each layer and of the model, beside INT8's
+    sizes                        the bytes that the folder takes
 """
 
 from __future__ import annotations

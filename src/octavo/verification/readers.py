@@ -1,13 +1,13 @@
 """The readers: every program installed here that opens packed folders opens this one, and is compared with a reference.
 
-The reference is the folder's bytes in float32 (`octavo.verification.reference`). How far a right reader may be from it
-is measured on the same prompts, as a distance |y - reference| / |reference|:
+The reference is the folder's bytes in float32 (`octavo.verification.reference`). A reader's outputs y are at a distance
+|y - reference| / |reference|. The allowed distance follows from two others, measured on the same prompts:
 
     unrounded   the reference with inputs that are not rounded, as some readers leave them
     bf16        the reference with BF16 between its layers
 
 A reader in float32 may be at 1.25 times the first; transformers' emulation is at 0. A reader in BF16 may be at 1.5
-times the larger: a change in the last bit of BF16 moves some inputs to the next eight-bit number, so two readers that
+times the larger. A change in the last bit of BF16 moves some inputs to the next eight-bit number, so two readers that
 differ in such bits differ by about as much as rounding does. A reader that misinterprets a scale is at about 1. vLLM
 gives log-probabilities in place of logits; for it, both distances are of log-probabilities.
 
@@ -112,7 +112,7 @@ class Probe:
     bf16: Tensor
 
     def tolerance(self, factors: Factors, view: View | None = None) -> float:
-        """The largest distance of a right reader from the reference. `view` maps outputs to what is compared."""
+        """The largest distance of a right reader from the reference. Only the `view` of their outputs is compared."""
         view = view or _identity
         expected, others = view(self.reference), (self.unrounded, self.bf16)
         allowed = max(factor * distance(view(other), expected) for factor, other in zip(factors, others, strict=True))
@@ -162,7 +162,8 @@ def make_probe(
 
 def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
     """Open the folder with each reader in turn. Each model is freed before the next reader runs."""
-    for name, open_with in (("transformers", _transformers), ("octavo", _octavo), ("vllm", _vllm)):
+    opened_by = {"transformers": open_with_transformers, "octavo": open_with_octavo, "vllm": open_with_vllm}
+    for name, open_with in opened_by.items():
         version = __version__ if name == "octavo" else _version(name)
         if not version:
             yield ReaderResult(name, "", "not run", "not installed")
@@ -183,7 +184,7 @@ def _version(package: str) -> str:
     return metadata.version(names[0]) if names else "of unknown version"
 
 
-def _transformers(probe: Probe, version: str, device: str) -> ReaderResult:
+def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with transformers on the CPU, in float32 where it can."""
     if probe.vllm_only:
         return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
@@ -248,7 +249,7 @@ def _quiet_transformers() -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
-def _octavo(probe: Probe, version: str, device: str) -> ReaderResult:
+def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder as `octavo.load` does, in BF16."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
@@ -258,7 +259,7 @@ def _octavo(probe: Probe, version: str, device: str) -> ReaderResult:
     return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}")
 
 
-def _vllm(probe: Probe, version: str, device: str) -> ReaderResult:
+def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with vLLM. It returns no logits, so log-probabilities of the prompts' tokens are compared."""
     if not probe.causal:
         return ReaderResult("vllm", version, "not run", "it is compared by the logits of a language model")

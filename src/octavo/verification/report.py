@@ -25,7 +25,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Invocation:
-    """When a report was made (UTC, ISO 8601), with which command, and with which versions of packages."""
+    """The time (UTC, ISO 8601), the command and the package versions that a report was made with."""
 
     date: str
     command: str

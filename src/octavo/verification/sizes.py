@@ -1,4 +1,4 @@
-"""How many bytes a packed folder takes, beside the same model in BF16."""
+"""The size of a packed folder, beside the same model in BF16."""
 
 from __future__ import annotations
 

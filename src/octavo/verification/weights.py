@@ -64,7 +64,7 @@ def check_weights(
 
 
 def _difference(stored: Tensor, truth: Tensor) -> str:
-    """How an unpacked tensor differs from MODEL's, rounded to its dtype; "" if it does not."""
+    """The error of an unpacked tensor that is not MODEL's, rounded to its dtype; "" if it is."""
     expected = truth.to(stored.dtype)
     if torch.equal(stored, expected):
         return ""
