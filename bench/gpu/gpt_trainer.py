@@ -28,23 +28,10 @@ from octavo.train.model import convert_model, make_model
 from octavo.train.optimizer import make_optimizer
 
 CONFIG = Config(
-    model="gpt2",
-    layers=12,
-    width=768,
-    heads=12,
-    context=1024,
-    tokenizer="bpe",
-    vocabulary=50_257,
-    validation_fraction=0.05,
-    batch=32,
-    accumulate=2,
-    steps=800,
-    learning_rate=6e-4,
-    min_learning_rate=6e-5,
-    warmup=40,
-    evaluate_batches=64,
-    compile=True,
-)
+    model="gpt2", layers=12, width=768, heads=12, context=1024, tokenizer="bpe", vocabulary=50_257,
+    batch=32, accumulate=2, steps=800, learning_rate=6e-4, min_learning_rate=6e-5, warmup=40,
+    evaluate_batches=64, compile=True,
+)  # fmt: skip
 CHARACTERS = 220_000_000  # of the text; the tokenizer is trained on the first
 SAMPLE = 30_000_000
 LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code

@@ -22,19 +22,9 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu import llama
+from bench.gpu import serve_models as models
 from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import CACHE_BF16, CACHE_FP8, CACHE_TORCH
-from bench.gpu.serve_models import (
-    PlainCache,
-    build_bf16,
-    build_fp8,
-    compile_layers,
-    filled,
-    forward,
-    forward_again,
-    octavo_caches,
-    random_stores,
-)
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
 from octavo.ops.attention import kernel
@@ -70,7 +60,7 @@ def attention(batch: int, context: int) -> Iterator[dict[str, Any]]:
     k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     moved = {dtype: 2 * k.numel() * DTYPES[dtype].itemsize for dtype in DTYPES}
     for dtype in DTYPES:
-        cache = filled(dtype, k, v)
+        cache = models.filled(dtype, k, v)
         check(q, cache)
         yield row(f"ours, {dtype}", batch, context, partial(cache.attend, q), moved[dtype])
         del cache
@@ -105,7 +95,7 @@ def tune() -> None:
         q = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         for dtype in DTYPES:
-            cache, found = filled(dtype, k, v), []
+            cache, found = models.filled(dtype, k, v), []
             size = cache.keys.element_size()
             before, copy = tiles[size], copy_ms(2 * k.numel() * size)
             for choice in TUNED:
@@ -124,19 +114,19 @@ def tune() -> None:
 
 def decode(layers: int = llama.CONFIG.layers) -> dict[str, Any]:
     """Steps of each mode as CUDA graphs, which take turns, after their logits are compared."""
-    wide = build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
-    model = build_fp8(wide, "cuda")
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    model = models.build_fp8(wide, "cuda")
     del wide
     torch.cuda.empty_cache()  # the caches below take 52 GB
     fuse(model)
-    compile_layers(model)
+    models.compile_layers(model)
     ids = torch.randint(0, model.config.vocab_size, (BATCH, 1), device="cuda")
-    stores = random_stores(model.config, BATCH, CONTEXT, "cuda", "bf16", "fp8")
-    plain = [PlainCache(store) for store in stores["bf16"]]
-    steps = {CACHE_TORCH: Captured(partial(forward, model, ids, CONTEXT - 1, plain))}
+    stores = models.random_stores(model.config, BATCH, CONTEXT, "cuda", "bf16", "fp8")
+    plain = [models.PlainCache(store) for store in stores["bf16"]]
+    steps = {CACHE_TORCH: Captured(partial(models.forward, model, ids, CONTEXT - 1, plain))}
     for name, dtype in ((CACHE_BF16, "bf16"), (CACHE_FP8, "fp8")):
-        caches = octavo_caches(model, stores[dtype])
-        steps[name] = Captured(partial(forward_again, model, ids, CONTEXT - 1, caches))
+        caches = models.octavo_caches(model, stores[dtype])
+        steps[name] = Captured(partial(models.forward_again, model, ids, CONTEXT - 1, caches))
     exact = steps[CACHE_BF16]().clone()
     quality = {name: decibels(exact, step()) for name, step in steps.items() if name != CACHE_BF16}
     print("dB against our attention over a BF16 cache:", quality, flush=True)

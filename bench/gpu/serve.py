@@ -22,21 +22,10 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu import llama
+from bench.gpu import serve_models as models
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, TOKENS
 from bench.gpu.modes import BASE, SERVE, SERVE_FP8_CACHE, SERVE_GRAPH, SERVE_TORCHAO
-from bench.gpu.serve_models import (
-    PlainCache,
-    build_bf16,
-    build_fp8,
-    build_torchao,
-    compile_layers,
-    forward,
-    forward_again,
-    held,
-    octavo_caches,
-    random_stores,
-)
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import find_backend, quantize
@@ -62,8 +51,8 @@ def main() -> None:
         print(section, found, flush=True)
         record.write("gpu_serve", result)
 
-    wide = build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
-    packed = build_fp8(wide, "cuda")
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    packed = models.build_fp8(wide, "cuda")
     note("check", check(wide, packed))
     note("memory", memory(wide, packed))
     for batch in BATCHES:
@@ -75,12 +64,12 @@ def main() -> None:
 def check(wide: Any, packed: Any) -> dict[str, float]:
     """SQNR of the packed model's logits, fused, against BF16's and against its own before it was fused."""
     ids = torch.randint(0, wide.config.vocab_size, (4, 64), device="cuda")
-    exact, apart = forward(wide, ids), forward(packed, ids)
+    exact, apart = models.forward(wide, ids), models.forward(packed, ids)
     with torch.no_grad():
         theirs = wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0]
     assert decibels(theirs, exact) > 40, "`forward` must compute what transformers computes"
     fuse(packed)
-    fused = forward(packed, ids)
+    fused = models.forward(packed, ids)
     found = {"fused against bf16": decibels(exact, fused), "fused against layer by layer": decibels(apart, fused)}
     found["layer by layer against bf16"] = decibels(exact, apart)
     assert all(db > 10 for db in found.values()), found
@@ -89,20 +78,22 @@ def check(wide: Any, packed: Any) -> dict[str, float]:
 
 def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
     """Bytes of the linear layers, the head aside, and of the whole model."""
-    models = {"bf16": wide, "ours": packed}
-    return {name: {"linears": held(m, linears=True), "model": held(m, linears=False)} for name, m in models.items()}
+    return {
+        name: {"linears": models.held(model, linears=True), "model": models.held(model, linears=False)}
+        for name, model in (("bf16", wide), ("ours", packed))
+    }
 
 
 def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     """A forward pass over `TOKENS` tokens."""
     ids = torch.randint(0, wide.config.vocab_size, (1, TOKENS), device="cuda")
     torch._dynamo.reset()
-    models = {BASE: wide, SERVE: packed}
+    compared = {BASE: wide, SERVE: packed}
     if record.installed("torchao"):
-        models[SERVE_TORCHAO] = build_torchao(wide, "cuda")
-    for model in models.values():
-        compile_layers(model)
-    steps: dict[str, Step] = {name: partial(forward, model, ids) for name, model in models.items()}
+        compared[SERVE_TORCHAO] = models.build_torchao(wide, "cuda")
+    for model in compared.values():
+        models.compile_layers(model)
+    steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
     exact = steps[BASE]()
     quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
     assert all(db > 10 for db in quality.values()), quality  # NaN is not
@@ -114,16 +105,16 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
 def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
     """One token of each of `batch` texts, which is the last that the cache has room for, as CUDA graphs."""
     ids = torch.randint(0, wide.config.vocab_size, (batch, 1), device="cuda")
-    stores = random_stores(wide.config, batch, CONTEXT, "cuda", "bf16", "fp8")
-    plain = [PlainCache(store) for store in stores["bf16"]]
+    stores = models.random_stores(wide.config, batch, CONTEXT, "cuda", "bf16", "fp8")
+    plain = [models.PlainCache(store) for store in stores["bf16"]]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     for name, model in ((BASE, wide), (SERVE, packed)):
-        compile_layers(model)
-        steps[name] = Captured(partial(forward, model, ids, CONTEXT - 1, plain))
+        models.compile_layers(model)
+        steps[name] = Captured(partial(models.forward, model, ids, CONTEXT - 1, plain))
     attention = packed.config._attn_implementation
     steps[SERVE_FP8_CACHE] = Captured(
-        partial(forward_again, packed, ids, CONTEXT - 1, octavo_caches(packed, stores["fp8"]))
+        partial(models.forward_again, packed, ids, CONTEXT - 1, models.octavo_caches(packed, stores["fp8"]))
     )
     packed.set_attn_implementation(attention)  # for the measurements after this one
     exact = steps[BASE]().clone()

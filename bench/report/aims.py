@@ -17,7 +17,7 @@ from bench.gpu.modes import (
     SERVE_GRAPH,
     SERVE_TORCHAO,
 )
-from bench.report.performance import COPY_SHARE, ONLY_IF_FASTER, best_torchao, by_mode, layer_speedups
+from bench.report.performance import COPY_SHARE, ONLY_IF_FASTER, best_torchao, by_mode, layer_speedups, serve_medians
 from bench.report.tables import MISSING, Result, Row, ratio
 
 SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
@@ -62,7 +62,7 @@ def stack(results: dict[str, Result]) -> Iterator[Aim]:
     yield Aim("stack, plain rowwise, compile: speed vs BF16", ratio(base, ms.get(PLAIN)), "≥", 1.40)
     yield Aim("stack, fused rowwise, eager: speed vs BF16", ratio(base, ms.get(FUSED_EAGER)), "≥", 1.15)
     yield Aim(f"{STEP}: time vs the floor", ratio(head, found["floors"]["cast"]["total"]), "≤", 1.12)
-    rest = found["profiles"].get(FUSED, {}).get("rest")
+    rest = found["profiles"][FUSED]["rest"]
     yield Aim(f"{STEP}: time that is neither GEMM nor attention", rest, "≤", 8.0, "{:.2f} ms")
     yield Aim(f"{STEP}: peak memory vs BF16", ratio(peak.get(FUSED), peak.get(BASE)), "≤", 0.85)
     yield Aim(f"{STEP}: peak memory vs the leanest torchao mode", ratio(peak.get(FUSED), best_torchao(peak)), "<", 1.0)
@@ -97,31 +97,26 @@ def parity(results: dict[str, Result]) -> Iterator[Aim]:
 
 def serving(results: dict[str, Result]) -> Iterator[Aim]:
     found = results["gpu_serve"]
-    prefill = medians(found, "prefill")
+    prefill = serve_medians(results, "prefill")
     ours = min((prefill[mode] for mode in (SERVE, SERVE_GRAPH) if mode in prefill), default=None)
     yield Aim("serving, prefill: speed vs BF16", ratio(prefill.get(BASE), ours), "≥", 1.60)
     yield Aim("serving, prefill: speed vs torchao's row-wise FP8", ratio(prefill.get(SERVE_TORCHAO), ours), "≥", 1.10)
     for part, bound in DECODES.items():
-        ms = medians(found, part)
+        ms = serve_medians(results, part)
         for words, mode in (("", SERVE), (", FP8 KV cache", SERVE_FP8_CACHE)):
             claim = f"serving, {part.replace(' ', ' of ')}{words}: speed vs BF16"
             yield Aim(claim, ratio(ms.get(BASE), ms.get(mode)), "≥", bound)
     for part, bound in (("linears", 0.52), ("model", 0.58)):
         share = ratio(found["memory"]["ours"][part], found["memory"]["bf16"][part])
         yield Aim(f"serving, bytes of the weights: {part}, vs BF16", share, "≤", bound, "{:.3f}")
-    shares = [row["share"] for row in found.get("kernels", []) if row["m"] == 1]
+    shares = [row["share"] for row in found["kernels"] if row["m"] == 1]
     claim = "serving, the GEMM of one row: least share of a copy's bandwidth"
     yield Aim(claim, min(shares, default=None), "≥", COPY_SHARE, "{:.3f}")
 
 
-def medians(serve: Result, part: str) -> dict[str, float]:
-    """Milliseconds by mode; nothing where the benchmark was cut short."""
-    return {mode: ms["median"] for mode, ms in serve.get(part, {}).get("ms", {}).items()}
-
-
 def cache(results: dict[str, Result]) -> Iterator[Aim]:
     """Whole steps, against the faster of the two ways to read a BF16 cache."""
-    ms = by_mode(results["gpu_kv_cache"].get("decode", {"modes": []})["modes"], "median")
+    ms = by_mode(results["gpu_kv_cache"]["decode"]["modes"], "median")
     base = min((time for mode, time in ms.items() if mode.startswith("bf16")), default=None)
     claim = "decode of 8 at 32,768 tokens, cache in FP8: speed vs a BF16 cache"
     yield Aim(claim, ratio(base, ms.get(CACHE_FP8)), "≥", 1.40)

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_CACHE, SERVE_TORCHAO
-from bench.report.performance import by_mode
+from bench.report.performance import by_mode, serve_medians
 from bench.report.tables import Result, Row, number, ratio
 
 
@@ -37,10 +37,7 @@ def gains(results: dict[str, Result]) -> list[Gain]:
     best = min((name for name in ms if name.startswith("torchao")), key=ms.__getitem__)
     steps = {row["mode"]: row["milliseconds"] for row in (parity["step_times"] or {"steps": []})["steps"]}
     loss = {mode: gap["mean"] for mode, gap in parity["gaps"].items()}
-    prefill, decode, decode_many = (
-        {mode: row["median"] for mode, row in serve[part]["ms"].items()}
-        for part in ("prefill", "decode 1", "decode 64")
-    )
+    prefill, decode, many = (serve_medians(results, part) for part in ("prefill", "decode 1", "decode 64"))
     llama = f"Llama-3-8B's shape, {gpu(serve)}"
     logits = serve["prefill"]["sqnr"]
     return [
@@ -75,7 +72,7 @@ def gains(results: dict[str, Result]) -> list[Gain]:
         ),
         Gain(
             f"Generate 64 texts with an FP8 KV cache, {llama}",
-            decode_many[BASE] / decode_many[SERVE_FP8_CACHE],
+            many[BASE] / many[SERVE_FP8_CACHE],
             None,
             f"perplexity of a small Llama {packed:+.2%}, and {cached:+.2%} for the cache",
             "serving",

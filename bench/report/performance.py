@@ -216,6 +216,11 @@ def serve(part: str, results: dict[str, Result]) -> Rows:
 serve_prefill, serve_decode_1, serve_decode_64 = (partial(serve, part) for part in ("prefill", "decode 1", "decode 64"))
 
 
+def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
+    """Milliseconds by mode."""
+    return {mode: ms["median"] for mode, ms in results["gpu_serve"][part]["ms"].items()}
+
+
 def serve_kernels(results: dict[str, Result]) -> Rows:
     for row in results["gpu_serve"]["kernels"]:
         yield {
