@@ -129,12 +129,6 @@ def test_fast_accumulation_never_in_dw_and_rotation_in_one_preset():
         assert recipe.rotate == (name == "tensorwise_rotated")
 
 
-def test_only_delayed_recipes_are_delayed():
-    assert {name for name, preset in PRESETS.items() if preset().delayed} == {"delayed"}
-    assert CUSTOM.delayed
-    assert Recipe("w", Gemm(Cast(), Cast(granularity=TENSOR, history=History()))).delayed
-
-
 def test_rowwise_is_fusable_and_no_other_preset():
     assert {name for name, preset in PRESETS.items() if preset().fusable} == {"rowwise"}
     assert rowwise("e5m2").fusable

@@ -124,11 +124,6 @@ class Recipe:
         return bool(self._casts)
 
     @property
-    def delayed(self) -> bool:
-        """Whether any cast has a history; `octavo.update_scales` must then follow each optimizer step."""
-        return any(cast.history is not None for cast in self._casts)
-
-    @property
     def fusable(self) -> FusableRecipe | None:
         """The three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or None.
 
@@ -140,7 +135,7 @@ class Recipe:
         by_row = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in self._casts)
         if not by_row or self.dw.a.relative_floor or self.dw.b.relative_floor:
             return None
-        return FusableRecipe(self.y, self.dx, self.dw, self.emulate)
+        return FusableRecipe(self.y.a, self.y.b, self.dx.a, self.y, self.dx, self.dw, self.emulate)
 
     def to_json(self) -> str:
         """The recipe as JSON: each GEMM by the names of its operands, null for BF16."""
@@ -157,27 +152,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class FusableRecipe:
-    """A recipe that the fused modules can run: three GEMMs with row scales, each tensor quantized once (`Recipe`)."""
+    """A recipe that the fused modules can run (`Recipe.fusable`): the casts of its tensors, and its GEMMs."""
 
+    x: Cast
+    w: Cast
+    dy: Cast
     y: Gemm
     dx: Gemm
     dw: Gemm
     emulate: bool
-
-    @property
-    def x(self) -> Cast:
-        """The cast of x."""
-        return self.y.a
-
-    @property
-    def w(self) -> Cast:
-        """The cast of w."""
-        return self.y.b
-
-    @property
-    def dy(self) -> Cast:
-        """The cast of dy."""
-        return self.dx.a
 
 
 def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
@@ -77,7 +76,8 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
     layers = select_linears(model, skip)
-    device = _device_of(layers[0].module)
+    first: Any = layers[0].module
+    device = first.weight.device
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -102,11 +102,6 @@ def convert(
     leave_fast_paths(model)
     quantized = [row.name for row in rows if not row.reason and recipe.quantized]
     return Conversion(recipe, rows, backends, find_coverage(model, quantized), speedup_source, _fused_modules(model))
-
-
-def _device_of(layer: Any) -> torch.device:
-    device: torch.device = layer.weight.device
-    return device
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:

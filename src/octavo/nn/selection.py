@@ -17,22 +17,9 @@ from octavo.ops.checks import FLOATS
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
-    "lm_head",
-    "*.lm_head",
-    "head",
-    "*.head",
-    "score",
-    "*.score",
-    "classifier",
-    "*.classifier",
-    "embed_out",
-    "*.embed_out",
-    "router",
-    "*.router",
-    "*.router.*",
-    "gate",
-    "*.gate",
-)
+    "lm_head", "*.lm_head", "head", "*.head", "score", "*.score", "classifier", "*.classifier", "embed_out",
+    "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate",
+)  # fmt: skip
 
 
 class SelectedLayer(NamedTuple):
