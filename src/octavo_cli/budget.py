@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from octavo_cli.display import print_table, say
 
 if TYPE_CHECKING:
-    from octavo.packing import Kept
+    from octavo.packing import BudgetReport
 
 _ROWS = 10
 
 
-def print_budget(found: Kept) -> None:
+def print_budget(found: BudgetReport) -> None:
     """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
     from octavo.words import plural
 
@@ -27,7 +27,7 @@ def print_budget(found: Kept) -> None:
     _print_ranking(found)
 
 
-def _print_ranking(found: Kept) -> None:
+def _print_ranking(found: BudgetReport) -> None:
     shown = max(_ROWS, found.kept + 2)
     rows = [
         (group.name, f"{group.harm:.3g}", f"{group.saved / 1e6:.3g}", "BF16" if i < found.kept else "eight bits")

@@ -15,7 +15,7 @@ from octavo_cli.display import print_facts, progress, say
 from octavo_cli.options import BUDGET_HELP, Device, Layout, Out, Step
 
 if TYPE_CHECKING:
-    from octavo.packing import Kept, PackReport
+    from octavo.packing import BudgetReport, PackReport
 
 
 def pack_command(
@@ -143,7 +143,7 @@ def _degrees(given: str) -> list[int]:
     return [int(part) for part in given.split(",")]
 
 
-def _facts(report: PackReport, kept: Kept | None) -> list[tuple[str, str]]:
+def _facts(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
     from octavo.words import plural
 
     facts = []

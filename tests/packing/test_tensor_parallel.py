@@ -86,7 +86,7 @@ def test_more_devices_than_heads_of_keys_share_them() -> None:
 
 def test_a_layer_that_nobody_knows() -> None:
     check("channel", "score", (64, 64), 1)
-    with pytest.raises(ValueError, match="score: how consumers split this layer over 2 devices is not known"):
+    with pytest.raises(ValueError, match="score: how readers split this layer over 2 devices is not known"):
         check("channel", "score", (64, 64), 2)
 
 

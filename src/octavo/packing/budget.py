@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from octavo.artifact.atomic_folder import check_absent
@@ -30,7 +31,7 @@ from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Qu
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.fused_groups import groups
 from octavo.hf.outputs import gives_logits
-from octavo.hf.source import open_source
+from octavo.hf.source import Source, open_source
 from octavo.packing.options import PackOptions
 from octavo.packing.partly_packed import PartlyPackedModel
 from octavo.packing.pipeline import pack_source
@@ -59,7 +60,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Kept:
+class BudgetReport:
     """The layers that stay in BF16 within budgets.
 
     Attributes:
@@ -119,7 +120,7 @@ def pack_within(
     step: int | None = None,
     progress: Progress = no_progress,
     on_read: OnRead | None = None,
-) -> tuple[PackReport, Kept]:
+) -> tuple[PackReport, BudgetReport]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
     The model is in memory twice, in BF16 and packed. The packed one is first written to `.OUT.budget`, which is
@@ -140,39 +141,44 @@ def pack_within(
     check_absent(out)
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
-    place = choose_device(device)
-    opened = open_source(source, step)
+    place, opened = choose_device(device), open_source(source, step)
     check_budgets(budgets, language_model=gives_logits(opened))
     chosen = open_prompts(data, opened.description, opened.meta_model.context, prompts, on_read)
     batches = chosen.batches(prompts.batch, shortest=2)
-    trial = out.parent / f".{out.name}.budget"
-    shutil.rmtree(trial, ignore_errors=True)
-    try:
-        packed = pack_source(opened, trial, options, progress).packed
-        model = PartlyPackedModel(opened, trial, packed, place)
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
+    model = _pack_trial(opened, out.parent / f".{out.name}.budget", options, place, progress)
     if (largest := max(map(max, chosen.ids))) >= model.vocabulary:
         raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
     record = {
         "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
         "context": prompts.context, "read": chosen.report.to_dict(),
     }  # fmt: skip
-    kept = find_kept(model, groups(packed), budgets, batches, record, progress)
-    left = [name for name in packed if name not in kept.skip]
-    layers = {glob: scheme for glob, scheme in options.layers.items() if any(fnmatchcase(name, glob) for name in left)}
-    options = replace(options, skip=[*options.skip, *kept.skip], layers=layers)
-    return pack_source(open_source(source, step), out, options, progress, {"budget": kept.to_dict()}), kept
+    report = choose_groups(model, groups(model.saved), budgets, batches, record, progress)
+    packed = [name for name in model.saved if name not in report.skip]
+    layers = {glob: name for glob, name in options.layers.items() if any(fnmatchcase(layer, glob) for layer in packed)}
+    options = replace(options, skip=[*options.skip, *report.skip], layers=layers)
+    return pack_source(open_source(source, step), out, options, progress, {"budget": report.to_dict()}), report
 
 
-def find_kept(
+def _pack_trial(
+    source: Source, folder: Path, options: PackOptions, device: torch.device, progress: Progress
+) -> PartlyPackedModel:
+    """The model with every layer that `options` packs, by way of `folder`, which is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        packed = pack_source(source, folder, options, progress).packed
+        return PartlyPackedModel(source, folder, packed, device)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def choose_groups(
     model: PartlyPackedModel,
     layers: Sequence[tuple[str, ...]],
     budgets: Sequence[Budget],
     batches: Sequence[Tensor],
     data: Mapping[str, object],
     progress: Progress = no_progress,
-) -> Kept:
+) -> BudgetReport:
     """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T].
 
     Raises:
@@ -204,7 +210,9 @@ def find_kept(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
-    return Kept(budgets, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens})
+    return BudgetReport(
+        budgets, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens}
+    )
 
 
 def _rank(

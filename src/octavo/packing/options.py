@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.calibration.statistics import SCALE_RULES
-from octavo.packing.weight_scales import WeightRule
 
 CACHES = ("fp8",)
+WEIGHT_RULES = ("amax", "mse")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,7 @@ class PackOptions:
                 f"the rule {self.rule} chooses scales from a calibration, and none is given: give --calibration, made "
                 "by octavo calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
             )
+        if self.weights not in WEIGHT_RULES:
+            raise ValueError(f"unknown rule {self.weights!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
         if self.kv_cache not in (None, *CACHES):
             raise ValueError(f"unknown cache {self.kv_cache!r} of keys and values: choose {CACHES[0]}, or none")
-
-    @property
-    def weight_rule(self) -> WeightRule:
-        """The rule of the scales of weights. Raises a ValueError for an unknown one."""
-        return WeightRule(self.weights, self.pow2, self.share)

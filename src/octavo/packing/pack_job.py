@@ -34,7 +34,7 @@ class PackJob:
         self.packing = Packing(options.layout, in_files, bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
         trained = {} if self.static is None else self.static.weights
-        self.weights = WeightScales(source, self.schemes, options.weight_rule, trained)
+        self.weights = WeightScales(source, self.schemes, options, trained)
 
     @cached_property
     def not_linear(self) -> list[Leftover]:
@@ -71,7 +71,7 @@ class PackJob:
     def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
         """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
-            scheme.name: {"weight": self.weights.rule.cast(scheme).to_dict(), "input": scheme.inputs.to_dict()}
+            scheme.name: {"weight": self.weights.cast(scheme).to_dict(), "input": scheme.inputs.to_dict()}
             for scheme in self.schemes.values()
         }
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}

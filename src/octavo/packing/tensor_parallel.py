@@ -16,17 +16,8 @@ from typing import Any
 from octavo.artifact.packed.scheme import Scheme
 
 _BY_OUTPUT = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "gate_proj",
-    "up_proj",
-    "fc1",
-    "query",
-    "key",
-    "value",
-    "intermediate.dense",
-)
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "query", "key", "value", "intermediate.dense",
+)  # fmt: skip
 _BY_INPUT = ("o_proj", "out_proj", "down_proj", "fc2", "output.dense")
 _WHOLE = ("project_in", "project_out")  # every device has all of it
 _KEYS = ("k_proj", "v_proj")

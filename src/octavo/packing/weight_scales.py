@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -25,46 +25,10 @@ from octavo.hf.source import Source
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled
 from octavo.packing.mse_search import SearchedScale, cast_by, search_scale, search_shared_scale
+from octavo.packing.options import PackOptions
 
-WEIGHT_RULES = ("amax", "mse")
 # Recipes that train with one scale for a weight, which packing keeps.
 _OWN_SCALES = ("tensorwise", "delayed")
-
-
-@dataclass(frozen=True)
-class WeightRule:
-    """The rule of the scales of weights.
-
-    Args:
-        name: amax or mse.
-        pow2: round scales up to powers of two.
-        share: one scale for layers that readers fuse, if scales are of whole tensors. None shares unless the run has
-            its own scales.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-
-    name: str = "amax"
-    pow2: bool = False
-    share: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in WEIGHT_RULES:
-            raise ValueError(f"unknown rule {self.name!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
-
-    def keeps(self, recipe: str) -> bool:
-        """Whether weights keep the scales that a run of this recipe was trained with."""
-        return recipe in _OWN_SCALES and self.name == "amax" and not self.pow2
-
-    def shares(self, recipe: str) -> bool:
-        """Whether layers that readers fuse get one scale."""
-        return not self.keeps(recipe) if self.share is None else self.share
-
-    def cast(self, scheme: Scheme) -> Cast:
-        """The cast of a weight by `scheme`."""
-        rounds = self.pow2 and not scheme.weight.power_of_two
-        return replace(scheme.weight, scale="pow2") if rounds else scheme.weight
 
 
 class WeightScales:
@@ -73,7 +37,7 @@ class WeightScales:
     Args:
         source: the model.
         schemes: of the layers to pack, by their names in the model.
-        rule: of their scales.
+        options: the rule of their scales.
         own: the scales, float32 [1, 1], that weights had in training; empty if the run's checkpoint holds none.
 
     Attributes:
@@ -82,16 +46,23 @@ class WeightScales:
     """
 
     def __init__(
-        self, source: Source, schemes: Mapping[str, Scheme], rule: WeightRule, own: Mapping[str, Tensor]
+        self, source: Source, schemes: Mapping[str, Scheme], options: PackOptions, own: Mapping[str, Tensor]
     ) -> None:
-        self.source, self.schemes, self.rule = source, schemes, rule
-        self.own = own if rule.keeps(source.recipe) else {}
+        self.source, self.schemes, self.options = source, schemes, options
+        keeps = source.recipe in _OWN_SCALES and options.weights == "amax" and not options.pow2
+        self.own = own if keeps else {}
+        self._shares = not keeps if options.share is None else options.share
         self.gains: dict[str, float] = {}
         self._used: dict[str, float] = {}
 
+    def cast(self, scheme: Scheme) -> Cast:
+        """The cast of a weight by `scheme`."""
+        rounds = self.options.pow2 and not scheme.weight.power_of_two
+        return replace(scheme.weight, scale="pow2") if rounds else scheme.weight
+
     def quantize(self, module: str, w: Tensor) -> QTensor:
         """Cast the weight `w` [N, K] of a layer. A weight on the meta device gives one there."""
-        cast = self.rule.cast(self.schemes[module])
+        cast = self.cast(self.schemes[module])
         if w.is_meta:
             return quantize(w, cast)
         q = self._quantize(module, w, cast)
@@ -107,15 +78,15 @@ class WeightScales:
 
     def record(self) -> dict[str, object]:
         """The entry "weight_scales" of octavo.json (docs/format.md)."""
-        record: dict[str, object] = {"rule": self.rule.name, "pow2": self.rule.pow2}
-        if self.rule.name == "mse":
+        record: dict[str, object] = {"rule": self.options.weights, "pow2": self.options.pow2}
+        if self.options.weights == "mse":
             record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
         return record
 
     @cached_property
     def _shared(self) -> dict[str, Tensor]:
         """The scales that layers share, by the name of each. Their weights are read to find them."""
-        if not self.rule.shares(self.source.recipe):
+        if not self._shares:
             return {}
         return {name: scale for group in self._groups() for scale in [self._one_scale(group)] for name in group}
 
@@ -124,7 +95,7 @@ class WeightScales:
         if scale is not None:
             return quantize_scaled(w, scale, cast)[0]
         q = quantize(w, cast)
-        if self.rule.name == "amax":
+        if self.options.weights == "amax":
             return q
         found = search_scale(w, q.scale.float(), cast)
         self._note([module], found)
@@ -137,11 +108,11 @@ class WeightScales:
         return [group for group in groups(wholes) if len(group) > 1]
 
     def _one_scale(self, group: tuple[str, ...]) -> Tensor:
-        cast = self.rule.cast(self.schemes[group[0]])
+        cast = self.cast(self.schemes[group[0]])
         if all(name in self.own for name in group):
             return torch.stack([self.own[name] for name in group]).amax(0)
         scale = torch.stack([quantize(self._weight(name), cast).scale for name in group]).amax(0)
-        if self.rule.name == "amax":
+        if self.options.weights == "amax":
             return scale
         found = search_shared_scale((self._weight(name) for name in group), scale, cast)
         self._note(group, found)

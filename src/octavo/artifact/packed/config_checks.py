@@ -12,21 +12,10 @@ from octavo.artifact.files import ArtifactError
 
 # Fields of other writers that no reader needs.
 _REMARKS = (
-    "version",
-    "observer",
-    "observer_kwargs",
-    "ignore",
-    "format",
-    "config_groups",
-    "targets",
-    "modules_to_not_convert",
-    "ignored_layers",
-    "exclude_modules",
-    "producer",
-    "fmt",
-    "zp_dtype",
+    "version", "observer", "observer_kwargs", "ignore", "format", "config_groups", "targets",
+    "modules_to_not_convert", "ignored_layers", "exclude_modules", "producer", "fmt", "zp_dtype",
     "global_compression_ratio",
-)
+)  # fmt: skip
 
 
 def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
