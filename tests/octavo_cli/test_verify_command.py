@@ -13,38 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from verify_examples import make_model
 
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("a <b>folder & more")
-    torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=256, initializer_range=0.1, **SIZES, **ends)).save_pretrained(
-        root / "llama"
-    )
-    ByteTokenizer().save(root / "llama")
-    pack(root / "llama", root / "packed")
+    model = make_model(root / "llama", "llama")
     (root / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 30)
-    return {"model": root / "llama", "packed": root / "packed", "text": root / "text.txt"}
+    return {"model": model, "packed": pack(model, root / "packed").folder, "text": root / "text.txt"}
 
 
-def words(folders: dict[str, Path], *more: Any) -> list[Any]:
-    usual = {"--against": folders["model"], "--samples": 8, "--context": 48}
-    given = [word for option, value in usual.items() if option not in more for word in (option, value)]
-    return ["verify", folders["packed"], "--data", folders["text"], *given, *more]
+def arguments(folders: dict[str, Path], *more: Any) -> list[Any]:
+    """The command line that verifies the folder on prompts, with more options."""
+    defaults = {"--against": folders["model"], "--samples": 8, "--context": 48}
+    options = [word for option, value in defaults.items() if option not in more for word in (option, value)]
+    return ["verify", folders["packed"], "--data", folders["text"], *options, *more]
 
 
 class Page(HTMLParser):
-    """The tags of a page, which must nest, and what could load something."""
+    """The tags of a page, which must nest, and the attributes that could load something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +58,15 @@ class Page(HTMLParser):
 
 def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     files = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
-    code, out, err = octavo(*words(folders, *files, "--budget", "kl=1", "--budget", "ppl=5%"))
+    code, out, err = octavo(*arguments(folders, *files, "--budget", "kl=1", "--budget", "ppl=5%"))
     assert (code, err) == (0, "")
     assert "the bytes are right; transformers, octavo agree with them" in out
     for title in ("Readers", "Quality", "Layers", "Size"):
         assert title in out
     assert "8 prompts, 384 tokens" in out
+    assert "INT8 is a yardstick and not in the folder" in out
     assert "of 14 layers the 12 that lose most are shown" in out
+    assert out.startswith("read 1 file (")
     written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
     assert written["ok"] is True
     assert written["model"] == "LlamaForCausalLM"
@@ -81,15 +74,13 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     assert written["command"].startswith("octavo verify ")
     age = datetime.now(UTC) - datetime.fromisoformat(written["date"])
     assert 0 <= age.total_seconds() < 600
-    page = (tmp_path / "r.html").read_text()
-    assert all(escape(text) in page for text in (written["date"], written["command"], transformers.__version__))
-    assert "INT8 is a yardstick and not in the folder" in out
     assert written["data"]["files"] == 1
-    assert out.startswith("read 1 file (")
     assert len(written["layers"]) == 14
     assert written["readers"][0]["outcome"] == "agrees"
     assert written["quality"]["kl"]["low"] < written["quality"]["kl"]["value"] < written["quality"]["kl"]["high"]
     assert written["int8"]["tokens"] == 384
+    page = (tmp_path / "r.html").read_text()
+    assert all(escape(text) in page for text in (written["date"], written["command"], transformers.__version__))
     check_page(tmp_path / "r.html", layers=14)
 
 
@@ -108,7 +99,7 @@ def check_page(path: Path, layers: int) -> None:
 
 
 def check_narrow(text: str, page: Page) -> None:
-    """On a telephone words and numbers of tables stay whole, and each table scrolls in a box of its own."""
+    """On a phone, words and numbers of tables are not broken, and each table scrolls in its own box."""
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert page.seen.count("table") == text.count('<div class="wide"><table>')
     styles = dict(re.findall(r"^([^\n{]*) \{([^}]*)\}", text, re.M))
@@ -119,7 +110,7 @@ def check_narrow(text: str, page: Page) -> None:
 
 
 def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    code, out, err = octavo(*words(folders, "--budget", "kl=1e-9", "--html", tmp_path / "r.html"))
+    code, out, err = octavo(*arguments(folders, "--budget", "kl=1e-9", "--html", tmp_path / "r.html"))
     assert code == 1
     assert err == ""
     assert "the limit is kl=1e-09" in out
@@ -170,7 +161,7 @@ def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Pa
         ),
         (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
     ):
-        code, out, err = octavo(*words(folders, *more))
+        code, out, err = octavo(*arguments(folders, *more))
         assert code == 1
         assert message in err
         assert "Traceback" not in out + err
