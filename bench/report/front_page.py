@@ -40,6 +40,8 @@ def gains(results: dict[str, Result]) -> list[Gain]:
     prefill, decode, many = (serve_medians(results, part) for part in ("prefill", "decode 1", "decode 64"))
     llama = f"Llama-3-8B's shape, {gpu(serve)}"
     logits = serve["prefill"]["sqnr"]
+    speed = ratio(steps.get("bf16"), steps.get("rowwise"))
+    small = ": small layers do not gain" if speed is not None and speed < 1 else ""
     return [
         Gain(
             f"Train four layers of Llama-3-8B's shape, {gpu(stack)}",
@@ -49,8 +51,8 @@ def gains(results: dict[str, Result]) -> list[Gain]:
             "the-layer-stack",
         ),
         Gain(
-            f"Train a GPT of width {parity['settings']['width']}, {gpu(parity)}: small layers do not gain",
-            ratio(steps.get("bf16"), steps.get("rowwise")),
+            f"Train a GPT of width {parity['settings']['width']}, {gpu(parity)}{small}",
+            speed,
             ratio(steps.get("torchao"), steps.get("rowwise")),
             f"final loss {loss['rowwise']:+.2%}; torchao's {number(loss.get('torchao'), '{:+.2%}')}; "
             f"seeds of BF16 differ by {parity['bf16_spread']:.2%}",

@@ -37,9 +37,8 @@ class LayerNormLinear(nn.Linear):
         return super().forward(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps))
 
 
-class Linear(nn.Linear):
-    def __init__(self, k: int, n: int, *, params_dtype: torch.dtype, **how: Any) -> None:
-        super().__init__(k, n, dtype=params_dtype, **how)
+def Linear(k: int, n: int, *, params_dtype: torch.dtype, **how: Any) -> nn.Linear:
+    return nn.Linear(k, n, dtype=params_dtype, **how)
 
 
 class LayerNormMLP(nn.Module):
