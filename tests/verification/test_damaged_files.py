@@ -90,9 +90,10 @@ FILES: list[tuple[str, Damage, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(FILES)))
-def test_files(good: dict[str, Path], model: Path, tmp_path: Path, number: int) -> None:
-    name, damage, kind, where, message = FILES[number]
+@pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), FILES)
+def test_files(
+    good: dict[str, Path], model: Path, tmp_path: Path, name: str, damage: Damage, kind: str, where: str, message: str
+) -> None:
     report = verify(damaged(good[name], tmp_path / "bad", damage), model)
     if message.startswith("'"):  # the tensor of a file that was not opened is missing, too
         report.findings = [finding for finding in report.findings if finding.kind == kind]

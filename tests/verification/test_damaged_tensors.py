@@ -87,9 +87,10 @@ TENSORS: list[tuple[str, Damage, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(TENSORS)))
-def test_tensors(good: dict[str, Path], model: Path, tmp_path: Path, number: int) -> None:
-    name, damage, kind, where, message = TENSORS[number]
+@pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), TENSORS)
+def test_tensors(
+    good: dict[str, Path], model: Path, tmp_path: Path, name: str, damage: Damage, kind: str, where: str, message: str
+) -> None:
     expect(verify(damaged(good[name], tmp_path / "bad", damage), model), kind, where, message)
 
 

@@ -156,7 +156,7 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
     monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
     result = open_with_vllm(probe, "1", "cpu")
     assert result.outcome == "agrees"
-    assert result.tolerance == probe.tolerance(factors, lambda logits: next_logprobs(logits, probe.ids))
+    assert result.tolerance == probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).tolerance(factors)
     assert probe.tolerance(BF16_WITH_CACHE) > probe.tolerance(BF16)
 
 
@@ -191,6 +191,6 @@ def test_a_view_of_the_outputs_has_its_own_tolerance() -> None:
         return logits.amax(-1).square()
 
     exact, bf16 = largest(probe.reference), largest(probe.bf16)
-    result = probe.judge("x", "1", bf16, BF16, "", largest)
+    result = probe.mapped(largest).judge("x", "1", bf16, BF16, "")
     assert result.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
     assert result.tolerance > 2 * probe.tolerance(BF16)

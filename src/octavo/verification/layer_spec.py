@@ -151,23 +151,15 @@ def _ignores(entry: str, name: str, exact: bool) -> bool:
 
 def _spec_of(name: str, groups: Sequence[tuple[list[str], LayerSpec]]) -> LayerSpec:
     """The spec of the group that targets a layer: by its name, else by a pattern, else by its class."""
-    for targets_it in (_is_name, _is_pattern, _is_class):
+    for matches in (
+        lambda target: target == name,
+        lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), name),
+        lambda target: target == "Linear",
+    ):
         for targets, spec in groups:
-            if any(targets_it(target, name) for target in targets):
+            if any(map(matches, targets)):
                 return spec
     raise SpecError(f"neither config_groups nor ignore has {name}")
-
-
-def _is_name(target: str, name: str) -> bool:
-    return target == name
-
-
-def _is_pattern(target: str, name: str) -> bool:
-    return target.startswith("re:") and re.match(target.removeprefix("re:"), name) is not None
-
-
-def _is_class(target: str, name: str) -> bool:
-    return target == "Linear"
 
 
 def _groups(settings: Mapping[str, Any]) -> list[tuple[list[str], LayerSpec]]:

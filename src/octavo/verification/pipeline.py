@@ -172,17 +172,15 @@ class Verification:
         """Measure the quality on the prompts, and compare it with the budgets."""
         if self.kv_scales:
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
-        layers, watching = PackedLayers(self.files, self.layers, self.device), not self.files.folded
-        measured = measure_quality(
-            self.baseline, layers, self._packed_model(), self.batches, self.device, watching, self.progress
-        )
-        self.report.quality, self.report.int8 = measured.packed, measured.int8
+        layers = PackedLayers(self.files, self.layers, self.device)
+        quality, int8, sums = measure_quality(self.baseline, layers, self._packed_model(), self.batches, self.progress)
+        self.report.quality, self.report.int8 = quality, int8
         for i, layer in enumerate(self.report.layers):
-            if sums := measured.layers.get(layer.name):
+            if seen := sums.get(layer.name):
                 self.report.layers[i] = replace(
-                    layer, output_sqnr=sums.sqnr, clip_rate=sums.clip_rate, headroom=sums.headroom
+                    layer, output_sqnr=seen.sqnr, clip_rate=seen.clip_rate, headroom=seen.headroom
                 )
-        self.report.findings += over_budget(measured.packed, budgets)
+        self.report.findings += over_budget(quality, budgets)
 
     def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
         """The reference. Keys and values are rounded unless inputs are left as they are."""

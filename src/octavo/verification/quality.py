@@ -6,7 +6,6 @@ packed folder, and MODEL with the packed layers in INT8 instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from octavo.evaluation.int8 import int8_linear, quantize_int8
 from octavo.evaluation.metrics import EmbeddingSums, LogitSums, Quality, energies, sqnr
 from octavo.progress import Progress
 from octavo.verification.reference import PackedLayers
-from octavo.verification.streamed_model import BaselineModel, StreamedModel
+from octavo.verification.streamed_model import BaselineModel, LinearFn, StreamedModel
 
 
 @dataclass
@@ -50,15 +49,14 @@ class LayerSums:
 class WatchedLayers:
     """The linear layers of MODEL, y = x @ w^T; each packed layer is given the same input, and its error is summed."""
 
-    get: Callable[[str], Tensor]
+    baseline: BaselineModel
     packed: PackedLayers
-    device: str
-    watching: bool
     sums: dict[str, LayerSums] = field(default_factory=dict)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        y = linear(x.float(), self.get(f"{name}.weight").to(self.device).float())  # [T,K] @ [N,K]^T
-        if self.watching and name in self.packed.specs:
+        weight = self.baseline.get_bf16(f"{name}.weight").to(self.packed.device)
+        y = linear(x.float(), weight.float())  # [T,K] @ [N,K]^T
+        if name in self.packed.specs and not self.packed.files.folded:  # folded weights expect other inputs
             sums = self.sums.setdefault(name, LayerSums())
             signal, noise = energies(y, self.packed(name, x))
             sums.signal, sums.noise = sums.signal + signal, sums.noise + noise
@@ -70,38 +68,16 @@ class WatchedLayers:
         return y
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The quality of the packed model and of INT8, and the sums of each packed layer."""
-
-    packed: Quality
-    int8: Quality
-    layers: dict[str, LayerSums]
-
-
 def measure_quality(
-    baseline: BaselineModel,
-    layers: PackedLayers,
-    packed: StreamedModel,
-    batches: list[Tensor],
-    device: str,
-    watching: bool,
-    progress: Progress,
-) -> Measured:
-    """Run the three models on prompts, a batch at a time.
+    baseline: BaselineModel, layers: PackedLayers, packed: StreamedModel, batches: list[Tensor], progress: Progress
+) -> tuple[Quality, Quality, dict[str, LayerSums]]:
+    """Run MODEL, the packed model and INT8 on prompts, a batch int64 [B, T] at a time.
 
-    Args:
-        baseline: MODEL.
-        layers: the packed layers.
-        packed: the packed model.
-        batches: prompts, int64 [B, T] each.
-        device: to compute on.
-        watching: whether to measure each layer. Folded weights expect other inputs than MODEL's, so theirs are not.
-        progress: see `octavo.progress`.
+    Returns:
+        The quality of the packed model, that of INT8, and the sums of each packed layer.
     """
-    watched = WatchedLayers(baseline.get_bf16, layers, device, watching)
-    int8 = _int8_layers(baseline, layers, device)
-    reference = baseline.streamed(watched, device)
+    watched, int8 = WatchedLayers(baseline, layers), _int8_layers(baseline, layers)
+    reference = baseline.streamed(watched, layers.device)
     sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in ("packed", "int8")]
     for done, ids in enumerate(batches):
         progress(done, len(batches), "running prompts")
@@ -112,14 +88,14 @@ def measure_quality(
         outputs.append(reference(ids))
         for actual, model_sums in zip(outputs, sums, strict=True):
             model_sums.add(ids, expected, actual)
-    return Measured(sums[0].quality(), sums[1].quality(), watched.sums)
+    return sums[0].quality(), sums[1].quality(), watched.sums
 
 
-def _int8_layers(baseline: BaselineModel, packed: PackedLayers, device: str) -> Callable[[str, Tensor], Tensor]:
+def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
     """The linear layers of MODEL, with INT8 for those that are packed (`octavo.evaluation.int8`)."""
 
     def compute(name: str, x: Tensor) -> Tensor:
-        weight = baseline.get_bf16(f"{name}.weight").to(device)
+        weight = baseline.get_bf16(f"{name}.weight").to(packed.device)
         if name not in packed.specs:
             return linear(x.float(), weight.float())
         return int8_linear(x, quantize_int8(weight))

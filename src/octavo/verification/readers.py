@@ -43,7 +43,6 @@ from octavo.verification.numbers import RoundInput, leave_input, round_input, ro
 from octavo.verification.reference import distance
 from octavo.version import __version__
 
-View = Callable[[Tensor], Tensor]
 Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
 FLOAT32, BF16, BF16_WITH_CACHE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
 ROUNDING = 1e-4  # added to what is allowed: float32's own rounding
@@ -111,12 +110,16 @@ class Probe:
     unrounded: Tensor
     bf16: Tensor
 
-    def tolerance(self, factors: Factors, view: View | None = None) -> float:
-        """The largest distance of a right reader from the reference. Only the `view` of their outputs is compared."""
-        view = view or _identity
-        expected, others = view(self.reference), (self.unrounded, self.bf16)
-        allowed = max(factor * distance(view(other), expected) for factor, other in zip(factors, others, strict=True))
+    def tolerance(self, factors: Factors) -> float:
+        """The largest distance of a right reader from the reference."""
+        distances = (distance(other, self.reference) for other in (self.unrounded, self.bf16))
+        allowed = max(factor * d for factor, d in zip(factors, distances, strict=True))
         return min(allowed + ROUNDING, MOST)
+
+    def mapped(self, view: Callable[[Tensor], Tensor]) -> Probe:
+        """The probe for a reader that gives the `view` of its outputs."""
+        reference, unrounded, bf16 = map(view, (self.reference, self.unrounded, self.bf16))
+        return replace(self, reference=reference, unrounded=unrounded, bf16=bf16)
 
     @property
     def vllm_only(self) -> bool:
@@ -126,21 +129,14 @@ class Probe:
         of_transformers = blocks or any(spec.scale == "weight_scale_inv" for spec in self.layers.values())
         return method == "modelopt" or (method == "fp8" and not of_transformers)
 
-    def judge(
-        self, name: str, version: str, actual: Tensor, factors: Factors, note: str, view: View | None = None
-    ) -> ReaderResult:
-        """Compare a reader's outputs, or the `view` of them that it gives, with the reference's."""
-        expected = (view or _identity)(self.reference)
-        if actual.shape != expected.shape:
-            shapes = f"gave outputs {list(actual.shape)}, expected {list(expected.shape)}"
+    def judge(self, name: str, version: str, actual: Tensor, factors: Factors, note: str) -> ReaderResult:
+        """Compare a reader's outputs with the reference's."""
+        if actual.shape != self.reference.shape:
+            shapes = f"gave outputs {list(actual.shape)}, expected {list(self.reference.shape)}"
             return ReaderResult(name, version, "disagrees", shapes)
-        off, allowed = distance(actual, expected), self.tolerance(factors, view)
+        off, allowed = distance(actual, self.reference), self.tolerance(factors)
         outcome = "agrees" if off <= allowed else "disagrees"  # NaN disagrees
         return ReaderResult(name, version, outcome, note, off, allowed)
-
-
-def _identity(output: Tensor) -> Tensor:
-    return output
 
 
 def make_probe(
@@ -279,7 +275,7 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
     )
     factors = BF16_WITH_CACHE if probe.cache else BF16
     note = "in BF16, log-probabilities of the prompts"
-    return probe.judge("vllm", version, actual, factors, note, lambda logits: next_logprobs(logits, probe.ids))
+    return probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).judge("vllm", version, actual, factors, note)
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:

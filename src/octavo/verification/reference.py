@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.numbers import RoundInput, round_input, widen
 
 
+@dataclass(frozen=True)
 class PackedLayers:
     """The linear layers of a packed folder: y = round(x) @ w^T in float32. Unpacked layers are not rounded.
 
@@ -23,40 +25,35 @@ class PackedLayers:
         round_input: how inputs are rounded, see `octavo.verification.numbers`.
     """
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        specs: Mapping[str, LayerSpec],
-        device: str,
-        round_input: RoundInput = round_input,
-    ) -> None:
-        self.specs = specs
-        self._files, self._device, self._round_input = files, device, round_input
+    files: CheckpointFiles
+    specs: Mapping[str, LayerSpec]
+    device: str
+    round_input: RoundInput = round_input
 
     def weight(self, name: str) -> Tensor:
         """The weight of a layer, float32 [N, K]."""
-        data = self._files.get(f"{name}.weight").to(self._device)
+        data = self.files.get(f"{name}.weight").to(self.device)
         spec = self.specs.get(name)
-        if spec is None:
-            return data.float()
-        return widen(data, self._files.get(f"{name}.{spec.scale}").to(self._device), spec)
+        return (
+            data.float() if spec is None else widen(data, self.files.get(f"{name}.{spec.scale}").to(self.device), spec)
+        )
 
     def get(self, name: str) -> Tensor:
         """A tensor of the folder, on the CPU. The weight of a packed layer is widened: experts hold theirs so."""
         layer = name.removesuffix(".weight")
-        return self.weight(layer).cpu() if name.endswith(".weight") and layer in self.specs else self._files.get(name)
+        return self.weight(layer).cpu() if name.endswith(".weight") and layer in self.specs else self.files.get(name)
 
     def input_scale(self, name: str) -> Tensor | None:
         """The stored scale of a layer's input, float32 without dimensions; None if it has none."""
         spec = self.specs.get(name)
         if spec is None or spec.inputs != "static":
             return None
-        return self._files.get(f"{name}.{spec.input_scale}").to(self._device).float().reshape(-1)[0]
+        return self.files.get(f"{name}.{spec.input_scale}").to(self.device).float().reshape(-1)[0]
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """The output [..., N] of a layer for its input [..., K], without bias."""
         spec = self.specs.get(name)
-        rounded = x.float() if spec is None else self._round_input(x, spec, self.input_scale(name))
+        rounded = x.float() if spec is None else self.round_input(x, spec, self.input_scale(name))
         return linear(rounded, self.weight(name))  # [T,K] @ [N,K]^T
 
 
