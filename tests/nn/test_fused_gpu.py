@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_oracle import (
+    NEAR_UNQUANTIZED_DB,
+    QUANTIZED_DB,
     Block,
     Tensors,
     check,
@@ -38,6 +40,9 @@ pytestmark = [
 T, K, F = 1000, 528, 1104
 BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
 LEAST = 45.0  # dB, between two runs on the same bytes
+MLP_LEAST = 29  # dB, of an MLP against its oracle, for a byte of h moves many sums; 21 if h were quantized anew
+FEW_TOKENS_DB = 20  # of a few tokens against the unquantized block
+GRAPH_LEAST = 30  # dB, of a replayed graph; 15 with the weights of one step before
 
 
 def on_gpu(build, kind: str = "rms", bias: bool = False) -> Block:
@@ -66,7 +71,7 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str,
     block.cuda()
     found = run(block, block, x.cuda(), None if residual is None else residual.cuda())
     assert {t.device.type for t in found.values()} == {"cuda"}
-    check(required, found, 45 if build is linears else 29)  # quantized anew: 21
+    check(required, found, LEAST if build is linears else MLP_LEAST)
 
 
 @pytest.mark.parametrize("t", [1, 33, T])
@@ -76,8 +81,8 @@ def test_near_the_exact_function(build, t: int) -> None:
     required = exact_unquantized(block, x, residual)
     octavo.convert(block)
     found = run(block, block, x, residual)
-    check(required, found, 22 if t == T else 20)
-    assert sqnr(required["output 0"], found["output 0"]) < 40  # it was quantized
+    check(required, found, NEAR_UNQUANTIZED_DB if t == T else FEW_TOKENS_DB)
+    assert sqnr(required["output 0"], found["output 0"]) < QUANTIZED_DB
 
 
 @BUILDERS
@@ -88,7 +93,7 @@ def test_under_autocast(build) -> None:
     required = exact_unquantized(block, x, residual)
     octavo.convert(block)
     found = run(block, block, x, residual, autocast=True)
-    check(required, found, 22)
+    check(required, found, NEAR_UNQUANTIZED_DB)
     assert {t.dtype for name, t in found.items() if name.startswith("d ")} == {torch.float32}
 
 
@@ -97,7 +102,7 @@ def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
     x = inputs()[0] * 0.1
     plain = block.separate(x)
     octavo.convert(block)
-    assert sqnr(plain[0], block(x)[0]) > 25
+    assert sqnr(plain[0], block(x)[0]) > NEAR_UNQUANTIZED_DB
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -184,7 +189,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: boo
             for t in captured.values():
                 t.detach().fill_(torch.nan)
             graph.replay()
-            check(fresh_run(block, build, x, residual), captured, 30)  # with the weights of one step before: 15
+            check(fresh_run(block, build, x, residual), captured, GRAPH_LEAST)
 
 
 # ---- memory

@@ -1,4 +1,4 @@
-"""Small models of transformers that `octavo.load` opens, and how they are watched."""
+"""Small decoders of transformers, trained or packed, and their outputs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,23 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str) -> Any:
-    """A model whose parameters are BF16 numbers, as in a packed folder, except the weights of its linear layers."""
+def make_decoder(name: str, **more: Any) -> Any:
+    """A model in float32 whose norms and biases are far from ones and zeros."""
     torch.manual_seed(0)
     architecture, configuration, settings = ARCHITECTURES[name]
-    model = architecture(configuration(**SIZES | settings)).eval()
+    model = architecture(configuration(**SIZES | settings | more))
     with torch.no_grad():
         for key, p in model.named_parameters():
-            p.copy_((p + torch.randn_like(p) * 0.3 if p.ndim == 1 else p if "embed" in key else 4 * p).bfloat16())
+            p.copy_(p + torch.randn_like(p) * 0.3 if p.ndim == 1 else p if "embed" in key else 4 * p)
+    return model
+
+
+def make_model(name: str) -> Any:
+    """A model for evaluation whose parameters are BF16 numbers."""
+    model = make_decoder(name).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
     return model
 
 
@@ -60,7 +69,7 @@ def layer_by_layer(model: nn.Module) -> nn.Module:
     """A copy that runs unfused, because of its hooks."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, nn.Linear | PackedLinear):
             module.register_forward_hook(lambda *_: None)
     return twin
 

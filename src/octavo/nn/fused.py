@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_call import LinearCall
+from octavo.nn.linear_function import LinearCall
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
@@ -36,14 +36,7 @@ from octavo.nn.scale_folding import (
 from octavo.nn.stacked_weights import Stack, StackInfo
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import (
-    activation_backward,
-    activation_quantize,
-    norm_backward,
-    norm_quantize,
-    quantize,
-    requantize_norm,
-)
+from octavo.ops import activation_backward, activation_quantize, norm_backward, norm_quantize, quantize, requantize_norm
 from octavo.recipe import FusableRecipe
 
 FusedCall = LinearCall[FusableRecipe]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory
 from octavo.nn.layer_limits import check_call, unsupported
-from octavo.nn.linear_call import LinearCall
-from octavo.nn.linear_function import linear
+from octavo.nn.linear_function import LinearCall, linear
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast

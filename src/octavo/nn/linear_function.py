@@ -17,8 +17,8 @@ in groups is quantized again along the other axis. A GEMM without casts runs in 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +26,37 @@ from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_call import LinearCall
-from octavo.nn.scale_folding import (
-    dw_operand,
-    dx_operand,
-    mantissa,
-    quantize_folded,
-    transposed,
-    weight_transposed,
-)
+from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_folded, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import quantize, quantize_scaled, quantize_transposed
-from octavo.recipe import Gemm, Recipe
+from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
+from octavo.recipe import FusableRecipe, Gemm, Recipe
+
+R = TypeVar("R", Recipe, FusableRecipe)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearCall(Generic[R]):
+    """The arguments of a call that are not tensors.
+
+    Args:
+        recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
+        dtype: of y, and of the GEMMs without casts.
+        x_history, w_history, dy_history: the histories of delayed scaling.
+    """
+
+    recipe: R
+    dtype: torch.dtype
+    x_history: ScaleHistory | None = None
+    w_history: ScaleHistory | None = None
+    dy_history: ScaleHistory | None = None
+
+    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
+        fast, emulate = gemm.fast_accumulation, self.recipe.emulate
+        return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=fast, emulate=emulate)
+
 
 Call = LinearCall[Recipe]
 

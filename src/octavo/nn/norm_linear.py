@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from octavo.nn.fused import FusedCall, Norm, NormSpec, norm_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.linear_call import LinearCall
+from octavo.nn.linear_function import LinearCall
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
