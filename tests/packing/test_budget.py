@@ -176,7 +176,7 @@ def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
     assert loose.skip == []
     before = loose.all_packed.perplexity_ratio.value
     assert before > 0.03
-    _, kept = pack_within(model, tmp_path / "out", [Budget.parse("ppl=1.5%")], data, prompts=MANY)
+    _, kept = pack_within(model, tmp_path / "out", [Budget("kl", 9), Budget.parse("ppl=1.5%")], data, prompts=MANY)
     assert kept.skip == [SENSITIVE]
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     _, change = measure(source, tmp_path / "out", prompts(model, data, 32))

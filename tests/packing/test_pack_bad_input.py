@@ -20,7 +20,7 @@ from transformers import (
 from verify_examples import SIZES, make_model
 
 from octavo.artifact.files import ArtifactError
-from octavo.packing import pack
+from octavo.packing import PackOptions, pack
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,15 @@ def test_what_cannot_be_asked_for(llama: Path, tmp_path: Path, how: dict[str, An
     with pytest.raises(ValueError, match=message):
         pack(llama, tmp_path / "out", **how)
     assert not list(tmp_path.iterdir())
+
+
+def test_keywords_replace_fields_of_the_options(llama: Path, tmp_path: Path) -> None:
+    report = pack(
+        llama, tmp_path / "out", PackOptions(scheme="block", layout="fp8"), scheme="channel", layout="modelopt"
+    )
+    assert set(report.packed.values()) == {"channel"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'schme'"):
+        pack(llama, tmp_path / "other", schme="block")
 
 
 def test_sizes_that_a_scheme_cannot_have(tmp_path: Path) -> None:

@@ -210,9 +210,8 @@ def choose_groups(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
-    return BudgetReport(
-        budgets, ranking, high, measure(high), measure(0), dict(data) | {"tokens": measure(high).tokens}
-    )
+    quality = measure(high)
+    return BudgetReport(budgets, ranking, high, quality, measure(0), {**data, "tokens": quality.tokens})
 
 
 def _rank(

@@ -59,7 +59,7 @@ def pack(
         WriteError: the disk refused.
 
     Example:
-        >>> pack(Path("models/qwen"), Path("packed/qwen"), scheme="block")  # doctest: +SKIP
+        >>> pack(Path("models/qwen"), Path("packed/qwen"), scheme="block")
     """
     check_absent(out)
     options = replace(options, **fields)
