@@ -61,6 +61,12 @@ class Calibration:
         """The name of the site that each linear layer reads, by the name of the layer."""
         return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
 
+    @property
+    def record(self) -> dict[str, object]:
+        """The origin of the statistics, for octavo.json."""
+        settings = dict(self.settings)
+        return {"prompts": self.prompts, "tokens": self.tokens, "settings": settings, "model_hash": self.model_hash}
+
     def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
         """A static e4m3 scale of a site, or of the input of a linear layer, see `Statistics.scale`.
 

@@ -140,24 +140,22 @@ class FoldJob:
 
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
-        found = load_calibration(folder, self.source)
+        calibration = load_calibration(folder, self.source)
         turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
         for pair in self.places.pairs:
             if pair.writer not in turned:
-                self._smooth_pair(pair, self._amax(pair, found, folder), alpha)
-        used = {"prompts": found.prompts, "tokens": found.tokens, "settings": dict(found.settings)}
-        calibration = used | {"model_hash": found.model_hash}
-        self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration}
+                self._smooth_pair(pair, self._amax(pair, calibration, folder), alpha)
+        self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration.record}
 
-    def _amax(self, pair: Pair, found: Calibration, folder: Path) -> Tensor:
+    def _amax(self, pair: Pair, calibration: Calibration, folder: Path) -> Tensor:
         """The amax of each channel of the tensor that the readers of a pair read, float32 [K]."""
-        sites = {found.layers.get(reader) for reader in pair.readers}
+        sites = {calibration.layers.get(reader) for reader in pair.readers}
         site = sites.pop()
         if site is None or sites:
             raise ValueError(
                 f"{folder} must have one site for {', '.join(pair.readers)}: calibrate the model with this version"
             )
-        return found.sites[site].channel_amax
+        return calibration.sites[site].channel_amax
 
     def _smooth_pair(self, pair: Pair, x_amax: Tensor, alpha: float) -> None:
         weights = [self.source.get(f"{reader}.weight").float().abs().amax(0) for reader in pair.readers]

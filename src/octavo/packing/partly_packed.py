@@ -74,25 +74,25 @@ class PartlyPackedModel:
                 parent, _, leaf = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, forms[name in names])
             kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
-            found = outputs(self._model, ids.to(self._device), self.causal, **kept)
-            if found.shape[:-1] != ids.shape:
+            result = outputs(self._model, ids.to(self._device), self.causal, **kept)
+            if result.shape[:-1] != ids.shape:
                 raise ArtifactError(
-                    f"{type(self._model).__name__} gives {list(found.shape)} for {list(ids.shape)} tokens: nothing to "
+                    f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "
                     "measure"
                 )
-            return found
+            return result
 
         return run
 
 
 def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
     """Every tensor of a packed folder, by its name in memory."""
-    found = {name: packed.reader.get(name) for name in packed.others}
+    tensors = {name: packed.reader.get(name) for name in packed.others}
     for name, scheme in packed.packing.schemes.items():
-        found[f"{name}.weight"], found[f"{name}.{SCALE_NAME}"] = packed.stored(name)
+        tensors[f"{name}.weight"], tensors[f"{name}.{SCALE_NAME}"] = packed.stored(name)
         if scheme.static:
-            found[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
-    return found
+            tensors[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
+    return tensors
 
 
 def _is_of(key: str, disk: str) -> bool:

@@ -49,16 +49,16 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     """
     folder, rule = options.calibration, options.rule or "amax"
     if folder is None:
-        what = "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of K and V"
+        what = (
+            "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of keys and values"
+        )
         raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
-    found = load_calibration(folder, source)
-    if missing := [name for name in layers if name not in found.layers]:
-        raise ValueError(f"{folder} knows nothing of {missing[0]}: calibrate the model with this version")
-    inputs = {name: found.scale(name, rule).reshape(1) for name in layers}
-    record = {"rule": rule, "prompts": found.prompts, "tokens": found.tokens, "settings": dict(found.settings)}
-    keys_and_values = {} if options.kv_cache is None else _keys_and_values(found, rule, source)
-    record |= {"model_hash": found.model_hash, "kv_cache": options.kv_cache}
-    return StaticScales(inputs, keys_and_values, record)
+    calibration = load_calibration(folder, source)
+    if missing := [name for name in layers if name not in calibration.layers]:
+        raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
+    inputs = {name: calibration.scale(name, rule).reshape(1) for name in layers}
+    keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, rule, source)
+    return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
 
 
 def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
@@ -73,8 +73,8 @@ def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
     inputs, weights = {}, {}
     for name in layers:
         trained = source.trained_as.get(name, name)
-        found = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
-        if (x := found["x"]) is not None and (w := found["w"]) is not None:
+        scales = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
+        if (x := scales["x"]) is not None and (w := scales["w"]) is not None:
             inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
@@ -91,7 +91,7 @@ def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dic
     sites = {f"{name}.{leaf}": f"{name}.{leaf[0]}" for name in names for leaf in (K_SCALE, V_SCALE)}
     if missing := [site for site in sites.values() if site not in calibration.sites]:
         raise ValueError(
-            f"the calibration has seen no {missing[0]}, so that a KV cache would have no scale there: "
+            f"the calibration has no statistics of {missing[0]}, which a KV cache needs: "
             "calibrate the model with this version"
         )
     return {name: calibration.scale(site, rule).reshape(1) for name, site in sites.items()}

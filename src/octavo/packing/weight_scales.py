@@ -97,10 +97,10 @@ class WeightScales:
         q = quantize(w, cast)
         if self.options.weights == "amax":
             return q
-        found = search_scale(w, q.scale.float(), cast)
-        self._note([module], found)
-        exact = cast_by(w, found.scale, cast)
-        return replace(exact, scale=found.scale.to(q.scale.dtype))
+        searched = search_scale(w, q.scale.float(), cast)
+        self._note([module], searched)
+        exact = cast_by(w, searched.scale, cast)
+        return replace(exact, scale=searched.scale.to(q.scale.dtype))
 
     def _groups(self) -> list[tuple[str, ...]]:
         """The layers that readers fuse, if their scales are of whole tensors."""
@@ -114,13 +114,13 @@ class WeightScales:
         scale = torch.stack([quantize(self._weight(name), cast).scale for name in group]).amax(0)
         if self.options.weights == "amax":
             return scale
-        found = search_shared_scale((self._weight(name) for name in group), scale, cast)
-        self._note(group, found)
-        return found.scale
+        searched = search_shared_scale((self._weight(name) for name in group), scale, cast)
+        self._note(group, searched)
+        return searched.scale
 
     def _weight(self, module: str) -> Tensor:
         return self.source.get(f"{module}.weight")
 
-    def _note(self, modules: Sequence[str], found: SearchedScale) -> None:
-        for module, before, after in zip(modules, found.before.tolist(), found.after.tolist(), strict=True):
+    def _note(self, modules: Sequence[str], searched: SearchedScale) -> None:
+        for module, before, after in zip(modules, searched.before.tolist(), searched.after.tolist(), strict=True):
             self.gains[module] = 0.0 if before == after else 10 * math.log10(before / after) if after else math.inf
