@@ -92,8 +92,8 @@ def test_smoothing_is_exact_to_the_bit(tmp_path: Path, name: str) -> None:
     source = make(tmp_path, name)
     plain = tmp_path / "plain"
     open_model(source, torch.bfloat16).save_pretrained(plain)
-    (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_files())
-    (plain / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_files())
+    (plain / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (plain / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())
     report = fold(plain, tmp_path / "out", smooth=calibrated(plain, tmp_path))
     kinds = {"opt": 4, "bert": 1, "bert masked": 1}.get(name, 4)
     assert len(report.smoothed) == 3 * kinds

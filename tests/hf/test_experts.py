@@ -128,7 +128,7 @@ def test_pack_names_experts_with_their_share(made: Made, tmp_path: Path) -> None
 def test_a_missing_expert_is_named(made: Made, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for path in made("mixtral").iterdir():
-        (tmp_path / "model" / path.name).write_bytes(path.read_files())
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
@@ -162,7 +162,7 @@ def test_packed_experts_of_others_are_listed_and_run_in_bf16(made: Made, tmp_pat
     folder = tmp_path / "theirs"
     folder.mkdir()
     for path in made("qwen3moe").iterdir():
-        (folder / path.name).write_bytes(path.read_files())
+        (folder / path.name).write_bytes(path.read_bytes())
     pack_experts(folder)
     listed = PackedTensors(folder).packing.schemes
     assert sum(map(is_expert, (f"{name}." for name in listed))) == 2 * 4 * 3

@@ -194,7 +194,7 @@ def test_an_encoder_gives_no_next_token(octavo, encoders, name):
     code, out, err = octavo("generate", encoders / name, "--prompt", "hi", "--device", "cpu")
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {encoders / name} holds an encoder (Bert")
-    assert "gives no next token: a causal language model is required" in err
+    assert "which predicts no next token: a causal language model is required" in err
     assert err.count("\n") == 1
 
 
