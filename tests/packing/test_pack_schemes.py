@@ -110,7 +110,7 @@ def test_several_schemes_in_one_model(sources: dict[str, Path], tmp_path: Path) 
     assert distance(ours, theirs) < 1.5 * distance(ours, truth)
 
 
-def test_a_scale_a_tensor_is_shared_by_what_consumers_fuse(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_fused_layers_share_a_scale_of_whole_tensors(sources: dict[str, Path], tmp_path: Path) -> None:
     pack(sources["mistral"], tmp_path / "out", scheme="tensor")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     plain = load_file(sources["mistral"] / "model.safetensors")

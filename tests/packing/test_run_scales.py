@@ -135,7 +135,9 @@ def test_the_scales_are_those_of_the_checkpoint(runs: dict[tuple[str, str], Path
     )  # what outgrew its scale saturates, as in training
 
 
-def test_what_consumers_fuse_keeps_its_scales_unless_asked(runs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+def test_fused_layers_keep_the_scales_of_training_unless_asked(
+    runs: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
     run = runs["llama", "delayed"]
     own = pack(run, tmp_path / "own")
     shared = pack(run, tmp_path / "shared", share=True)

@@ -52,9 +52,12 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
         return {}
     _check_ignored(files, unused, required)
     layers: dict[str, LayerSpec] = {}
-    for name in required.linears:
-        spec = specs[name]
-        if not _is_tied_copy(files, f"{name}.weight", required) and _is_packed(files, name, spec) and spec is not None:
+    for name, spec in specs.items():
+        if _is_tied_copy(files, f"{name}.weight", required):
+            continue
+        if spec is None:
+            _check_ignored_layer(files, name)
+        elif _is_packed(files, name):
             layers[name] = _with_stored_names(files, name, spec)
     known = set(required.shapes)
     for name, spec in layers.items():
@@ -81,14 +84,16 @@ def _is_tied_copy(files: CheckpointFiles, name: str, required: Required) -> bool
     return name not in files.shapes and any(other in files.shapes for other in required.tied.get(name, []))
 
 
-def _is_packed(files: CheckpointFiles, name: str, spec: LayerSpec | None) -> bool:
-    """Whether the layer is packed. Settings and bytes that contradict each other are findings."""
+def _check_ignored_layer(files: CheckpointFiles, name: str) -> None:
+    """Check that a layer that the settings ignore is not packed."""
+    if (dtype := files.dtypes.get(f"{name}.weight")) in _EIGHT_BITS:
+        message = f"is packed ({dtype}), and the list of ignored modules has {name}"
+        files.add_finding("config", f"{name}.weight", message)
+
+
+def _is_packed(files: CheckpointFiles, name: str) -> bool:
+    """Whether a layer that the settings do not ignore is packed, as it must be unless it is an output head."""
     dtype = files.dtypes.get(f"{name}.weight")
-    if spec is None:
-        if dtype in _EIGHT_BITS:
-            message = f"is packed ({dtype}), and the list of ignored modules has {name}"
-            files.add_finding("config", f"{name}.weight", message)
-        return False
     if dtype is None or dtype in _EIGHT_BITS:
         return True
     if name.rpartition(".")[2] in _HEADS:  # readers of the other layouts leave heads unpacked

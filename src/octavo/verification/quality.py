@@ -78,17 +78,15 @@ def measure_quality(
     """
     watched, int8 = WatchedLayers(baseline, layers), _int8_layers(baseline, layers)
     reference = baseline.streamed(watched, layers.device)
-    sums = [LogitSums() if reference.causal else EmbeddingSums() for _ in ("packed", "int8")]
+    packed_sums, int8_sums = (LogitSums() if reference.causal else EmbeddingSums() for _ in range(2))
     for done, ids in enumerate(batches):
         progress(done, len(batches), "running prompts")
         reference.compute = watched
         expected = reference(ids)
-        outputs = [packed(ids)]
+        packed_sums.add(ids, expected, packed(ids))
         reference.compute = int8
-        outputs.append(reference(ids))
-        for actual, model_sums in zip(outputs, sums, strict=True):
-            model_sums.add(ids, expected, actual)
-    return sums[0].quality(), sums[1].quality(), watched.sums
+        int8_sums.add(ids, expected, reference(ids))
+    return packed_sums.quality(), int8_sums.quality(), watched.sums
 
 
 def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
