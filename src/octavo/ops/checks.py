@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +13,21 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def eager_check(check: Callable[..., None]) -> Callable[..., None]:
+    """`check` in eager code, skipped while torch.compile traces: the operation's fake implementation runs it then.
+
+    A traced check turns the dynamic sizes that it compares into constants, on which PyTorch 2.11 fails inside an
+    autograd Function.
+    """
+
+    @wraps(check)
+    def run(*args: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            check(*args)
+
+    return run
 
 
 def check_row_cast(operation: str, cast: Cast) -> None:

@@ -11,7 +11,7 @@ from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
-from octavo.ops.checks import FLOATS, check_row_cast, check_tensor
+from octavo.ops.checks import FLOATS, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.triton_support import runs_fused
 
@@ -70,18 +70,14 @@ def activation_backward(
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
-    _check(u, kind)
-    m, columns = u.shape
-    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
-    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
-    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
-    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
+    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
     data, scale, h_data, wide = torch.ops.octavo.activation_backward(
         dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale
     )
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)
 
 
+@eager_check
 def _check(u: Tensor, kind: str) -> None:
     if kind not in WIDTHS:
         raise ValueError(f"unknown activation {kind!r}: choose one of {', '.join(WIDTHS)}")
@@ -90,6 +86,16 @@ def _check(u: Tensor, kind: str) -> None:
             f"{kind} takes a matrix of float32, bfloat16 or float16 whose columns divide by {WIDTHS[kind]}, "
             f"got {u.dtype} {list(u.shape)}"
         )
+
+
+@eager_check
+def _check_backward(dh: Tensor, u: Tensor, kind: str, column_scale: Tensor, row_scale: Tensor, h_scale: Tensor) -> None:
+    _check(u, kind)
+    m, columns = u.shape
+    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
+    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
+    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
 
 
 def _quantizes(u: Tensor, spec: str, kind: str) -> bool:
@@ -107,6 +113,7 @@ def _activation_quantize(u: Tensor, spec: str, kind: str) -> tuple[Tensor, Tenso
 
 @_activation_quantize.register_fake
 def _(u: Tensor, spec: str, kind: str) -> tuple[Tensor, Tensor]:
+    _check(u, kind)
     data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=parse_cast(spec).fmt.dtype)
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32)
 
@@ -138,6 +145,7 @@ def _activation_backward(
 
 @_activation_backward.register_fake
 def _(dh: Tensor, u: Tensor, spec: str, h_spec: str, keep: bool, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_backward(dh, u, *rest)
     data = u.new_empty(u.shape, dtype=parse_cast(spec).fmt.dtype)
     h_data = dh.new_empty(dh.shape, dtype=parse_cast(h_spec).fmt.dtype)
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, u.new_empty(u.shape if keep else 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.checks import FLOATS, check_matrix, check_row_cast, check_tensor
+from octavo.ops.checks import FLOATS, check_matrix, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.norm.reference import norm_backward_reference, norm_quantize_reference
 from octavo.ops.triton_support import runs_fused
@@ -73,19 +73,25 @@ def norm_backward(
     Raises:
         ValueError: for another shape or dtype.
     """
-    _check(x, residual, weight, None)
-    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
-    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
-    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
+    _check_backward(dn, x, weight, mean, rstd, residual)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(dn, x, weight, mean, rstd, residual, center)
     return result
 
 
+@eager_check
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
     check_matrix("a norm", x)
     check_tensor("residual", residual, tuple(x.shape), *FLOATS)
     check_tensor("weight", weight, (x.shape[1],), *FLOATS)
     check_tensor("bias", bias, (x.shape[1],), *FLOATS)
+
+
+@eager_check
+def _check_backward(dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> None:
+    _check(x, residual, weight, None)
+    check_tensor("dn", dn, tuple(x.shape), *FLOATS)
+    check_tensor("mean", mean, (x.shape[0], 1), torch.float32)
+    check_tensor("rstd", rstd, (x.shape[0], 1), torch.float32)
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:
@@ -117,7 +123,10 @@ def _norm_quantize(
 
 
 @_norm_quantize.register_fake
-def _(x: Tensor, spec: str, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, spec: str, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, residual, weight, bias)
     scale, mean, rstd = (x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(3))
     data = x.new_empty(x.shape, dtype=parse_cast(spec).fmt.dtype)
     return x.new_empty(0 if residual is None else x.shape), data, scale, mean, rstd
@@ -140,6 +149,8 @@ def _norm_backward(
 
 
 @_norm_backward.register_fake
-def _(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    center: bool = rest[-1]
+def _(
+    dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_backward(dn, x, weight, mean, rstd, residual)
     return x.new_empty(x.shape), weight.new_empty(x.shape[1]), weight.new_empty(x.shape[1] if center else 0)

@@ -13,7 +13,7 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import ROW, TENSOR
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
-from octavo.ops.checks import check_matrix, check_tensor
+from octavo.ops.checks import check_matrix, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
 from octavo.ops.triton_support import converts, fits
@@ -31,9 +31,7 @@ def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_s
     Raises:
         ValueError: for another shape or dtype.
     """
-    check_matrix("quantize", x)
-    check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
-    check_tensor("row_scale", row_scale, (x.shape[0], 1), torch.float32)
+    _check(x, column_scale, row_scale)
     data, scale = torch.ops.octavo.quantize(x, cast.spec, column_scale, row_scale, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
@@ -73,6 +71,13 @@ def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tens
     return QTensor(data, scale, cast.fmt, TENSOR), amax
 
 
+@eager_check
+def _check(x: Tensor, column_scale: Tensor | None, row_scale: Tensor | None) -> None:
+    check_matrix("quantize", x)
+    check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
+    check_tensor("row_scale", row_scale, (x.shape[0], 1), torch.float32)
+
+
 def _seed(x: Tensor, cast: Cast) -> Tensor | None:
     return new_seed(x.device) if cast.rounding == "stochastic" else None
 
@@ -102,7 +107,8 @@ def _quantize(
 
 
 @_quantize.register_fake
-def _(x: Tensor, spec: str, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, spec: str, column_scale: Tensor | None, row_scale: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(x, column_scale, row_scale)
     return _empty(x, tuple(x.shape), parse_cast(spec))
 
 
