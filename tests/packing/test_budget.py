@@ -244,7 +244,7 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
         pack_within(model, tmp_path / "out", KL, [str(short)])
     small = Llama(LlamaConfig(**LLAMA | {"vocabulary": 50}))  # type: ignore[arg-type]
     run = write_run(tmp_path / "run", small, small.config.to_hf())
-    with pytest.raises(ValueError, match="the tokenizer gives the id .*, the model has 50 embeddings"):
+    with pytest.raises(ValueError, match="the tokenizer in .* gives the id .*, the model has 50 embeddings"):
         pack_within(run, tmp_path / "out", KL, data, prompts=FEW)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
     (tmp_path / "out").mkdir()

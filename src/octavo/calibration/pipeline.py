@@ -25,7 +25,7 @@ from octavo.calibration.folder import Calibration, hash_model
 from octavo.calibration.observer import Observed, Observer, check_seen
 from octavo.calibration.workdir import CalibrationWorkdir
 from octavo.device import choose_device
-from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
+from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
 from octavo.nn import select_linears
 from octavo.progress import Progress, no_progress
@@ -64,8 +64,8 @@ def calibrate(
     check_absent(out)
     place = choose_device(device)
     parts = BlockModel(model, place)
-    chosen = open_prompts(data, model, parts.context, prompts, on_read)
-    _check_vocabulary(chosen, parts)
+    vocabulary = parts.model.get_input_embeddings().num_embeddings
+    chosen = open_prompts(data, model, prompts, context=parts.context, vocabulary=vocabulary, on_read=on_read)
     settings: dict[str, Any] = {
         "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
         "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,
@@ -81,14 +81,6 @@ def calibrate(
         calibration.save(out)
         workdir.remove()
     return calibration
-
-
-def _check_vocabulary(prompts: Prompts, parts: BlockModel) -> None:
-    rows, largest = parts.model.get_input_embeddings().num_embeddings, max(map(max, prompts.ids))
-    if largest >= rows:
-        raise ArtifactError(
-            f"the tokenizer gives the id {largest}, the model has {rows} embeddings: the tokenizer is of another model"
-        )
 
 
 def _run_all(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.artifact.files import ArtifactError
 from octavo.extras import import_extra, open_local
 from octavo.text import DataError, Document, ReadReport, chat_of, read_text
 
@@ -117,8 +118,10 @@ def open_tokenizer(folder: Path) -> Any:
 def open_prompts(
     data: Sequence[str],
     folder: Path,
-    context: int,
     options: PromptOptions,
+    *,
+    context: int,
+    vocabulary: int,
     on_read: OnRead | None = None,
 ) -> Prompts:
     """Read the prompts for a model.
@@ -126,12 +129,14 @@ def open_prompts(
     Args:
         data: sources of text, see `octavo.text.read_text`.
         folder: with the model's tokenizer.
-        context: the positions that the model has.
         options: which prompts.
+        context: the number of tokens that the model can see.
+        vocabulary: the number of rows of the model's embedding.
         on_read: called with the report of the text.
 
     Raises:
         ImportError, FileNotFoundError, ValueError: see `open_tokenizer`.
+        ArtifactError: the tokenizer gives an id that the embedding does not have.
         DataError: see `read_prompts`.
     """
     tokenizer = open_tokenizer(folder)
@@ -139,6 +144,11 @@ def open_prompts(
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)
+    if (largest := max(map(max, prompts.ids))) >= vocabulary:
+        raise ArtifactError(
+            f"the tokenizer in {folder} gives the id {largest}, the model has {vocabulary} embeddings: the tokenizer "
+            "is of another model"
+        )
     return prompts
 
 

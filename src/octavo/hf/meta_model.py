@@ -20,6 +20,7 @@ from octavo.extras import import_extra
 from octavo.hf.experts import ExpertFiles, expert_files
 from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
 from octavo.models import build, from_hf_config
+from octavo.models.decoder import Decoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,13 @@ class MetaModel:
     def stack_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `split_experts`, for all tensors of the files."""
         return dict(tensors) if self.experts is None else self.experts.merge(tensors)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of rows of the token embedding."""
+        model: Any = self.model
+        embedding = model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()
+        return int(embedding.num_embeddings)
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""

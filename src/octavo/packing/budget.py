@@ -37,7 +37,6 @@ from octavo.packing.partly_packed import PartlyPackedModel
 from octavo.packing.pipeline import pack_source
 from octavo.packing.report import PackReport
 from octavo.progress import Progress, no_progress
-from octavo.text import DataError
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,10 @@ def pack_within(
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
     place, opened = choose_device(device), open_source(source, step)
     check_budgets(budgets, language_model=gives_logits(opened))
-    chosen = open_prompts(data, opened.description, opened.meta_model.context, prompts, on_read)
+    context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
+    chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)
     batches = chosen.batches(prompts.batch, shortest=2)
     model = _pack_trial(opened, out.parent / f".{out.name}.budget", options, place, progress)
-    if (largest := max(map(max, chosen.ids))) >= model.vocabulary:
-        raise DataError(f"the tokenizer gives the id {largest}, the model has {model.vocabulary} embeddings")
     record = {
         "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
         "context": prompts.context, "read": chosen.report.to_dict(),

@@ -57,13 +57,6 @@ class PartlyPackedModel:
         self._model.to(device)
         self._device = torch.device(device)
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of rows of the embedding."""
-        model: Any = self._model
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.embedding
-        return int(embedding.num_embeddings)
-
     def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
         """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or of an encoder the
         last hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""

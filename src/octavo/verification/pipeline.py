@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
@@ -80,7 +79,10 @@ def verify(
     report = Report(packed, against)
     batches: list[Tensor] = []
     if data:
-        read_prompts = open_prompts(data, baseline.folder, baseline.context, prompts, on_read)
+        context, vocabulary = baseline.context, baseline.vocabulary
+        read_prompts = open_prompts(
+            data, baseline.folder, prompts, context=context, vocabulary=vocabulary, on_read=on_read
+        )
         report.data, batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
     files = read_files(packed)
     files.folded |= folded
@@ -151,11 +153,6 @@ class Verification:
         meta_model = self._meta_model()
         vocabulary = int(meta_model.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
         ids = probe_ids(self.batches, vocabulary, meta_model.context)
-        if int(ids.max()) >= vocabulary:
-            raise ArtifactError(
-                f"the tokenizer of {self.baseline.folder} gives the id {int(ids.max())}, and the model has only "
-                f"{vocabulary}"
-            )
 
         def run(rounding: RoundInput, dtype: torch.dtype) -> Tensor:
             return self._packed_model(rounding, dtype)(ids)

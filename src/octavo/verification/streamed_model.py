@@ -126,6 +126,7 @@ class BaselineModel:
         folder: with its config.json and its tokenizer.
         shapes: of its tensors, by their names in files.
         context: the number of tokens that it can see.
+        vocabulary: the number of rows of its embedding.
         causal: whether it is a language model.
 
     Raises:
@@ -135,7 +136,7 @@ class BaselineModel:
     def __init__(self, path: Path) -> None:
         self._source: Source = open_source(path)
         self.folder = self._source.description
-        self.context = self._source.meta_model.context
+        self.context, self.vocabulary = self._source.meta_model.context, self._source.meta_model.vocabulary
         self.causal = gives_logits(self._source)
         metas = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._source.specs.items()}
         self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
