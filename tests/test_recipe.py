@@ -1,4 +1,4 @@
-"""What each preset is, and how a recipe is written as JSON."""
+"""The presets, and recipes as JSON."""
 
 import json
 from dataclasses import FrozenInstanceError, replace

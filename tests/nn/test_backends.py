@@ -1,4 +1,4 @@
-"""What is reported is what the door decides."""
+"""The backends that are reported are those that a scaled GEMM chooses."""
 
 import pytest
 import torch

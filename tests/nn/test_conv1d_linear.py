@@ -40,9 +40,9 @@ def test_it_computes_what_a_linear_layer_of_the_transposed_weight_computes(recip
     octavo.convert(nn.Sequential(conv), recipe)
     octavo.convert(nn.Sequential(linear), recipe)
     x, dy = torch.randn(2, 32, 64), torch.randn(2, 32, 96)
-    (y, dx, dw, db), expected = run(conv, x, dy), run(linear, x, dy)
-    for found, required in zip((y, dx, dw.t(), db), expected, strict=True):
-        assert torch.equal(found, required)
+    (y, dx, dw, db), from_linear = run(conv, x, dy), run(linear, x, dy)
+    for actual, expected in zip((y, dx, dw.t(), db), from_linear, strict=True):
+        assert torch.equal(actual, expected)
     assert dw.is_contiguous()
 
 

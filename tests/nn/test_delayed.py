@@ -1,4 +1,4 @@
-"""Delayed scaling: what a step reads, what it notes, and when the scale moves."""
+"""Delayed scaling: a step reads the scale and records amax; the scale changes in `update_scales`."""
 
 from dataclasses import replace
 

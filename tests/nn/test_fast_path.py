@@ -20,9 +20,9 @@ def test_evaluation_without_gradients_runs_in_fp8(make) -> None:
     with_gradients = model(x, src_key_padding_mask=padding).detach()
     with torch.no_grad():
         y = model(x, src_key_padding_mask=padding)
-    kept = ~padding
-    torch.testing.assert_close(y[kept], with_gradients[kept], rtol=1e-5, atol=1e-5)
-    assert (y - in_high_precision)[kept].abs().max() > 1e-3
+    not_padding = ~padding
+    torch.testing.assert_close(y[not_padding], with_gradients[not_padding], rtol=1e-5, atol=1e-5)
+    assert (y - in_high_precision)[not_padding].abs().max() > 1e-3
 
 
 def test_the_class_is_one_of_its_own_with_the_same_name_and_settings() -> None:

@@ -1,4 +1,4 @@
-"""What folding the scale of w into dy costs, against quantizing every operand separately by row; docs/decisions.md.
+"""The cost of folding the scale of w into dy, against quantizing every operand separately by row; docs/decisions.md.
 
 The loss is that of dy's power-of-two scales: the largest gradient of a row, which weighs most where few channels carry
 the energy, is rounded, where a float32 scale represents it exactly.

@@ -67,22 +67,22 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str,
     x, residual = inputs()
     x, residual = x.cpu(), None if kind == "none" else residual.cpu()
     octavo.convert(block)
-    required = exact(block, x, residual, torch.bfloat16)
+    expected = exact(block, x, residual, torch.bfloat16)
     block.cuda()
-    found = run(block, block, x.cuda(), None if residual is None else residual.cuda())
-    assert {t.device.type for t in found.values()} == {"cuda"}
-    check(required, found, LEAST if build is linears else MLP_LEAST)
+    actual = run(block, block, x.cuda(), None if residual is None else residual.cuda())
+    assert {t.device.type for t in actual.values()} == {"cuda"}
+    check(expected, actual, LEAST if build is linears else MLP_LEAST)
 
 
 @pytest.mark.parametrize("t", [1, 33, T])
 @BUILDERS
 def test_near_the_exact_function(build, t: int) -> None:
     block, (x, residual) = build("rms", K, F, True).to("cuda", torch.bfloat16), inputs(t)
-    required = exact_unquantized(block, x, residual)
+    expected = exact_unquantized(block, x, residual)
     octavo.convert(block)
-    found = run(block, block, x, residual)
-    check(required, found, NEAR_UNQUANTIZED_DB if t == T else FEW_TOKENS_DB)
-    assert sqnr(required["output 0"], found["output 0"]) < QUANTIZED_DB
+    actual = run(block, block, x, residual)
+    check(expected, actual, NEAR_UNQUANTIZED_DB if t == T else FEW_TOKENS_DB)
+    assert sqnr(expected["output 0"], actual["output 0"]) < QUANTIZED_DB
 
 
 @BUILDERS
@@ -90,11 +90,11 @@ def test_under_autocast(build) -> None:
     """Parameters and stream in float32, layers in BF16."""
     block = build("rms", K, F, True).cuda()
     x, residual = (tokens(T, K, device="cuda") for _ in range(2))
-    required = exact_unquantized(block, x, residual)
+    expected = exact_unquantized(block, x, residual)
     octavo.convert(block)
-    found = run(block, block, x, residual, autocast=True)
-    check(required, found, NEAR_UNQUANTIZED_DB)
-    assert {t.dtype for name, t in found.items() if name.startswith("d ")} == {torch.float32}
+    actual = run(block, block, x, residual, autocast=True)
+    check(expected, actual, NEAR_UNQUANTIZED_DB)
+    assert {t.dtype for name, t in actual.items() if name.startswith("d ")} == {torch.float32}
 
 
 def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
@@ -115,8 +115,8 @@ def test_compiled_by_inductor_equals_eager_in_one_graph_that_is_made_once(build,
     for i in range(4):
         x, residual = (t.float() for t in inputs()) if autocast else inputs()
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            found = run(block, compiled, x, residual, autocast=autocast)
-        check(run(block, block, x, residual, autocast=autocast), found, LEAST)
+            actual = run(block, compiled, x, residual, autocast=autocast)
+        check(run(block, block, x, residual, autocast=autocast), actual, LEAST)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -128,8 +128,8 @@ def test_compiled_inside_cast_once_sees_the_new_bytes() -> None:
     with octavo.cast_once(block):
         for i in range(3):
             with torch._dynamo.config.patch(error_on_recompile=i > 0):
-                found = run(block, compiled, x, residual)
-            check(fresh_run(block, swiglu, x, residual), found, LEAST)
+                actual = run(block, compiled, x, residual)
+            check(fresh_run(block, swiglu, x, residual), actual, LEAST)
             random_step(block, optimizer)
 
 
@@ -160,9 +160,9 @@ def capture(block: Block, x: Tensor, residual: Tensor, douts: list[Tensor]) -> t
 
 def fresh_run(block: Block, build, x: Tensor, residual: Tensor) -> Tensors:
     """`run` of a new block with this one's parameters."""
-    twin = on_gpu(build)
-    twin.load_state_dict(block.state_dict())
-    return run(twin, twin, x.detach(), residual.detach())
+    other = on_gpu(build)
+    other.load_state_dict(block.state_dict())
+    return run(other, other, x.detach(), residual.detach())
 
 
 def random_step(block: nn.Module, optimizer: torch.optim.Optimizer) -> None:

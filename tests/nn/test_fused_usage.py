@@ -119,7 +119,7 @@ def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() 
 
 @BUILDERS
 def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
-    """As `octavo.runtime` puts packed layers, and adapters wrap theirs, in the place of linear ones."""
+    """As `octavo.runtime` puts packed layers, and adapters wrap theirs, in place of linear ones."""
     block, x = build(), tokens(7)
     name = next(name for name, m in block.named_modules() if isinstance(m, nn.Linear))
     parent, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What octavo's layers do not support is refused in a sentence that says what to do."""
+"""Uses of PyTorch that the layers do not support raise an error that says what to do."""
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ LEAST = 45.0  # dB, between two devices
 TWO_QUANTIZATIONS_DB = 22
 
 
-def twins(recipe: str | Recipe, k: int, n: int) -> tuple[nn.Sequential, nn.Sequential]:
+def on_both_devices(recipe: str | Recipe, k: int, n: int) -> tuple[nn.Sequential, nn.Sequential]:
     """The same converted layer on the CPU and on CUDA."""
     on_cpu = nn.Sequential(nn.Linear(k, n))
     on_gpu = copy.deepcopy(on_cpu).cuda()
@@ -62,13 +62,13 @@ def test_native_recipes_run_on_the_tensor_cores() -> None:
 @pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (33, 17, 5), (512, 384, 640)])
 @pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED, "tensorwise_rotated"])
 def test_y_dx_and_dw_are_the_cpus(recipe, t: int, k: int, n: int, dtype: torch.dtype, autocast: bool) -> None:
-    on_cpu, on_gpu = twins(recipe, k, n)
+    on_cpu, on_gpu = on_both_devices(recipe, k, n)
     for _ in range(3):  # the second and third pass of `delayed` scale by its history
         x, dy = torch.randn(t, k).to(dtype), (torch.randn(t, n) * 0.1 * torch.randn(t, 1).exp()).to(dtype)
-        required, found = run(on_cpu, x, dy, autocast), run(on_gpu, x, dy, autocast)
-        for name, tensor in required.items():
-            assert (found[name].device.type, found[name].dtype) == ("cuda", tensor.dtype)
-            assert sqnr(tensor, found[name]) > LEAST, name
+        expected, actual = run(on_cpu, x, dy, autocast), run(on_gpu, x, dy, autocast)
+        for name, tensor in expected.items():
+            assert (actual[name].device.type, actual[name].dtype) == ("cuda", tensor.dtype)
+            assert sqnr(tensor, actual[name]) > LEAST, name
         for model in (on_cpu, on_gpu):
             octavo.update_scales(model)
     scales = octavo.scale_state(on_gpu)
@@ -79,24 +79,24 @@ def test_y_dx_and_dw_are_the_cpus(recipe, t: int, k: int, n: int, dtype: torch.d
 @pytest.mark.parametrize("recipe", [name for name in NATIVE if name != "bf16"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -> None:
-    _, model = twins(recipe, 80, 112)
+    _, model = on_both_devices(recipe, 80, 112)
     x, dy = torch.randn(96, 80), torch.randn(96, 112)
     for _ in range(2):
         run(model, x, dy, True)
         octavo.update_scales(model)
     bad_x, bad_dy = x.clone(), dy.clone()
     bad_x[2, 3] = bad_dy[4, 1] = bad
-    found = run(model, bad_x, dy, True)
-    assert not found["y"][2].isfinite().any()
-    assert not found["dw"][:, 3].isfinite().any()
-    found = run(model, x, bad_dy, True)
-    assert not found["dx"][4].isfinite().any()
-    assert not found["dw"][1].isfinite().any()
+    actual = run(model, bad_x, dy, True)
+    assert not actual["y"][2].isfinite().any()
+    assert not actual["dw"][:, 3].isfinite().any()
+    actual = run(model, x, bad_dy, True)
+    assert not actual["dx"][4].isfinite().any()
+    assert not actual["dw"][1].isfinite().any()
 
 
 @pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED])
 def test_no_rows(recipe: str) -> None:
-    _, model = twins(recipe, 80, 112)
+    _, model = on_both_devices(recipe, 80, 112)
     x = torch.randn(0, 80, device="cuda", requires_grad=True)
     y = model(x)
     assert (y.shape, y.device.type) == ((0, 112), "cuda")
@@ -149,8 +149,8 @@ def test_compiled_by_inductor_equals_eager_and_is_compiled_once(recipe: str) -> 
         return seen
 
     start = {name: tensor.clone() for name, tensor in octavo.scale_state(model).items()}
-    for required, found in zip(train(model, start), train(compiled, start), strict=True):
-        for name, tensor in required.items():
+    for expected, actual in zip(train(model, start), train(compiled, start), strict=True):
+        for name, tensor in expected.items():
             # Compiled, the bias and GELU are not rounded to BF16 in between, which moves bytes to the next code, and a
             # tensor's scale with them: as far apart as two quantizations, where a wrong operand is some dB off.
-            assert sqnr(tensor, found[name]) > TWO_QUANTIZATIONS_DB, name
+            assert sqnr(tensor, actual[name]) > TWO_QUANTIZATIONS_DB, name

@@ -130,7 +130,7 @@ def test_rotation_undoes_itself_across_the_layer() -> None:
 
 
 def test_rotation_saves_the_other_tokens_from_an_outlier() -> None:
-    """One element of 2^20 takes the range of a tensor-wide scale: the other tokens vanish, but for a rotation."""
+    """One element of 2^20 takes the range of a tensor-wide scale: the other tokens vanish. A rotation saves them."""
     x, dy = torch.randn(T, 128), torch.randn(T, N)
     x[0, 5] = 2.0**20
     plain, rotated = converted("tensorwise", k=128), converted("tensorwise_rotated", k=128)

@@ -98,10 +98,10 @@ def test_a_converted_model_can_be_saved_whole(name: str) -> None:
 def test_a_copy_of_a_converted_model_is_independent() -> None:
     model = llama()
     octavo.convert(model)
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     octavo.restore(model)
-    assert isinstance(twin.model.layers[0].mlp, octavo.nn.SwiGLU)
-    assert twin.model.layers[0].qkv.owner is twin.model.layers[0]
+    assert isinstance(other.model.layers[0].mlp, octavo.nn.SwiGLU)
+    assert other.model.layers[0].qkv.owner is other.model.layers[0]
 
 
 def test_restore_takes_a_module() -> None:

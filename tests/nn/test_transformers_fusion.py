@@ -1,4 +1,4 @@
-"""Decoder layers of transformers, fused: against the same model layer by layer, and against what it was."""
+"""Fused decoder layers of transformers, against the same model layer by layer and against the unconverted one."""
 
 from functools import partial
 
@@ -48,14 +48,14 @@ def test_fused_is_what_the_layers_are_one_by_one(name):
     assert seen["octavo::norm_quantize"] == 4
     assert seen["octavo::activation_quantize"] == 2
     assert seen["octavo::quantize"] == 4  # the attention's output and the layer that gets it
-    twin = layer_by_layer(model)
-    assert not operations(lambda: twin(tokens()))["octavo::norm_quantize"]
+    other = layer_by_layer(model)
+    assert not operations(lambda: other(tokens()))["octavo::norm_quantize"]
 
     logits = model(tokens()).logits
-    assert sqnr(twin(tokens()).logits, logits) > SAME_QUANTIZATION_DB
+    assert sqnr(other(tokens()).logits, logits) > SAME_QUANTIZATION_DB
     assert QUANTIZED_DB > sqnr(exact, logits) > EXACT_DB
-    apart, found = gradients(twin), gradients(model)
-    for key, gradient in found.items():
+    apart, actual = gradients(other), gradients(model)
+    for key, gradient in actual.items():
         assert sqnr(apart[key], gradient) > GRADIENTS_DB, key
         assert sqnr(exact_gradients[key], gradient) > EXACT_GRADIENTS_DB, key
 
@@ -83,55 +83,55 @@ def test_compiled_without_a_break(name):
     torch.compiler.reset()
     model = make_decoder(name, num_hidden_layers=1)  # tracing takes most of the time
     octavo.convert(model, "rowwise")
-    required = gradients(model)
+    expected = gradients(model)
     logits = model(tokens()).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens()).logits, logits)
-    found = gradients(compiled)
-    for key, gradient in required.items():
-        torch.testing.assert_close(found[f"_orig_mod.{key}"], gradient)
+    actual = gradients(compiled)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[f"_orig_mod.{key}"], gradient)
 
 
 def test_checkpointed_layers_give_the_same_gradients():
     model = make_decoder("llama").train()
     octavo.convert(model, "rowwise")
-    required = gradients(model)
+    expected = gradients(model)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = True
             module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    found = gradients(model)
-    for key, gradient in required.items():
-        assert torch.equal(found[key], gradient), key
+    actual = gradients(model)
+    for key, gradient in expected.items():
+        assert torch.equal(actual[key], gradient), key
 
 
 def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
-    """What wraps a part of a fused layer is called, and not the part behind its back."""
+    """A module that wraps a part of a fused layer is called: the part is not called directly."""
     model = make_decoder("llama").train()
     octavo.convert(model, "rowwise")
-    required, runs = gradients(model), []
+    expected, runs = gradients(model), []
     run = FusedMLP.run
     monkeypatch.setattr(FusedMLP, "run", lambda *given: runs.append(1) or run(*given))
     for layer in model.model.layers:
         layer.mlp = checkpoint_wrapper(layer.mlp)
-    found = gradients(model)
+    actual = gradients(model)
     assert len(runs) == 2 * 2
-    for key, gradient in required.items():
+    for key, gradient in expected.items():
         parts = key.split(".mlp.")
-        assert torch.equal(found[".mlp._checkpoint_wrapped_module.".join(parts)], gradient), key
+        assert torch.equal(actual[".mlp._checkpoint_wrapped_module.".join(parts)], gradient), key
 
 
 def test_weights_are_cast_once():
     model = make_decoder("qwen2")
     octavo.convert(model, "rowwise")
-    required = model(tokens()).logits
+    expected = model(tokens()).logits
     with octavo.cast_once(model):
         seen = operations(lambda: model(tokens()))
         assert not seen["octavo::quantize_stack"]
-        assert torch.equal(model(tokens()).logits, required)
+        assert torch.equal(model(tokens()).logits, expected)
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-        assert not torch.equal(model(tokens()).logits, required)
+        assert not torch.equal(model(tokens()).logits, expected)
 
 
 class Doubled(nn.Module):
@@ -175,11 +175,11 @@ def test_hooks_see_tensors(path):
 
 
 def test_another_recipe_runs_the_class_own_forward():
-    model, twin = make_decoder("llama"), make_decoder("llama")
+    model, other = make_decoder("llama"), make_decoder("llama")
     octavo.convert(model, "rowwise")
     assert octavo.convert(model, "tensorwise").fused == {}
-    octavo.convert(twin, "tensorwise")
-    assert torch.equal(model(tokens()).logits, twin(tokens()).logits)
+    octavo.convert(other, "tensorwise")
+    assert torch.equal(model(tokens()).logits, other(tokens()).logits)
     assert octavo.convert(model, "rowwise").fused
 
 

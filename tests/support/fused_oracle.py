@@ -107,7 +107,7 @@ def make_norm(kind: str, k: int) -> nn.Module | None:
 
 
 def linears(kind: str = "rms", k: int = 64, f: int = 40, bias: bool = True) -> NormThenLinears:
-    """Of f, 17 and 1 columns."""
+    """A norm and layers of f, 17 and 1 outputs."""
     return NormThenLinears(make_norm(kind, k), k, (f, 17, 1), (bias,) * 3)
 
 
@@ -120,7 +120,7 @@ def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> No
 
 
 def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """Of sizes so unlike that the eps of a norm counts for some."""
+    """Tokens of such different sizes that the eps of a norm matters for some."""
     return (torch.randn(t, k) * torch.randn(t, 1).exp() * 0.1).to(device, dtype)
 
 
@@ -263,12 +263,12 @@ def exact_mlp(block: NormThenMLP, x: Tensor, residual: Tensor | None, dtype: tor
 
 
 def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    """What `run` must give for a block converted by `rowwise`; `dtype`: of the layers' outputs."""
+    """The result of `run` for a block converted by `rowwise`; `dtype` is that of the layers' outputs."""
     oracle = exact_linears if isinstance(block, NormThenLinears) else exact_mlp
     return oracle(block, x, residual, dtype)
 
 
 def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:
-    """What `run` would give for the block, not converted, in float64."""
+    """The result of `run` for the unconverted block, in float64."""
     wide = copy.deepcopy(block).double()
     return run(wide, wide.separate, x.double(), None if residual is None else residual.double())

@@ -109,9 +109,9 @@ def test_an_unknown_gpu_times_the_layers_once_and_stores_the_times(pretend: Call
 def test_a_cache_that_cannot_be_written_is_reported_and_no_error(folder: Path, pretend: Callable) -> None:
     pretend(UNKNOWN)
     folder.write_text("a file where a folder should be")
-    found = find_speedups(rowwise(), NATIVE, CUDA, {(8192, 4096, 8192)})
-    assert found.by_shape == {(8192, 4096, 8192): 1.5}
-    assert "measured now, not stored: " in found.source
+    actual = find_speedups(rowwise(), NATIVE, CUDA, {(8192, 4096, 8192)})
+    assert actual.by_shape == {(8192, 4096, 8192): 1.5}
+    assert "measured now, not stored: " in actual.source
 
 
 def test_no_memory_to_time_a_layer(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
