@@ -93,9 +93,9 @@ def test_tensors_that_transformers_misses(packed: Path, tmp_path: Path) -> None:
     """The output head is not ignored and has no scale. `check_folder` would find it before transformers runs."""
     bad = shutil.copytree(packed, tmp_path / "bad")
     change_config(bad, ignore=[])
-    theirs = next(iter(try_readers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
-    assert theirs.outcome == "failed"
-    assert theirs.note.startswith("missing_keys: lm_head.weight_scale")
+    result = next(iter(try_readers(probe_of(bad, {"quant_method": "compressed-tensors"}), "cpu")))
+    assert result.outcome == "failed"
+    assert result.note.startswith("missing_keys: lm_head.weight_scale")
 
 
 def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
     for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
-        theirs = next(iter(try_readers(probe_of(Path("gone"), settings), "cpu")))
-        assert (theirs.outcome, theirs.note) == ("not run", "it does not read this layout; vLLM does")
+        result = next(iter(try_readers(probe_of(Path("gone"), settings), "cpu")))
+        assert (result.outcome, result.note) == ("not run", "it does not read this layout; vLLM does")
 
 
 def test_tolerances_can_fail() -> None:

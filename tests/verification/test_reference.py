@@ -36,10 +36,10 @@ def test_keys_and_values_are_rounded_as_transformers_does(models: dict[str, Path
     before, after = (run_verify(folder, models[name], models["text"]) for folder in (plain, cached))
     assert not after.findings
     assert "keys and values are rounded by the folder's scales, as its cache does" in after.remarks
-    theirs, ours = after.readers[:2]
-    assert (theirs.outcome, ours.outcome) == ("agrees", "agrees")
-    assert theirs.distance is not None
-    assert theirs.distance < 1e-5
+    transformers, octavo = after.readers[:2]
+    assert (transformers.outcome, octavo.outcome) == ("agrees", "agrees")
+    assert transformers.distance is not None
+    assert transformers.distance < 1e-5
     assert isinstance(before.quality, LogitQuality)
     assert isinstance(after.quality, LogitQuality)
     assert before.quality.kl.value < after.quality.kl.value < 2

@@ -21,7 +21,6 @@ from octavo.verification import pipeline, verify
 from octavo.verification.files import CheckpointFiles
 from octavo.verification.result import Report
 
-# How far transformers' own emulation is from ours: 0 where it widens in float32 and scales by token.
 # The last is the distance of transformers' emulation from the reference: 0 if it widens in float32 and scales by token.
 READERS = [
     ("llama", {"scheme": "channel"}, 0.0),
@@ -35,23 +34,23 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "exact"), READERS)
+@pytest.mark.parametrize(("name", "options", "exact"), READERS)
 def test_readers_agree_with_the_bytes(
-    models: dict[str, Path], tmp_path: Path, name: str, how: dict[str, Any], exact: float | None
+    models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], exact: float | None
 ) -> None:
-    pack(models[name], tmp_path / "out", **how)
+    pack(models[name], tmp_path / "out", **options)
     report = run_verify(tmp_path / "out", models[name], models["text"])
     assert not report.findings
-    theirs, ours, vllm = report.readers
-    assert (theirs.name, theirs.outcome) == ("transformers", "agrees")
-    assert (ours.name, ours.outcome) == ("octavo", "agrees")
+    transformers, octavo, vllm = report.readers
+    assert (transformers.name, transformers.outcome) == ("transformers", "agrees")
+    assert (octavo.name, octavo.outcome) == ("octavo", "agrees")
     assert (vllm.outcome, vllm.note) == ("not run", "not installed")
-    assert theirs.distance is not None
-    assert theirs.tolerance is not None
-    assert theirs.distance < (1e-5 if exact == 0 else theirs.tolerance)
-    assert 0 < theirs.tolerance < 0.25
-    assert ours.distance is not None
-    assert 0 < ours.distance < 0.12
+    assert transformers.distance is not None
+    assert transformers.tolerance is not None
+    assert transformers.distance < (1e-5 if exact == 0 else transformers.tolerance)
+    assert 0 < transformers.tolerance < 0.25
+    assert octavo.distance is not None
+    assert 0 < octavo.distance < 0.12
     assert report.sizes is not None
     assert 0.5 < report.sizes.packed / report.sizes.packed_bf16 < 0.53
     assert all(layer.output_sqnr and 25 < layer.output_sqnr < 32 for layer in report.layers)

@@ -23,10 +23,10 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -
     pack(model, tmp_path / "out")
     report = verify(tmp_path / "out", model, [str(text)], prompts=PromptOptions(8, batch=4))
     assert not report.findings
-    theirs, ours, _ = report.readers
-    assert theirs.distance is not None
-    assert theirs.distance < 1e-5
-    assert ours.outcome == "agrees"
+    transformers, octavo, _ = report.readers
+    assert transformers.distance is not None
+    assert transformers.distance < 1e-5
+    assert octavo.outcome == "agrees"
     assert isinstance(report.quality, LogitQuality)
     assert report.quality.kl.value < 0.1
     assert report.quality.top1.value > 0.7
@@ -49,18 +49,18 @@ FLAT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "how", "seed"), FLAT)
+@pytest.mark.parametrize(("name", "options", "seed"), FLAT)
 def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
-    tmp_path: Path, name: str, how: dict[str, Any], seed: int
+    tmp_path: Path, name: str, options: dict[str, Any], seed: int
 ) -> None:
     model = make_model(tmp_path / "model", name, seed)
-    pack(model, tmp_path / "out", **how)
+    pack(model, tmp_path / "out", **options)
     report = verify(tmp_path / "out", model)
     assert not report.findings
-    theirs = report.readers[0]
-    assert theirs.distance is not None
-    assert theirs.tolerance is not None
-    assert theirs.distance < theirs.tolerance / 20 < 0.01  # above 0 where a tie goes the other way
+    transformers = report.readers[0]
+    assert transformers.distance is not None
+    assert transformers.tolerance is not None
+    assert transformers.distance < transformers.tolerance / 20 < 0.01  # above 0 if a tie rounds to the other side
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -39,5 +39,5 @@ def is_language_model(model: Any) -> bool:
 
 
 def gives_logits(source: Source) -> bool:
-    """Whether the model of `source` is a language model: one of ours, or one of transformers that is no encoder."""
+    """Whether the model of `source` is a language model: from `octavo.models`, or from transformers and not an encoder."""
     return isinstance(source.meta_model.model, Decoder) or is_language_model(source.meta_model.model)
