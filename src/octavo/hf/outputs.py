@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
 
 
@@ -30,14 +29,11 @@ def outputs(model: Any, ids: Tensor, causal: bool, **options: Any) -> Tensor:
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a model of transformers predicts the next token, by the name of its class; it needs no weights.
+    """Whether a model predicts the next token: any of `octavo.models`, and of transformers by the name of its class.
 
-    Training, which has the weights, asks `octavo.models.causal.is_causal` instead.
+    The model needs no weights. Training, which has them, asks `octavo.models.causal.is_causal` instead.
     """
+    if isinstance(model, Decoder):
+        return True
     named = (*(model.config.architectures or ()), type(model).__name__)[0]
     return bool(named.endswith(("ForCausalLM", "LMHeadModel")))
-
-
-def gives_logits(source: Source) -> bool:
-    """Whether the model of `source` is a language model: from `octavo.models`, or from transformers and not an encoder."""
-    return isinstance(source.meta_model.model, Decoder) or is_language_model(source.meta_model.model)

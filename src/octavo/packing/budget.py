@@ -30,7 +30,7 @@ from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.fused_groups import groups
-from octavo.hf.outputs import gives_logits
+from octavo.hf.outputs import is_language_model
 from octavo.hf.source import Source, open_source
 from octavo.packing.options import PackOptions
 from octavo.packing.partly_packed import PartlyPackedModel
@@ -141,7 +141,7 @@ def pack_within(
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
     place, opened = choose_device(device), open_source(source, step)
-    check_budgets(budgets, language_model=gives_logits(opened))
+    check_budgets(budgets, language_model=is_language_model(opened.meta_model.model))
     context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
     chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)
     batches = chosen.batches(prompts.batch, shortest=2)

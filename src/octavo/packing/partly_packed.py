@@ -20,7 +20,7 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.hf.meta_model import fill_model
-from octavo.hf.outputs import gives_logits, outputs
+from octavo.hf.outputs import is_language_model, outputs
 from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
 from octavo.runtime.packed_linear import PackedLinear
@@ -42,7 +42,7 @@ class PartlyPackedModel:
         packing, specs = tensors.packing, tensors.reader.specs
         in_model = source.meta_model.stack_experts(_tensors(tensors))
         self._model = _fill(source)
-        self.causal = gives_logits(source)
+        self.causal = is_language_model(source.meta_model.model)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
         self._kv_scales = tensors.kv_scales

@@ -14,7 +14,6 @@ from octavo.hf.meta_model import fill_model
 from octavo.hf.outputs import is_language_model
 from octavo.hf.source import open_source
 from octavo.models.causal import is_causal
-from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import load_tokenizer
 from octavo.runtime.build import Loaded, load_packed
 
@@ -34,21 +33,17 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     place = choose_device(device)
     if read_config(folder).get("quantization_config"):
         loaded = load_packed(folder, place)
-        _require(_predicts(loaded.model), loaded.model, folder)
+        _require(is_language_model(loaded.model), loaded.model, folder)
         return loaded
     source = open_source(folder)
     model = source.meta_model.model
-    _require(_predicts(model), model, folder)
+    _require(is_language_model(model), model, folder)
     tensors = {name: source.get(name) for name in model_tensors(model)}
     floats = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
     model = fill_model(source.meta_model, floats).to(place)
     tokenizer = load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
     return Loaded(model, tokenizer, source.meta_model.context)
-
-
-def _predicts(model: nn.Module) -> bool:
-    return isinstance(model, Decoder) or is_language_model(model)
 
 
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.hf.experts import ExpertReader
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
-from octavo.hf.outputs import gives_logits, is_language_model, outputs
+from octavo.hf.outputs import is_language_model, outputs
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 
@@ -137,7 +137,7 @@ class BaselineModel:
         self._source: Source = open_source(path)
         self.folder = self._source.description
         self.context, self.vocabulary = self._source.meta_model.context, self._source.meta_model.vocabulary
-        self.causal = gives_logits(self._source)
+        self.causal = is_language_model(self._source.meta_model.model)
         metas = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._source.specs.items()}
         self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
 
