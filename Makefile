@@ -54,7 +54,6 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.ceilings
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kernels
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.division
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.stack
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.layer
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve

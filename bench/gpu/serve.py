@@ -85,7 +85,6 @@ def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
 
 
 def prefill(wide: Any, packed: Any) -> dict[str, Any]:
-    """A forward pass over `TOKENS` tokens."""
     ids = torch.randint(0, wide.config.vocab_size, (1, TOKENS), device="cuda")
     torch._dynamo.reset()
     compared = {BASE: wide, SERVE: packed}

@@ -143,12 +143,7 @@ def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None 
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     rotary = trunk.rotary_emb(x, position_ids=positions)
     for i, layer in enumerate(trunk.layers):
-        x = layer(
-            x,
-            attention_mask=None,
-            position_embeddings=rotary,
-            past_key_values=None if kept is None else kept[i],
-        )
+        x = layer(x, attention_mask=None, position_embeddings=rotary, past_key_values=None if kept is None else kept[i])
     logits: Tensor = model.lm_head(trunk.norm(x[:, -1]))
     return logits
 

@@ -35,7 +35,6 @@ def main() -> None:
 
 
 def page(name: str, results: dict[str, Result]) -> str:
-    """The text of a page of PAGES."""
     template = (HERE / f"{name}.template.md").read_text()
     text = template.format_map(Values(PAGES[name], results))
     return re.sub(r"\n{3,}", "\n\n", text)  # a warning that has nothing to say leaves an empty paragraph

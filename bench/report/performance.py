@@ -217,7 +217,6 @@ serve_prefill, serve_decode_1, serve_decode_64 = (partial(serve, part) for part 
 
 
 def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
-    """Milliseconds by mode."""
     return {mode: ms["median"] for mode, ms in results["gpu_serve"][part]["ms"].items()}
 
 

@@ -56,7 +56,6 @@ def times(above: float | None, below: float | None) -> str:
 
 
 def timing(row: Result) -> dict[str, str]:
-    """Median and quartiles in milliseconds."""
     return {"ms": f"{row['median']:.2f}", "quartiles": f"{row['low']:.2f} to {row['high']:.2f}"}
 
 

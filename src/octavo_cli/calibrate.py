@@ -19,8 +19,7 @@ _ROWS = 10
 
 def calibrate_command(
     model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A Hugging Face model folder, with safetensors and a tokenizer."),
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, with safetensors and a tokenizer.")
     ],
     out: Out,
     data: Annotated[list[str], typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")],

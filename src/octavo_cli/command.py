@@ -39,7 +39,6 @@ class Command(TyperCommand):
         return pieces
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """List the arguments and then the options, with their help."""
         params: list[Any] = self.get_params(ctx)
         arguments = [(_shown(p), p.help or "") for p in params if p.param_type_name == "argument"]
         options = [p.get_help_record(ctx) for p in params if p.param_type_name != "argument"]
@@ -49,7 +48,6 @@ class Command(TyperCommand):
                     formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words after the name of the command."""
         self._refuse_repetition(ctx, args)
         try:
             return super().parse_args(ctx, args)
@@ -118,7 +116,6 @@ class Commands(TyperGroup):
     """All commands. `octavo help COMMAND` is another way to write `octavo COMMAND --help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words before the name of the command."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)

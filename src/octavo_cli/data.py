@@ -29,7 +29,6 @@ class DataCommand(Command):
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Read the words of the command line into the parameters of the command."""
         given = list(args)
         ctx.allow_extra_args = True
         super().parse_args(ctx, list(given))

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from octavo.artifact.packed.reader import PackedTensors
 
 
-def inspect_command(
-    folder: Packed,
-    as_json: AsJson = False,
-) -> None:
+def inspect_command(folder: Packed, as_json: AsJson = False) -> None:
     """List the tensors of a packed folder.
 
     Each row has a tensor's dtype, shape, scheme, the number and range of its scales, and its size.
@@ -58,7 +55,6 @@ def inspect_command(
 
 
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
-    """A packed weight and its scales."""
     scheme, (data, scale) = packed.packing.schemes[name], packed.stored(name)
     values = scheme.packed_weight(data, scale).scale.float()
     row = {
@@ -70,7 +66,6 @@ def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
 
 
 def _scale(name: str, scale: Tensor) -> dict[str, Any]:
-    """The scale of the keys or the values of a cache."""
     return {
         "tensor": name, "dtype": "float32", "shape": list(scale.shape), "scheme": "kv cache", "scales": 1,
         "least": float(scale), "largest": float(scale), "bytes": scale.nbytes,

@@ -40,8 +40,7 @@ def verify_command(
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the choice of prompts.")] = 0,
     folded: Annotated[
-        bool,
-        typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them."),
+        bool, typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them.")
     ] = False,
     to_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE, as JSON.")

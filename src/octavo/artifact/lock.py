@@ -56,7 +56,6 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        """Give the lock up, if it is held."""
         if self._descriptor is not None:
             self.path.unlink(missing_ok=True)  # before it is given up: afterwards the file may be another holder's
             os.close(self._descriptor)

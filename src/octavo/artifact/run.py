@@ -27,7 +27,6 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The training settings."""
         return self.path / "config.json"
 
     @property
@@ -41,7 +40,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of a step."""
         return self.path / f"step-{step:08d}"
 
     def checkpoints(self) -> list[Path]:
@@ -49,7 +47,6 @@ class RunFolder:
         return sorted(self.path.glob("step-*[0-9]"))
 
     def step_of(self, checkpoint: Path) -> int:
-        """The step that a checkpoint of this run was saved at."""
         return int(checkpoint.name.removeprefix("step-"))
 
     def chosen(self, step: int | None) -> Path:

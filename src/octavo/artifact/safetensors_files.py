@@ -32,8 +32,6 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Spec:
-    """The dtype and the shape of a tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -43,17 +41,14 @@ class Spec:
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def meta(self) -> Tensor:
-        """A tensor like this on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes in a file."""
         return self.dtype.itemsize * self.numel
 
 
@@ -116,10 +111,7 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def write_shards(
-    folder: Path,
-    specs: Mapping[str, Spec],
-    tensors: Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, str],
+    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> None:
     """Write tensors, in any order, as one file, or as several of at most SHARD_BYTES (or one tensor) and an index.
 

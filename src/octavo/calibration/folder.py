@@ -117,12 +117,10 @@ class Calibration:
 
 
 def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
-    """The description of sites in calibration.json."""
     return {name: {"kind": site.kind, "layers": site.layers} for name, site in observed.items()}
 
 
 def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
-    """The tensors of sites in calibration.safetensors."""
     return {
         f"{name}.{leaf}": tensor
         for name, site in observed.items()

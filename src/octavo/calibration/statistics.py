@@ -102,7 +102,6 @@ class Statistics:
 
     @property
     def amax(self) -> float:
-        """The largest magnitude seen, exactly."""
         self._require_tokens()
         return float(self.channel_amax.max())
 

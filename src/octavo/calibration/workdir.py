@@ -100,7 +100,6 @@ class CalibrationWorkdir:
         self._hidden(part - 1).unlink(missing_ok=True)
 
     def load(self, part: int) -> dict[str, Observed]:
-        """The sites of a part."""
         path = self._part(part)
         described = open_file(path).metadata() or {}
         return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)

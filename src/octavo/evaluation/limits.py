@@ -57,13 +57,11 @@ class Budget:
         return self.measure != "cosine"
 
     def estimate(self, quality: Quality) -> Estimate:
-        """The measured value and its interval."""
         if not isinstance(quality, LogitQuality):
             return quality.cosine
         return quality.kl if self.measure == "kl" else quality.perplexity_ratio
 
     def holds(self, quality: Quality) -> bool:
-        """Whether the measured value is within the limit."""
         value = self.estimate(quality).value
         return value <= self.limit if self.of_logits else value >= self.limit
 
@@ -72,7 +70,6 @@ class Budget:
         return f"{self.measure}={self._number(value)}"
 
     def show_estimate(self, estimate: Estimate) -> str:
-        """A value and its interval, rounded alike."""
         if estimate.low is None or estimate.high is None:
             return self.show(estimate.value)
         return f"{self.show(estimate.value)} ({self._number(estimate.low)} to {self._number(estimate.high)})"

@@ -62,7 +62,6 @@ class LogitQuality:
     tokens: int
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -77,7 +76,6 @@ class EmbeddingQuality:
     tokens: int
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -97,7 +97,6 @@ class Prompts:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `folder` holds a tokenizer of transformers."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 

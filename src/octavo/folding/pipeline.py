@@ -225,6 +225,5 @@ class FoldJob:
         return changed
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """The config.json of the new model."""
         config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
         return config | {"dtype": dtype} | ({"tie_word_embeddings": False} if self.untied else {})

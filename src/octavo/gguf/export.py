@@ -124,13 +124,11 @@ class _Model:
             self._types[self.name(name)] = self._type(name, spec, linears, weights)
 
     def required(self, key: str) -> Any:
-        """A setting that config.json must state."""
         if self.config.get(key) is None:
             raise ArtifactError(f"{self.source.description / 'config.json'} must state {key}: GGUF needs it")
         return self.config[key]
 
     def name(self, tensor: str) -> str:
-        """The name that GGUF gives a tensor."""
         found = self._names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(
@@ -139,7 +137,6 @@ class _Model:
         return str(found)
 
     def types(self) -> dict[str, int]:
-        """The number of tensors of each type."""
         types = list(self._types.values()) + ["f32"] * (self.frequencies is not None)
         return {kind: types.count(kind) for kind in dict.fromkeys(types)}
 

@@ -21,11 +21,7 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
 # (the expression of the Split before ByteLevel, or ""; ignore_merges) -> llama.cpp's name
-_NAMES = {
-    ("", False): "gpt-2",
-    (_LLAMA3, True): "llama-bpe",
-    (_LLAMA3.replace("{1,3}", ""), False): "qwen2",
-}
+_NAMES = {("", False): "gpt-2", (_LLAMA3, True): "llama-bpe", (_LLAMA3.replace("{1,3}", ""), False): "qwen2"}
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token", "unk": "unk_token"}
 
 
@@ -98,7 +94,6 @@ def read_gguf_tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> G
 
 
 def _name(found: Mapping[str, Any], path: Path) -> str:
-    """llama.cpp's name for the tokenizer."""
     model, normalizer = found.get("model") or {}, found.get("normalizer")
     steps = _steps(found.get("pre_tokenizer"))
     kinds = [step.get("type") for step in steps]
@@ -128,7 +123,6 @@ def _steps(pre: Any) -> list[Mapping[str, Any]]:
 
 
 def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-    """The pairs of tokens that are merged, in order."""
     merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in found["model"].get("merges") or []]
     if wrong := [pair for pair in merges if len(pair) != 2 or any(" " in token for token in pair)]:
         raise ArtifactError(f"{path}: a merge must be two tokens without blanks, got {wrong[0]!r}")

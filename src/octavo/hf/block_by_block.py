@@ -131,7 +131,6 @@ class BlockModel:
 
     @contextmanager
     def loaded_block(self, index: int) -> Iterator[None]:
-        """Load the weights of one block."""
         with self._loaded([name for name in self._on_disk if name.startswith(f"{self.blocks[index]}.")]):
             yield
 

@@ -172,7 +172,6 @@ class ExpertReader(ShardReader):
             self.specs[name] = Spec(dtype, shape)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
         return self._get(name)
 
     def in_file(self, name: str) -> Tensor:

@@ -132,7 +132,6 @@ class LayerKVCache:
                 scale.fill_(SMALLEST_SCALE)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens."""
         self.length.sub_(tokens).clamp_(min=0)
         self._host_length = max(0, self._host_length - tokens)
 

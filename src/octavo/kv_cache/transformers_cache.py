@@ -170,7 +170,6 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of all layers."""
         return sum(store.nbytes for store in self.stores)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

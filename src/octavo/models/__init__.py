@@ -17,16 +17,7 @@ from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
 from octavo.models.llama import Llama, LlamaConfig
 
-__all__ = [
-    "BUILT_IN_MODELS",
-    "GPT2",
-    "Config",
-    "GPT2Config",
-    "Llama",
-    "LlamaConfig",
-    "build",
-    "from_hf_config",
-]
+__all__ = ["BUILT_IN_MODELS", "GPT2", "Config", "GPT2Config", "Llama", "LlamaConfig", "build", "from_hf_config"]
 
 Config = LlamaConfig | GPT2Config
 BUILT_IN_MODELS = ("llama", "gpt2")  # what a training run calls them

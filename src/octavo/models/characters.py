@@ -67,6 +67,5 @@ class CharacterTokenizer:
 
 
 def _codes(text: str) -> npt.NDArray[np.uint32]:
-    """The code points of `text`."""
     # Text of a command line can hold surrogates, which are no characters: report them as unknown, not as a codec error.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")

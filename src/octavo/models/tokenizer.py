@@ -92,16 +92,13 @@ class BpeTokenizer:
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=vocabulary, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
 
     @classmethod
     def load(cls, folder: str | Path) -> BpeTokenizer:
-        """Open `folder`/tokenizer.json."""
         return cls(_tokenizers().Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
 
     @property

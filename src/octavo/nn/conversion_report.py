@@ -50,7 +50,6 @@ class Conversion:
 
     @property
     def converted(self) -> list[str]:
-        """The names of the converted layers."""
         return [row.name for row in self.rows if not row.reason]
 
     @property

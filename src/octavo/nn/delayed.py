@@ -73,7 +73,6 @@ class ScaleHistories(nn.ModuleDict):
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
-    """Every scale history in `model`, with its name."""
     for name, module in model.named_modules():
         if isinstance(module, ScaleHistory):
             yield name, module

@@ -74,13 +74,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        w_data: Tensor | None,
-        w_scale: Tensor | None,
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, w_data: Tensor | None, w_scale: Tensor | None
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape

@@ -25,12 +25,10 @@ class FusedMLP(nn.Module):
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
-        """The layers before the activation."""
         raise NotImplementedError
 
     @property
     def outer(self) -> nn.Linear:
-        """The layer after the activation."""
         raise NotImplementedError
 
     def activate(self, *u: Tensor) -> Tensor:

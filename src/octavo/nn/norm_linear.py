@@ -53,12 +53,10 @@ class NormLinear(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm that the owner has now."""
         return _find(self.owner, self.names[0])
 
     @property
     def linears(self) -> list[nn.Module]:
-        """The layers that the owner has now."""
         return [_find(self.owner, name) for name in self.names[1:]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:

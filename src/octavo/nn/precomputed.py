@@ -22,7 +22,6 @@ class PrecomputedProjections:
         self.pairs = tuple(zip(layers, outputs, strict=True))
 
     def output_of(self, layer: nn.Module) -> Tensor:
-        """The output [..., N] of `layer`."""
         for known, y in self.pairs:
             if known is layer:
                 return y

@@ -66,13 +66,11 @@ class StackInfo:
 
     @classmethod
     def of(cls, stack: Stack) -> StackInfo:
-        """The facts of `stack`."""
         dtypes = tuple(None if bias is None else bias.dtype for bias in stack.biases)
         return cls(tuple(w.shape[0] for w in stack.weights), stack.weights[0].dtype, dtypes)
 
     @property
     def biased(self) -> bool:
-        """Whether any layer has a bias."""
         return any(dtype is not None for dtype in self.bias_dtypes)
 
     def gradients(self, dw: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -64,7 +64,6 @@ class WeightCache:
         self.cast_weights, self.key = [w.detach() for w in weights], _key(weights)
 
     def clear(self) -> None:
-        """Empty the cache."""
         self.q, self.cast_weights, self.key = None, [], ()
 
 
@@ -81,8 +80,6 @@ def _key(weights: Sequence[Tensor]) -> tuple[Any, ...]:
 
 @runtime_checkable
 class Caches(Protocol):
-    """A module that can cache weights."""
-
     weight_cache: WeightCache
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:

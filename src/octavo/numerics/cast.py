@@ -59,12 +59,10 @@ class Cast:
 
     @property
     def fmt(self) -> Format:
-        """The format itself."""
         return fp8_format(self.format)
 
     @property
     def power_of_two(self) -> bool:
-        """Whether scales are powers of two."""
         return self.scale != "fp32"
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +73,6 @@ class Cast:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Cast:
-        """The cast that `to_dict` wrote."""
         history = fields.get("history")
         return cls(
             **fields

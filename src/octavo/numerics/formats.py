@@ -42,7 +42,6 @@ class Format:
 
     @property
     def has_inf(self) -> bool:
-        """Whether infinity has a code."""
         return self.family == "ieee"
 
     @property
@@ -68,7 +67,6 @@ class Format:
 
     @property
     def max(self) -> float:
-        """The largest finite number."""
         exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
         return float((1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (exponent - self.bias))
 
@@ -79,7 +77,6 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number."""
         return self.smallest_normal * 2.0**-self.mantissa_bits
 
     @property

@@ -80,7 +80,6 @@ class BudgetReport:
 
     @property
     def skip(self) -> list[str]:
-        """The layers that stay in BF16."""
         return [layer for group in self.ranking[: self.kept] for layer in group.layers]
 
     @property

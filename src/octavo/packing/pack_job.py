@@ -56,7 +56,6 @@ class PackJob:
         return self.packing.to_files(in_files(stored))
 
     def config(self) -> dict[str, Any]:
-        """The config.json of the packed folder."""
         meta_model = self.source.meta_model
         config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
         linears = meta_model.linears()

@@ -46,7 +46,6 @@ class Repacked:
 
     @property
     def lossless(self) -> bool:
-        """Whether no weight changed."""
         return all(math.isinf(db) for db in self.sqnr.values())
 
 

@@ -38,5 +38,4 @@ class PackReport(WrittenModel):
 
     @property
     def ratio(self) -> float:
-        """`packed_bytes` over `bf16_bytes`."""
         return self.packed_bytes / self.bf16_bytes

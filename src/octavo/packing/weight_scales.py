@@ -56,7 +56,6 @@ class WeightScales:
         self._used: dict[str, float] = {}
 
     def cast(self, scheme: Scheme) -> Cast:
-        """The cast of a weight by `scheme`."""
         rounds = self.options.pow2 and not scheme.weight.power_of_two
         return replace(scheme.weight, scale="pow2") if rounds else scheme.weight
 

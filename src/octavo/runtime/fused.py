@@ -27,8 +27,6 @@ from octavo.runtime.stacked_linear import PackedStack, stackable
 
 
 class PackedNormLinear(NormLinear):
-    """A `NormLinear` whose layers are packed."""
-
     stack: PackedStack
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:

@@ -22,7 +22,6 @@ class Reading:
 
     @property
     def texts(self) -> list[str]:
-        """The text of each document."""
         return [document.text for document in self.documents]
 
 

@@ -159,7 +159,6 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
-        """The inverse of `to_dict`; keys that are missing take their defaults."""
         return cls._merge(values, {}, "the dictionary")
 
     def to_dict(self) -> dict[str, Any]:

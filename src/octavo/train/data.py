@@ -100,7 +100,6 @@ def lay_out(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[Tokens, npt.NDA
 
 
 def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: float) -> int:
-    """The number of tokens to train on."""
     target = total - round(total * fraction)
     fitting = ends[(ends >= sequence) & (total - ends >= sequence)]
     split = int(fitting[np.argmin(np.abs(fitting - target))]) if len(fitting) else target

@@ -33,12 +33,10 @@ class LastingStream:
         self._gone = False
 
     def write(self, text: str) -> int:
-        """Write `text`, and return its length."""
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:

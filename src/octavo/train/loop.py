@@ -220,7 +220,6 @@ class _Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block."""
         began = time.perf_counter()
         try:
             yield

@@ -18,7 +18,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """The bytes that the device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

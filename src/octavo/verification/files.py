@@ -69,7 +69,6 @@ class CheckpointFiles:
         return tensor
 
     def add_finding(self, kind: str, where: str, message: str) -> None:
-        """Add an error, see `Finding`."""
         self.findings.append(Finding(kind, where, message))
 
     @property

@@ -38,7 +38,6 @@ _LONG = 40  # a cell with more characters is text, and may be broken between wor
 
 
 def page(report: Report, invocation: Invocation) -> str:
-    """The whole page."""
     state = "right" if report.ok else "wrong"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -71,7 +70,6 @@ def _footer(invocation: Invocation) -> str:
 
 
 def table(section: Section) -> str:
-    """A table with its title and its remark."""
     head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
     rows = "\n".join("<tr>" + "".join(_cell(text) for text in row) + "</tr>" for row in section.rows)
     remark = f'<p class="remark">{escape(section.remark)}</p>' if section.remark else ""

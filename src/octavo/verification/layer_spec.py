@@ -50,7 +50,6 @@ class LayerSpec:
 
     @classmethod
     def per_tensor(cls, inputs: str, **settings: Any) -> LayerSpec:
-        """One scale for the weight."""
         return cls(0, 0, inputs, **settings)
 
     @classmethod
@@ -65,7 +64,6 @@ class LayerSpec:
 
     @property
     def largest(self) -> float:
-        """The largest number of that dtype."""
         return _INT8 if self.integers else _E4M3
 
     def scale_shapes(self, n: int, k: int) -> list[tuple[int, ...]]:

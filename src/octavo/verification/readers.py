@@ -74,7 +74,6 @@ class ReaderResult:
         return self.outcome in ("disagrees", "failed")
 
     def describe_error(self) -> str:
-        """The error of a reader that is wrong, in one line."""
         if self.distance is None:
             return self.note
         return (
@@ -130,7 +129,6 @@ class Probe:
         return method == "modelopt" or (method == "fp8" and not of_transformers)
 
     def judge(self, name: str, version: str, actual: Tensor, factors: Factors, note: str) -> ReaderResult:
-        """Compare a reader's outputs with the reference's."""
         if actual.shape != self.reference.shape:
             shapes = f"gave outputs {list(actual.shape)}, expected {list(self.reference.shape)}"
             return ReaderResult(name, version, "disagrees", shapes)
@@ -246,7 +244,6 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
-    """Open the folder as `octavo.load` does, in BF16."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
         model = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)

@@ -33,7 +33,6 @@ class Invocation:
 
     @classmethod
     def now(cls, command: str) -> Invocation:
-        """The current time and the installed versions."""
         installed = {name: version for name in _PACKAGES if (version := _version(name))}
         return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | installed)
 
@@ -96,7 +95,6 @@ def without_blanks(section: Section) -> Section:
 
 
 def verdict(report: Report) -> str:
-    """The result in one line."""
     if report.ok:
         agreeing = [reader.name for reader in report.readers if reader.outcome == "agrees"]
         readers = f"{', '.join(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'} with them"

@@ -142,7 +142,6 @@ class BaselineModel:
         self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
 
     def get(self, name: str) -> Tensor:
-        """Read a tensor, in its stored dtype."""
         experts, reader = self._source.meta_model.experts, self._source.reader
         if isinstance(reader, ExpertReader):
             return reader.in_file(name)  # one expert, without reading the stack of all

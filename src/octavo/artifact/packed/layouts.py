@@ -124,7 +124,6 @@ class Packing:
         return take_kv_scales(tensors, linears, declared, where)
 
     def _is_number(self, name: str) -> bool:
-        """Whether the tensor is a scale of one number."""
         module, _, leaf = name.rpartition(".")
         scheme = self.schemes.get(module)
         of_tensor = scheme is not None and scheme.weight.granularity == TENSOR

@@ -152,7 +152,6 @@ class PackedTensors:
         return self._scale(name, INPUT_SCALE_NAME)
 
     def weight(self, name: str) -> QTensor:
-        """The weight of a packed layer."""
         return self.packing.schemes[name].packed_weight(*self.stored(name))
 
     def suspects(self) -> list[str]:

@@ -93,7 +93,6 @@ class Scheme:
         return quantize(x, self.inputs) if scale is None else quantize_scaled(x, scale.unsqueeze(1), self.inputs)[0]
 
     def empty_scale(self, n: int, k: int) -> Tensor:
-        """Room for the scale of a weight [N, K]."""
         if self.weight.granularity == TENSOR:
             return torch.empty(1)
         shape = self.weight.granularity.scale_shape((n, k))

@@ -52,12 +52,10 @@ class Measurement:
 
     @property
     def shape(self) -> Shape:
-        """(M, K, N)."""
         return self.M, self.K, self.N
 
     @property
     def speedup(self) -> float:
-        """The time in BF16 over the time in FP8."""
         return self.bf16_ms / self.fp8_ms
 
 

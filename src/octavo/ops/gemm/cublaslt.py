@@ -19,11 +19,7 @@ from octavo.ops.gemm.backend import MX, SQUARE, STRIP
 
 ALIGNMENT = 16
 
-_RECIPES = {
-    STRIP: ScalingType.BlockWise1x128,
-    SQUARE: ScalingType.BlockWise128x128,
-    MX: ScalingType.BlockWise1x32,
-}
+_RECIPES = {STRIP: ScalingType.BlockWise1x128, SQUARE: ScalingType.BlockWise128x128, MX: ScalingType.BlockWise1x32}
 
 
 def scaled_mm_cublaslt(

@@ -27,14 +27,7 @@ class Normed(NamedTuple):
 
 
 def norm_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    cast: Cast,
-    *,
-    center: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, *, center: bool
 ) -> Normed:
     """Add a residual, norm and quantize by row, in one pass.
 
@@ -104,13 +97,7 @@ def _quantizes(x: Tensor, spec: str, *rest: Any) -> bool:
 
 @operation("norm_quantize", _quantizes)
 def _norm_quantize(
-    x: Tensor,
-    spec: str,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
+    x: Tensor, spec: str, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     cast = parse_cast(spec)
     eps = float(np.float32(eps))  # Triton rounds it so: the reference gets the same number
