@@ -37,26 +37,10 @@ print(middle - begin, time.perf_counter() - middle)
 """
 # What only the command line, Hugging Face's formats, plots and FP8 competitors need.
 LEFT_ALONE = (
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "compressed_tensors",
-    "gguf",
-    "rich",
-    "typer",
-    "tensorboard",
-    "matplotlib",
-)
-LEFT_ALONE += (
-    "torch._inductor",
-    "torch.utils.tensorboard",
-    "octavo_cli",
-    "octavo.train",
-    "octavo.evaluation",
-    "octavo.hf",
-    "octavo.calibration",
-    "octavo.packing",
-)
+    "transformers", "tokenizers", "datasets", "compressed_tensors", "gguf", "rich", "typer", "tensorboard",
+    "matplotlib", "torch._inductor", "torch.utils.tensorboard", "octavo_cli", "octavo.train", "octavo.evaluation",
+    "octavo.hf", "octavo.calibration", "octavo.packing",
+)  # fmt: skip
 
 
 def python(code):

@@ -4,12 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from octavo.models.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    load_tokenizer,
-)
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from octavo.models.tokenizer_json import byte_characters
 
 TEXTS = [

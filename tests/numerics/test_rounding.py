@@ -39,10 +39,7 @@ def test_noise_equals_the_hash_in_plain_integers(seed):
     assert [actual[i] for i in index] == [slow_noise(seed, i) for i in index]
 
 
-GOLDEN = [
-    [24078, 16189798, 14740406, 12732512],
-    [13469529, 12781995, 8076455, 1616510],
-]
+GOLDEN = [[24078, 16189798, 14740406, 12732512], [13469529, 12781995, 8076455, 1616510]]
 
 
 def test_known_values_for_one_seed():

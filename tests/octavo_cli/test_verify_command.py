@@ -147,18 +147,12 @@ def test_structure_alone(octavo: Any, folders: dict[str, Path]) -> None:
 
 def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     for more, message in (
-        (
-            ("--budget", "ppl=half"),
-            "the budget ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a",
-        ),
+        (("--budget", "ppl=half"), "the budget ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a"),
         (("--json", tmp_path / "none" / "r.json"), "r.json cannot be written: No such file or directory. Nothing was"),
         (("--html", tmp_path), "cannot be written: Is a directory. Nothing was run"),
         (("--samples", 0), "samples, context and batch must be at least 1"),
         (("--data", tmp_path / "none"), "there is no"),
-        (
-            ("--against", tmp_path / "none"),
-            "is missing: give a run of octavo train, or a Hugging Face model",
-        ),
+        (("--against", tmp_path / "none"), "is missing: give a run of octavo train, or a Hugging Face model"),
         (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
     ):
         code, out, err = octavo(*arguments(folders, *more))

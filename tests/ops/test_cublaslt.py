@@ -77,8 +77,7 @@ def test_order_of_float32_scales(granularity, given, right, shape, stride):
 
 
 @pytest.mark.skipif(
-    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"),
-    reason="not in torch 2.11 on a CPU",
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"), reason="not in torch 2.11 on a CPU"
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 32, 48), (5, 33, 7)])

@@ -45,10 +45,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         u, factor = x.repeat(1, width), torch.rand(1, width * k)
         yield "activation_quantize", (u, ROW, kind)
         h_scale = 1e6 * row  # so that no h saturates
-        yield (
-            "activation_backward",
-            (x, u, Cast("e5m2", scale="pow2").spec, ROW, keep, kind, factor, row, h_scale),
-        )
+        yield ("activation_backward", (x, u, Cast("e5m2", scale="pow2").spec, ROW, keep, kind, factor, row, h_scale))
 
 
 def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -95,12 +95,7 @@ def rows_of_many_sizes(seed: int) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "cast",
-    [
-        Cast(),
-        Cast("e5m2", scale="pow2"),
-        Cast(relative_floor=2.0**-8),
-        Cast(relative_floor=2.0**-4, scale="pow2"),
-    ],
+    [Cast(), Cast("e5m2", scale="pow2"), Cast(relative_floor=2.0**-8), Cast(relative_floor=2.0**-4, scale="pow2")],
     ids=["plain", "e5m2-pow2", "floor", "floor-pow2"],
 )
 def test_quantize_by_row_again_and_again(cast):

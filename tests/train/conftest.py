@@ -14,23 +14,7 @@ from rich.console import Console
 from octavo.train.config import Config
 from octavo.train.start import resume_run, start_run
 
-WORDS = [
-    "a",
-    "quire",
-    "of",
-    "sheets",
-    "folded",
-    "three",
-    "times",
-    "makes",
-    "eight",
-    "leaves",
-    "an",
-    "octavo",
-    "and",
-    "cut",
-    "pages",
-]
+SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,7 +31,7 @@ def text(tmp_path_factory):
     """A text file."""
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=12)) for _ in range(300)))
+    path.write_text("\n".join(" ".join(draw.choices(SENTENCE.split(), k=12)) for _ in range(300)))
     return path
 
 
@@ -57,25 +41,10 @@ def settings(tmp_path, text):
 
     def make(**overrides):
         tiny = {
-            "data": (str(text),),
-            "layers": 2,
-            "width": 32,
-            "heads": 2,
-            "kv_heads": 1,
-            "mlp_width": 64,
-            "context": 32,
-            "batch": 2,
-            "steps": 8,
-            "warmup": 2,
-            "learning_rate": 1e-2,
-            "min_learning_rate": 1e-3,
-            "device": "cpu",
-            "out": str(tmp_path / "run"),
-            "log_every": 1,
-            "evaluate_every": 4,
-            "evaluate_batches": 2,
-            "save_every": 4,
-        }
+            "data": (str(text),), "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32,
+            "batch": 2, "steps": 8, "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu",
+            "out": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
+        }  # fmt: skip
         return Config(**(tiny | overrides))
 
     return make
@@ -103,12 +72,11 @@ def spawn(settings):
         streams = {name: overrides.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
         words = [sys.executable, "-m", "octavo", "train"]
         for key, value in settings(**overrides).to_dict().items():
-            if key == "derived":
-                continue
-            values = (
-                value or [""] if isinstance(value, list) else [str(value).lower() if value in (True, False) else value]
-            )
-            words += [f"--{key}", *map(str, values)]
+            if key != "derived":
+                values = (
+                    value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+                )
+                words += [f"--{key}", *map(str, values or [""])]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(words, env=environment, text=True, **streams))
         return started[-1]

@@ -181,10 +181,7 @@ def test_random_offsets_follow_from_seed_and_position_alone():
     one_by_one = offsets(RandomBatches(TOKENS, 7, 1, seed=2), 12)
     assert offsets(RandomBatches(TOKENS, 7, 4, seed=2), 3) == one_by_one
     batches = RandomBatches(TOKENS, 7, 4, seed=2)
-    assert [int(row[0]) for index in (2, 0, 1) for row in batches.at(index)[0]] == [
-        *one_by_one[8:],
-        *one_by_one[:8],
-    ]
+    assert [int(row[0]) for index in (2, 0, 1) for row in batches.at(index)[0]] == [*one_by_one[8:], *one_by_one[:8]]
     assert offsets(RandomBatches(TOKENS, 7, 1, seed=3), 12) != one_by_one
     fails(lambda: RandomBatches(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
 

@@ -14,16 +14,9 @@ from octavo.train.config import ConfigError
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 64, "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 @pytest.fixture(params=["Llama", "Qwen2"])

@@ -125,24 +125,16 @@ def test_what_is_no_number_is_null(tmp_path, value):
 def test_progress_is_one_line_however_narrow_the_terminal():
     out = io.StringIO()
     record = {
-        "loss": 1.23456,
-        "learning_rate": 1e-3,
-        "gradient_norm": 0.5,
-        "tokens_per_second": 12345.6,
+        "loss": 1.23456, "learning_rate": 1e-3, "gradient_norm": 0.5, "tokens_per_second": 12345.6,
         "loss_scale": 65536.0,
-    }
+    }  # fmt: skip
     show_progress(Console(file=out, width=40), 7, 1000, record, 3725.4)
     line = out.getvalue()
     assert line.count("\n") == 1
     for part in (
-        "step    7/1000",
-        "loss 1.2346",
-        "lr 1.00e-03",
-        "grad norm 0.50",
-        "12,346 tokens/s",
-        "loss scale 65536",
+        "step    7/1000", "loss 1.2346", "lr 1.00e-03", "grad norm 0.50", "12,346 tokens/s", "loss scale 65536",
         "1:02:05",
-    ):
+    ):  # fmt: skip
         assert part in line
 
 
