@@ -1,7 +1,5 @@
 """The files of bench/results. Each begins with the machine, the versions and the commit."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Training runs for the CPU benchmarks, and their models as Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -10,8 +10,6 @@ computes the same. Each is smoothed, rotated or both, calibrated, and quantized 
 Before it is quantized ("none"), every transformed model must give the logits of its source but for BF16's rounding.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Mapping

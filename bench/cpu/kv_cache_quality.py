@@ -5,8 +5,6 @@ reference is the same packed model with a BF16 cache, on the same prompts and ch
 calibration, or from the first chunk of each prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -4,8 +4,6 @@ For each seed both runs start from the same weights and see the same batches. Th
 relative gap of the last evaluation for each seed, the mean gap, and the spread between the BF16 seeds.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

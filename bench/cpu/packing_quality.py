@@ -4,8 +4,6 @@ The model is trained once, in BF16. Every scheme packs the same weights and is m
 changes of perplexity are paired. INT8 is the baseline that verify runs beside each scheme.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path

@@ -4,8 +4,6 @@ First an emulated GEMM is compared with float64 on the same operands. Then the m
 clipping and AdamW. The ratios are of medians.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 The errors of fast and of promoted accumulation are measured too, against float64 on the same eight-bit operands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it.
     python -m bench.gpu.gemm_tune [--rows 1,16,64]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

@@ -12,8 +12,6 @@ to --out, and a run whose file is there is skipped, so a long measurement can be
     python -m bench.gpu.gpt_parity --merge FOLDER              all files below FOLDER to bench/results/gpt_parity.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

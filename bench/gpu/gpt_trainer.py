@@ -1,7 +1,5 @@
 """The GPT of `bench.gpu.gpt_parity` and its data, in octavo's own trainer."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sysconfig

@@ -3,8 +3,6 @@
 First every byte is compared with the reference's on the same device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ layers with batch 8 and a context of 32,768 tokens, as CUDA graphs. All caches h
     python -m bench.gpu.kv_cache [--tune]       --tune times the attention over tile sizes instead, and writes nothing
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

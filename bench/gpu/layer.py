@@ -7,8 +7,6 @@ host takes most of the time of a short step, and its speed varies by more than t
     python -m bench.gpu.layer [--seconds 3600]
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

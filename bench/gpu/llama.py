@@ -1,7 +1,5 @@
 """The Llama that the GPU benchmarks measure: Llama-3-8B's shape, and stacks of its blocks for a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """The names of the modes that the GPU benchmarks measure and that the pages compare."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

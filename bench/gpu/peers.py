@@ -5,8 +5,6 @@ modules take the norms and the MLP; rope, attention and the residual sums stay P
 sources of Transformer Engine 2.20 and has run with a stand-in for the library only.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

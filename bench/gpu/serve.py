@@ -9,8 +9,6 @@ printed and written when it is done.
     python -m bench.gpu.serve [--layers 32]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

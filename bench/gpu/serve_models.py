@@ -4,8 +4,6 @@ The layers are compiled one by one. They are alike, so the code that is compiled
 of a layer must not depend on its number: each layer has number 0 and a cache of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ speed of a copy.
     python -m bench.gpu.stack [--quick]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

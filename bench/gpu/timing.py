@@ -4,8 +4,6 @@ Steps follow each other without a synchronization, as in training, so that host 
 nothing. The order is drawn anew each round, because the work before, and the power that it drew, sets the clock.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The tables of docs/accuracy.md: rows from the results of the CPU benchmarks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from bench.report.tables import Result, Row, number

@@ -1,7 +1,5 @@
 """The speeds and sizes that the project aims at. Each aim is met, missed or not measured."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The five gains that README shows: speeds over compiled BF16 and over torchao, with the accuracy beside them."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

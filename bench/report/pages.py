@@ -7,8 +7,6 @@ The words of a page are in its template beside this file. A template may name
     {machine[gpu_stack]}                        the machine, the versions and the date of that file
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

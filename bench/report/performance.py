@@ -1,7 +1,5 @@
 """The tables of docs/performance.md: rows from the results of the GPU benchmarks."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from functools import partial

@@ -3,8 +3,6 @@
 Text stays text, there is no date, and the colours (Okabe and Ito's) differ for the colour-blind too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Markdown tables of result rows. A row is a dictionary from heading to text; a table has the headings of its rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

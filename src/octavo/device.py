@@ -1,7 +1,5 @@
 """Choosing the device of a command or a function."""
 
-from __future__ import annotations
-
 import torch
 
 

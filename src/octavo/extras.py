@@ -1,7 +1,5 @@
 """Packages that only some commands need. Octavo names each in an extra of its own (`pyproject.toml`)."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Open a packed model for inference."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

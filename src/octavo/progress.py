@@ -1,7 +1,5 @@
 """How long work reports how far it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Progress = Callable[[int, int, str], None]

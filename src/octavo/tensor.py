@@ -1,7 +1,5 @@
 """Quantization of a single tensor, for inspection, packing and tests."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

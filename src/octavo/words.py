@@ -1,7 +1,5 @@
 """Words of messages."""
 
-from __future__ import annotations
-
 
 def plural(count: int, noun: str, many: str = "") -> str:
     """`count` with its noun in the right number.

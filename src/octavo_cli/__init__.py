@@ -5,8 +5,6 @@ This package stands beside `octavo` and not inside it: `import octavo` imports P
 functions only, and `octavo` never imports this package.
 """
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """The application: all commands, and the messages and exit codes of errors."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings

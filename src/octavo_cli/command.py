@@ -3,8 +3,6 @@
 Help is plain text. An example in it stands on one line, so that it can be copied.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

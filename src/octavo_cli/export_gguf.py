@@ -1,7 +1,5 @@
 """octavo export-gguf: a model as a file for llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """octavo generate: text from a model."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from pathlib import Path

@@ -4,8 +4,6 @@ An error about an unknown option suggests the option in this table if the comman
 the entry is a sentence.
 """
 
-from __future__ import annotations
-
 _SAME = {
     "learning-rate": ("lr", "max-lr", "peak-lr"),
     "min-learning-rate": ("min-lr", "lr-min"),

@@ -1,7 +1,5 @@
 """Files that a command writes at its end."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """octavo train: a language model from text, in BF16 or FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """octavo unpack and octavo convert-layout: write a packed folder in BF16, or in another layout or scheme."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -5,8 +5,6 @@ folder. After a full disk or a kill only the hidden folder is left, and the next
 time writes a folder (`octavo.artifact.lock`).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reading and writing safetensors and JSON files, with errors that name the file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -11,8 +11,6 @@ RUN/
     train.json             step, data fingerprint, loss scaler
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

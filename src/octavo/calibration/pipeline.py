@@ -9,8 +9,6 @@ the part that it was in.
 Disk: at most two times tokens * width * 2 bytes. A batch holds prompts of one length, without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path

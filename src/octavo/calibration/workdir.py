@@ -1,7 +1,5 @@
 """The folder beside the result in which a calibration keeps its work, so that an interrupted one resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

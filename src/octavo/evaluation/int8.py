@@ -5,8 +5,6 @@
 The products are summed exactly, as an integer unit does. float64 holds every integer up to 2^53.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ The choice of prompts depends on their text and the seed, not on file names: doc
 sorted by a keyed hash, and every document gives its share before any gives more.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

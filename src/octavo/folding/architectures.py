@@ -9,8 +9,6 @@ across it. A norm whose output is also a residual (BERT, and OPT with norms afte
 all of its readers are linear layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

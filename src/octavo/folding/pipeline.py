@@ -18,8 +18,6 @@ does not pass the product before `down_proj`, so with a rotation only the input 
 read, changed and written one at a time.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ column alike, and a bias [N] as a column does), or both:
 Steps run in float64, on a part of the weight at a time. Between inputs and outputs the weight is in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

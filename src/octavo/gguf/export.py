@@ -14,8 +14,6 @@ of q and k are reordered:
 In its architecture "qwen2" llama.cpp rotates halves too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

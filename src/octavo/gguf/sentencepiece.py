@@ -6,8 +6,6 @@ of a piece follow each other in the list. Then the score of a piece is minus the
 tokenizers are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ splits a text into words, and for whether a word that is a token is looked up be
 llama.cpp would split in other places, without a message. So a tokenizer that is none of those below is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

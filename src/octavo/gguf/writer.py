@@ -1,7 +1,5 @@
 """Writing a GGUF file through the package gguf: metadata, the list of tensors, and one tensor after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

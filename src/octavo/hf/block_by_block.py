@@ -8,8 +8,6 @@ is called on the ids. So the model itself computes the arguments of its blocks (
 return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

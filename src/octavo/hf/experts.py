@@ -10,8 +10,6 @@ transformers' own mapping (`transformers.conversion_mapping`), by which it loads
 files make which stack, and which other tensors have another name there.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping

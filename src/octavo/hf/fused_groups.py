@@ -4,8 +4,6 @@ vLLM holds their weights as one tensor, which has one scheme. It refuses a folde
 another is not, so the layers of a group are packed by one scheme, or all left in BF16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from octavo.artifact.packed.scheme import Scheme

@@ -8,8 +8,6 @@ described and read here as one of OPT: c_attn is split into q, k and v, and the 
 OPT skips. Every other folder is read unchanged.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Packing learns from it which tensors are weights of linear layers, and loading which tensors the files must have.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model folder written from another model, one tensor at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

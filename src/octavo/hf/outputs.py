@@ -1,7 +1,5 @@
 """The outputs that quality is measured on: the logits of a language model, the last hidden states of an encoder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

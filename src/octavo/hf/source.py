@@ -1,7 +1,5 @@
 """The source of packing: a run of `octavo train` or a Hugging Face model folder, read one tensor at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase

@@ -12,8 +12,6 @@ The buffers are allocated once and `length` is a tensor on the device, so one CU
 later steps, and no step waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

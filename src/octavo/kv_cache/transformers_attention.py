@@ -5,8 +5,6 @@ each pair of query and key. This mask is the index of the first token in each se
 left padding, and a decoding step need not build it. Importing this module imports transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -8,8 +8,6 @@
 The names of their parameters are those of transformers, so a state_dict travels both ways unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

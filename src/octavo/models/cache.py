@@ -6,8 +6,6 @@ for the new tokens only. With T new queries and S >= T keys in all, query i sits
 keys j <= S - T + i.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Training on the next token is only possible if the logits of a token depend on t
 encoder they depend on the later tokens too, so that the model sees the answer.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

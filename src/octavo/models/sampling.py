@@ -8,8 +8,6 @@ them. Bytes that do not yet make a character decode to one U+FFFD at the end of 
 not change when more bytes follow. So `stream` holds that U+FFFD back until the character is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 

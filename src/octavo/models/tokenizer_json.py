@@ -1,7 +1,5 @@
 """The Hugging Face `tokenizer.json` of the tokenizers that need no library."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

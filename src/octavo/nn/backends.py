@@ -1,7 +1,5 @@
 """The backends of the three GEMMs of a recipe: the same decision that a scaled GEMM makes when it is called."""
 
-from __future__ import annotations
-
 import torch
 
 from octavo.ops import Backend, find_backend

@@ -6,8 +6,6 @@ It is a linear layer whose weight is stored transposed. The recipe casts W^T, so
 `nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of a conversion: the layers converted, the layers skipped and why, and the matrices in high precision."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ convolution reads, listed by name; embeddings; norms, biases and other vectors. 
 counts once. Only shapes are read, so the model may be on the meta device.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

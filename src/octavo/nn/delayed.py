@@ -6,8 +6,6 @@ of a step, and every recomputation under activation checkpointing, uses the same
 and scales dynamically.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

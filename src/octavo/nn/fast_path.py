@@ -5,8 +5,6 @@ an encoder layer that has one becomes a subclass of its class, with the same nam
 path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from octavo.nn.linear import Linear

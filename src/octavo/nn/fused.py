@@ -14,8 +14,6 @@ x + residual is computed in the norm's pass, and its gradient is added in the no
 are x + residual and u; the bytes of n, h and w are computed again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

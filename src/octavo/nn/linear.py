@@ -1,7 +1,5 @@
 """The linear layer that computes its three GEMMs by a recipe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

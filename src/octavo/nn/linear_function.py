@@ -15,8 +15,6 @@ Other granularities run through the same code. A tensor scale or a square block 
 in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 

@@ -4,8 +4,6 @@ A mixed class has the name of the module's own class, so reports, `isinstance` a
 is one for each pair of classes. Its instances can be pickled and copied: they are rebuilt from the two classes.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

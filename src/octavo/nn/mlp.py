@@ -4,8 +4,6 @@ They are plain PyTorch until their layers are converted with a fusable recipe (`
 and the residual stream around it, are computed in the same pass when they are given.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, overload
 
 import torch.nn.functional as F

@@ -10,8 +10,6 @@ all layers were converted with one fusable recipe (`Recipe.fusable`: `rowwise`) 
 called. Otherwise the norm and the layers run one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

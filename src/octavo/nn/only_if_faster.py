@@ -1,7 +1,5 @@
 """The layers that FP8 would not speed up, for `convert(..., only_if_faster=True)`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

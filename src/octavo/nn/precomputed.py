@@ -1,7 +1,5 @@
 """The outputs of several layers of one input, computed together and passed in place of that input."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Undo `octavo.convert`: give every module its own class back, and remove the attributes that were added."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from octavo.nn.conv1d import restore_conv1d

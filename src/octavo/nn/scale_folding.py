@@ -3,8 +3,6 @@
 Such a scale cannot leave the sum. It is folded into the other operand, and its own tensor then has the scale 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration alike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ A decoder layer of a known class, and its MLP, become subclasses of their classe
 passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

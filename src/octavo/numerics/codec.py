@@ -14,8 +14,6 @@ At the ends: a finite number beyond the format's max saturates to max. NaN stays
 inf, and becomes NaN if it has none. inf never becomes the largest finite number.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

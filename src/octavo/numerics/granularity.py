@@ -14,8 +14,6 @@ matrix varies along the reduction, so it must be folded into the other operand. 
 other axis.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

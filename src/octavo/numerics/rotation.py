@@ -11,8 +11,6 @@ block-diagonal, with blocks of the largest power of two that divides n (for an o
 Source: Ashkboos et al., "QuaRot" (arXiv:2404.00456); the fast transform is Fino and Algazi's (1976).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

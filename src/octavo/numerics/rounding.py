@@ -5,8 +5,6 @@ gives the same bytes. The hash is a 32-bit xor-shift-multiply mix, applied once 
 constants come from Wellons' search for low bias ("hash-prospector", lowbias32).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -18,8 +18,6 @@ Three properties of the scales here:
   Finer blocks limit the loss; a percentile rule lets the outlier saturate instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

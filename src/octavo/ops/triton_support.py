@@ -4,8 +4,6 @@ Triton comes with the CUDA builds of PyTorch. Only the modules named `kernel` im
 inside functions, when the first CUDA tensor comes.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 

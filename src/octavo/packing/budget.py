@@ -12,8 +12,6 @@ budget itself is measured on the whole model, with keys and values rounded if th
 finds k.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence

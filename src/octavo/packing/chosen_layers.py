@@ -1,7 +1,5 @@
 """The layers of a model that are packed, their schemes, and the scales that are known before a weight is read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -13,8 +13,6 @@ q is computed without a cast. For 2^e <= |w/s| < 2^(e+1) the step of e4m3 is 2^(
 float32 number 1.5 * 2^(e+20). Adding that number and subtracting it again rounds w/s to the step, to nearest even.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

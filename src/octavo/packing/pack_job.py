@@ -1,7 +1,5 @@
 """The packing of one model: from its tensors to those of the packed folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any

@@ -5,8 +5,6 @@ measurement with all of them is a measurement of the folder. Both forms of each 
 model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path

@@ -13,8 +13,6 @@ are stored in BF16. The way of a model through the files, each of which is enter
     PackReport      packing/report.py          the sizes, and the layers in BF16
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

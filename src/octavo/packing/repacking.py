@@ -5,8 +5,6 @@ another layout, and from one scale for a tensor to one for each channel. Otherwi
 again to w', and the loss is reported as the SQNR 10 log10(|w|^2 / |w' - w|^2) in dB.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """The report of packing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ calibration. A run that was trained with the recipe `delayed` needs none: its ch
 layer, the scale of the next forward pass. Packed with these scales, the model computes what training computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,8 +8,6 @@ Each device must have whole blocks of scales: 128 rows or columns for `block`, 3
 scale for the tensor or for each row can be split anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

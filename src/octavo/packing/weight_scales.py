@@ -9,8 +9,6 @@ they are cast. A run that was trained with a scale for each of these tensors kee
 its bytes, unless the option `share` is set.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

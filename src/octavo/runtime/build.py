@@ -1,7 +1,5 @@
 """From a packed folder to a model that computes with its weights. Every file is checked before it is used."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

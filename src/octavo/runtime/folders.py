@@ -1,7 +1,5 @@
 """Opening a model folder to run it: a packed folder, or a BF16 folder of Hugging Face's libraries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

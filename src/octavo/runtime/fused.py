@@ -9,8 +9,6 @@ This holds for layers of the scheme `channel`, in our models and in the decoder 
 training, so the packed model of a run gives the same bits as the run.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from octavo.artifact.packed.scheme import CHANNEL

@@ -6,8 +6,6 @@ x is quantized in each call, as the scheme says (`octavo.artifact.packed.scheme`
 weight is never widened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ No weight is in memory twice: the stack owns the buffers, and each layer's weigh
 under their former names (`state_dict`, `layer.weight`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any

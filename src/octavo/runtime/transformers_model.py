@@ -10,8 +10,6 @@ every shape is fixed, so that transformers compiles the model and captures CUDA 
     model.generate(**inputs, cache_implementation="static")
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading a Hugging Face data set, on the Hub or in a folder, as documents (extra `hf`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl

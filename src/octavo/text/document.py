@@ -1,7 +1,5 @@
 """A document: a text file, a row of a data set, or a conversation that a chat template wrote out as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Reading a file as documents: which files are text, and how a file of rows is parsed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

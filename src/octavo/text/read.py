@@ -1,7 +1,5 @@
 """Reading text from sources: files, folders, globs and data sets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of reading sources: lines to print, and a dictionary for JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finding the files of a source: Python's standard library, a file, a folder or a glob."""
 
-from __future__ import annotations
-
 import glob
 import os
 import sysconfig

@@ -4,8 +4,6 @@ A checkpoint folder is written completely or not at all. The data needs no state
 seed (`octavo.train.data`).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). So batch `i` depends on
 run needs no saved state.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence

@@ -10,8 +10,6 @@
 | context           | model                                      | 512, at most the positions of a model's folder      |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

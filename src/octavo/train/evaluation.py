@@ -3,8 +3,6 @@
 loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

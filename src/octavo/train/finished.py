@@ -1,7 +1,5 @@
 """Opening a run of `octavo train`: its model with the weights of a checkpoint, and its validation text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

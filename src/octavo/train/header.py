@@ -1,7 +1,5 @@
 """The text that a run prints before its first step: the model, the data, the schedule and the precision."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

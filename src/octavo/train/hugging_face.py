@@ -1,7 +1,5 @@
 """A causal language model of transformers, from a local folder, for fine-tuning."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The console of a training run. The run continues when its output can no longer be written."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import IO, Any, cast

@@ -1,7 +1,5 @@
 """The memory of the device that a run trains on."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """From settings to the model that is trained: one of ours, or a Hugging Face causal language model from a folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

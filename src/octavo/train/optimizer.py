@@ -3,8 +3,6 @@
 Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on matrices, none on norms and biases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Reading the metrics.jsonl of runs in order to compare them (`octavo.train.metrics` writes that file)."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import dataclass

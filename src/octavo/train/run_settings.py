@@ -1,7 +1,5 @@
 """The settings of a run in its config.json."""
 
-from __future__ import annotations
-
 import json
 
 from octavo.artifact.files import ArtifactError

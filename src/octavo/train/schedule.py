@@ -11,8 +11,6 @@ Hutter, arXiv:1608.03983, equation 5). Warmup-stable-decay is from MiniCPM (Hu e
 leaves the shape of the decay open; a linear one is used here.
 """
 
-from __future__ import annotations
-
 import math
 
 from octavo.train.config import Config

@@ -4,8 +4,6 @@ The functions take `kinds`, the type of each setting by its name, and raise a Co
 its source.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

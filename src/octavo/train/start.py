@@ -1,7 +1,5 @@
 """Starting and resuming a run: all work between the settings and the first step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

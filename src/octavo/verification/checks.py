@@ -5,8 +5,6 @@ requires. All numbers must be finite and all scales positive. `octavo.verificati
 MODEL's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ An error in a file is added to `CheckpointFiles.findings`; it raises no exceptio
 described.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

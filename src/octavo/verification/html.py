@@ -4,8 +4,6 @@ It can be read on a phone: a table wider than the page scrolls in its own box, a
 across lines.
 """
 
-from __future__ import annotations
-
 import math
 from html import escape
 

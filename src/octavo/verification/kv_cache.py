@@ -5,8 +5,6 @@
 This module follows docs/format.md, as the rest of the reference does, and uses no code of Octavo that packs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import partial

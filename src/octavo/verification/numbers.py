@@ -8,8 +8,6 @@ This module follows docs/format.md and the documentation of compressed-tensors, 
 code of Octavo that packs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

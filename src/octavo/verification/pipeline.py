@@ -9,8 +9,6 @@ The steps, in this order, each with its modules. No model runs on bytes that are
     sizes                        the bytes that the folder takes
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -4,8 +4,6 @@ Three models run in float32, so that only the rounding of packing differs: MODEL
 packed folder, and MODEL with the packed layers in INT8 instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

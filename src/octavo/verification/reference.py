@@ -1,7 +1,5 @@
 """The reference that readers are compared with: linear layers computed in float32 from the bytes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The results of `octavo verify`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The size of a packed folder, beside the same model in BF16."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ For each block that shares a scale s, the scale s' that fits MODEL's weight w be
 s' / s is 1 except for rounding. This tells wrong scales from wrong bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

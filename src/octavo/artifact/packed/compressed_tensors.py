@@ -5,8 +5,6 @@ This module writes and reads only the `quantization_config`. Older writers state
 as "128x128", and describe a sparsity that a dense model does not have.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of a `quantization_config`, compared with those that are required."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

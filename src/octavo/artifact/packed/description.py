@@ -4,8 +4,6 @@ These are the tokenizer and the generation settings. A sentence-transformers fol
 model: modules.json names a folder for each (1_Pooling, 2_Dense, ...), which may hold tensors.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ This module writes and reads only the `quantization_config`. The names of tensor
 `octavo.artifact.packed.layouts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

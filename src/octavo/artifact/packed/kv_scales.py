@@ -5,8 +5,6 @@ They multiply, as the scales of weights do: k ≈ k_q * k_scale. In memory they 
 (`octavo.artifact.packed.scales`) and other names (`kv_names`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -20,8 +20,6 @@ Every linear layer is packed unless the configuration names it as ignored. A rea
 nor ignored for a packed one and computes nonsense without an error. So folders are checked tensor by tensor here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ vllm/model_executor/layers/quantization/modelopt.py reads them. Unpacked layers 
 tensors are in `octavo.artifact.packed.layouts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ this error in every layer, so a folder is suspect if more than half of its layer
 if weights exceed 448 in most blocks of most layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from torch import Tensor

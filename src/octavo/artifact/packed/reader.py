@@ -1,7 +1,5 @@
 """The tensors of a packed folder, read without building its model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path

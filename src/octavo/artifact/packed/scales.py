@@ -15,8 +15,6 @@ are read:
 A tensor of any other shape or dtype is kept unchanged, and the check of the folder names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -13,8 +13,6 @@ Every scale multiplies: w ≈ weight * weight_scale. `Scheme.group` has the spel
 (github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

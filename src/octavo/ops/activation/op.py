@@ -1,7 +1,5 @@
 """The activations: checks, the registered operations, and the choice between the kernels and the reference."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

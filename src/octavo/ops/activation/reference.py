@@ -9,8 +9,6 @@ the border of two codes. A kernel and its reference on one device do not differ.
 results to zero, so exp(-u^2 / 2) is zero below u = -13.2.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

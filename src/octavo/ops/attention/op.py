@@ -1,7 +1,5 @@
 """Attention over a cache: checks, the registered operations, and the choice between the kernels and the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ for H query heads that share G heads of keys and values. A scale of a whole head
 multiplied outside of them, and the stored numbers are only widened. A query that sees no key gets zeros.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -3,8 +3,6 @@
 A stored number is x * (1 / scale), rounded to nearest even and saturated. INT8 is symmetric, -127 to 127.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ The speed of Octavo on Ada has not been measured. If a GPU has no path for a GEM
 asks for emulation. A GEMM of small M takes as long as reading b; it runs on a kernel of ours.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ Both need N and K in multiples of 16, and block scales need M so too. Here small
 and the result is cut back.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The scaled GEMM: checks, the registered operation, and the choice between implementations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

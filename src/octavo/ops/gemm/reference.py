@@ -5,8 +5,6 @@ are rounded. A scale that is constant along the reduction multiplies the result.
 before the product.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ n is quantized from float32, without a rounding to BF16 between.
 Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -6,8 +6,6 @@ in float32. Each step is rounded once, to nearest, so that another implementatio
 roundings can lift the largest element above max by at most 2^-22 of it. The cast rounds that away: no clamp is needed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Requantization: checks, the registered operations, and the choice between the kernels and the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

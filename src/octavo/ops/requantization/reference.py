@@ -5,8 +5,6 @@ the forward bytes for it costs one byte an element. If the unquantized tensor is
 norm), casting it again while transposing needs no memory, and reads one byte an element more.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The byte transpose: checks, the registered operation, and the choice between the kernel and the reference."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

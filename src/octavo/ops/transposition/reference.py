@@ -4,8 +4,6 @@ Dividing a row by a power of two changes the exponents of its numbers only. A re
 rounded, once, to nearest even.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
