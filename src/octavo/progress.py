@@ -1,4 +1,4 @@
-"""How long work reports how far it is."""
+"""The function by which long work reports its progress."""
 
 from collections.abc import Callable
 

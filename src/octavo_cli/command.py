@@ -17,9 +17,7 @@ from octavo_cli.other_names import OTHER_NAMES
 
 
 class Command(TyperCommand):
-    """A command with plain-text help. It suggests an option for an unknown one, and refuses an option given twice
-    unless the option takes several values.
-    """
+    """A command with plain-text help. It suggests an option for an unknown one, and refuses one that is repeated."""
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
         # "\b" keeps the lines of a paragraph as they are: an example is copied from one line.

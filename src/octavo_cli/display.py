@@ -58,13 +58,8 @@ def print_table(
 ) -> None:
     """Print a table without borders.
 
-    Args:
-        columns: their names.
-        rows: a text for each column.
-        right: the columns aligned on the right, as numbers are.
-        prose: the columns that a terminal may wrap between words; the others are never cut or wrapped.
-        title: a line above the table.
-        header: whether to print the names of the columns.
+    Columns in `right` are aligned as numbers are. Those in `prose` may be wrapped between words on a terminal; the
+    others are never cut or wrapped. `title` is a line above the table.
     """
     table = Table(box=None, pad_edge=False, show_header=header)
     for at, name in enumerate(columns):

@@ -5,11 +5,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Check before the work begins that a file can be written at `path`. None stands for no file.
-
-    Raises:
-        ValueError: it cannot; the message names `option`.
-    """
+    """Raise a ValueError that names `option` unless a file can be written at `path`, if one is given."""
     if path is None:
         return
     try:

@@ -51,10 +51,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:
-    """Raise an ArtifactError unless `found` has exactly the names and shapes of `required`.
-
-    The message begins with `where`, which names the file and its purpose.
-    """
+    """Raise an ArtifactError, which begins with `where`, unless `found` has the names and shapes of `required`."""
     if missing := sorted(required.keys() - found.keys()):
         former = missing[0].startswith("model.decoder.") and any("attn.c_attn" in name for name in found)
         hint = "; these are former names of octavo's GPT-2: train it again, or use the octavo that trained it"

@@ -5,11 +5,10 @@ The tensors are not stored, so everything that a rule for scales may need is com
     channel_amax[k] = max |x[.., k]|       history[i] = max |x| of batch i       histogram[c] = count of bf16(|x|) = c
 
 The histogram has one bin for each BF16 magnitude: 128 bins per octave, over all octaves. So it needs no range in
-    advance,
-and the sum of two histograms is the histogram of both. It is exact for tensors in BF16. Rounding FP32 to BF16 keeps the
-order, so an order statistic of the rounded values is the rounded order statistic, within 2^-8 (0.39%) of the true one
-for normal numbers. The same holds for percentiles, which interpolate between two neighbours as torch.quantile does. The
-amax is always exact.
+advance, and the sum of two histograms is the histogram of both. It is exact for tensors in BF16. Rounding FP32 to BF16
+keeps the order, so an order statistic of the rounded values is the rounded order statistic, within 2^-8 (0.39%) of the
+true one for normal numbers. The same holds for percentiles, which interpolate between two neighbours as torch.quantile
+does. The amax is always exact.
 
 Scales multiply (x ≈ x_q * scale). The rules are amax; a percentile, above which elements saturate (Wu et al. 2020,
 arXiv:2004.09602, section 5.2); and the least mean squared error on a geometric grid below amax.

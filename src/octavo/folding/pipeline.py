@@ -13,9 +13,8 @@ head of the values by a Hadamard matrix H of its size:
     values: H^T w_v, w_o H
 
 The result is a model like any other: it can be calibrated and packed, and nothing is left to do when it runs. A
-    rotation
-does not pass the product before `down_proj`, so with a rotation only the input of `down_proj` is smoothed. Weights are
-read, changed and written one at a time.
+rotation does not pass the product before `down_proj`, so with a rotation only the input of `down_proj` is smoothed.
+Weights are read, changed and written one at a time.
 """
 
 from collections import defaultdict
@@ -120,12 +119,7 @@ def fold(
 
 
 class FoldJob:
-    """The steps that change each tensor of a model.
-
-    Attributes:
-        changes: the steps of each changed tensor, by its name.
-        record_of: the entry "folded" of octavo.json.
-    """
+    """The steps that change each tensor of a model by its name, and `record_of`, the entry "folded" of octavo.json."""
 
     def __init__(self, source: Source, places: Map, dtype: torch.dtype) -> None:
         self.source, self.places, self.dtype = source, places, dtype

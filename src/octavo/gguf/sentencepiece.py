@@ -25,10 +25,7 @@ def is_sentencepiece(found: Mapping[str, Any]) -> bool:
 
 
 def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
-    """Whether the tokenizer puts a blank before a text.
-
-    Raises an ArtifactError if it treats blanks in another way than SentencePiece.
-    """
+    """Whether the tokenizer puts a blank before a text; an ArtifactError if it treats blanks unlike SentencePiece."""
     normalizer, cut = found.get("normalizer"), found.get("pre_tokenizer")
     if cut is None and normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}:
         return True

@@ -29,10 +29,6 @@ Looking = Callable[[], AbstractContextManager[None]]
 
 
 def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
-    """The model of transformers that the parsed config.json of `folder` describes.
-
-    Raises an ArtifactError if it is packed already, or of an architecture that cannot run block by block.
-    """
     where = folder / "config.json"
     if config.get("quantization_config"):
         raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")

@@ -63,10 +63,7 @@ class MetaModel:
 
 
 def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
-    """The model of the parsed config.json of `folder`: of `octavo.models` if it is there, else of transformers.
-
-    Raises what `transformers_meta_model` raises.
-    """
+    """The model of `octavo.models` that `our_meta_model` finds, else that of `transformers_meta_model`."""
     try:
         ours = our_meta_model(config)
     except ValueError:  # the architecture is ours, a feature of it is not

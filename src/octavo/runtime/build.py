@@ -60,10 +60,7 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
 
 
 def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.Module:
-    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs.
-
-    Raises what `load_packed` raises.
-    """
+    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs."""
     where = folder / "config.json"
     disks = meta_model.linears()
     reader = ShardReader(folder)

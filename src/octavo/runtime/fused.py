@@ -37,7 +37,7 @@ class PackedNormLinear(NormLinear):
 
 
 class PackedMLP(FusedMLP):
-    """What `SwiGLU` and `GELU` become when their layers are packed."""
+    """The class of `SwiGLU` and `GELU` when their layers are packed."""
 
     stack: PackedStack
 

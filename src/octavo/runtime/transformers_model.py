@@ -51,14 +51,7 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu") ->
 
 @torch.inference_mode()
 def warm_up(model: nn.Module, context: int) -> None:
-    """Run a language model once for each kernel that prompts and tokens use, so that no text waits for a compiler.
-
-    On a CPU nothing is compiled, and nothing runs.
-
-    Args:
-        model: of ours or of transformers.
-        context: number of tokens that it can see.
-    """
+    """On a GPU, run a language model once for each kernel that texts use, so that no text waits for a compiler."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         for tokens in (1, 16, 32, MAX_SMALL_M, MAX_SMALL_M + 1):  # each tile of the small-M GEMM, and cuBLASLt

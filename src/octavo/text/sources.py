@@ -15,10 +15,7 @@ LEFT_OUT_FOLDERS = ("__pycache__", "site-packages")
 
 
 def absolute_source(source: str) -> str:
-    """`source` in a form that names the same data from every working directory.
-
-    `stdlib` and the name of a data set on the Hugging Face Hub stay as they are.
-    """
+    """`source` in a form that names the same data from every working directory."""
     if source == STDLIB:
         return source
     if source.startswith(DATASET):

@@ -187,10 +187,7 @@ class Config:
 
 
 def describe() -> list[tuple[str, str, object, str]]:
-    """(name, type, default, help) of every setting, in the order of declaration.
-
-    A derived default is described in words.
-    """
+    """(name, type, default, help) of every setting, in the order of declaration; a derived default in words."""
     kinds = _kinds()
     rows = []
     for each in fields(Config):

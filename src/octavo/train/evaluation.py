@@ -25,10 +25,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 @contextmanager
 def own_random(device: torch.device) -> Iterator[None]:
-    """Draw random numbers from a fixed seed within the block, and restore the run's random state after it.
-
-    A recipe that rounds stochastically draws them in evaluation too.
-    """
+    """Draw random numbers from a fixed seed within the block, and restore the run's random state after it."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield

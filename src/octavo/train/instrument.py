@@ -91,10 +91,7 @@ def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
-    """The scale of every history of the recipe `delayed` that has one, by name, such as LAYER.histories.x.
-
-    All scales are read from the device in one transfer.
-    """
+    """The scale of every history of the recipe `delayed` that has one, by name, such as LAYER.histories.x."""
     known = {name: history.scale for name, history in histories(model) if history.ready}
     values = torch.cat([scale.view(1) for scale in known.values()]).tolist() if known else []
     return dict(zip(known, values, strict=True))

@@ -80,10 +80,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
 
 
 def _fit_to_folder(config: Config) -> Config:
-    """The settings with the absolute path of the model's folder: a run may be resumed from another directory.
-
-    A context that was not given becomes at most the model's positions.
-    """
+    """The settings with the absolute path of the model's folder, and a context, if not given, within its positions."""
     if not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none")

@@ -9,9 +9,6 @@
 `scale_fmt` "ue8m0" (DeepSeek) means that all scales are powers of two, those of inputs too. transformers leaves output
 heads unpacked even if the list of unpacked layers lacks them, and so does
 `octavo.artifact.packed.layouts.read_packing`.
-
-This module writes and reads only the `quantization_config`. The names of tensors are in
-`octavo.artifact.packed.layouts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,11 +40,7 @@ def is_blocks(found: Mapping[str, Any]) -> bool:
 
 
 def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-    """The scheme of each packed layer, and whether the scales of keys and values are stored.
-
-    Raises:
-        ArtifactError: a packing of another kind; the message lists what was read and required.
-    """
+    """See `octavo.artifact.packed.compressed_tensors.read`."""
     static, kv_cache = found.get("activation_scheme") == "static", found.get("kv_cache_scheme") is not None
     if is_blocks(found):
         required, scheme, kv_cache = _blocks(found)

@@ -73,7 +73,7 @@ def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False)
 
 @dataclass(frozen=True)
 class Packing:
-    """How a folder is packed: its layout, the scheme of each packed layer by its name in the files, and whether the
+    """The packing of a folder: its layout, the scheme of each packed layer by its name in the files, and whether the
     scales of a KV cache are stored."""
 
     layout: str
@@ -222,10 +222,7 @@ def read_packing(
 
 
 def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:
-    """Raise an ArtifactError unless `found` has the names, shapes and dtypes of `required`, and is finite.
-
-    Scales must also be positive. The message names the first wrong tensor.
-    """
+    """Raise an ArtifactError unless `found` has the specs of `required`, is finite, and its scales are positive."""
     advice = "the folder is damaged or of another model: pack it again"
     try:
         check_match(found, required, str(where))

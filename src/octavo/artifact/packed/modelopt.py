@@ -89,11 +89,7 @@ def in_newer_spelling(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def read(found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-    """The scheme of each packed layer, and whether the scales of keys and values are stored.
-
-    Raises:
-        ArtifactError: a packing of another kind; the message lists what was read and required.
-    """
+    """See `octavo.artifact.packed.compressed_tensors.read`."""
     algorithm = str(found.get("quant_algo")).upper()
     if algorithm not in _ALGORITHMS:
         raise ArtifactError(f"{where}: quant_algo is {found.get('quant_algo')!r}, octavo runs {', '.join(_ALGORITHMS)}")

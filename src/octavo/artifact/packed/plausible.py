@@ -1,11 +1,10 @@
 """A check for scales of packed weights that look reciprocal.
 
 A scale multiplies: w = data * scale, and the data use e4m3 up to 448. So a scale is amax / 448, which is above 1 only
-    if
-weights exceed 448. Weights of trained linear layers are about 1. A writer that stores 448 / amax instead has scales far
-above 1. A layer is suspect if the median of its scales is above 1 and its largest weight is above 448. A writer makes
-this error in every layer, so a folder is suspect if more than half of its layers are. Correct scales are suspect only
-if weights exceed 448 in most blocks of most layers.
+if weights exceed 448. Weights of trained linear layers are about 1. A writer that stores 448 / amax instead has scales
+far above 1. A layer is suspect if the median of its scales is above 1 and its largest weight is above 448. A writer
+makes this error in every layer, so a folder is suspect if more than half of its layers are. Correct scales are suspect
+only if weights exceed 448 in most blocks of most layers.
 """
 
 from collections.abc import Callable, Iterable

@@ -77,10 +77,8 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _erfc(z: Tensor, e: Tensor) -> Tensor:
-    """1 - erf(z) within 2e-7 for z >= 0, with e = exp(-z^2): Abramowitz and Stegun, 7.1.26.
-
-    The erf of a library is not used, since that of Triton and that of PyTorch differ.
-    """
+    """1 - erf(z) within 2e-7 for z >= 0, with e = exp(-z^2): Abramowitz and Stegun, 7.1.26."""
+    # The erf of a library is not used, since that of Triton and that of PyTorch differ.
     t = 1 / (1 + 0.3275911 * z)
     series = t * 1.061405429 - 1.453152027
     series = t * series + 1.421413741
