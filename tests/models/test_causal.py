@@ -10,13 +10,9 @@ from octavo.models.causal import is_causal
 transformers = pytest.importorskip("transformers")
 
 BERT = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 32,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import model_examples
 import pytest
 import torch
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, build
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.models.cache import KVCache, causal_attention
 from octavo.models.sampling import generate, sample
 
@@ -17,13 +18,8 @@ MODELS = pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
 
 
 def lively(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
-    """Large random weights: greedy text that does not repeat one token, and gaps that rounding cannot close."""
-    torch.manual_seed(0)
-    model = build(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    """Greedy text that does not repeat one token, and gaps that rounding cannot close."""
+    return model_examples.lively(config, 0.3)
 
 
 def prompt(batch: int, length: int) -> torch.Tensor:

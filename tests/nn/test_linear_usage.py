@@ -106,9 +106,12 @@ def test_compiled_by_inductor() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))
     octavo.convert(model, "rowwise")
-    x = torch.randn(T, K)
-    y = torch.compile(model, fullgraph=True)(x)
-    torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
+    inputs = [torch.randn(T, K, requires_grad=True), *model.parameters()]
+    y, expected = torch.compile(model, fullgraph=True)(inputs[0]), model(inputs[0])
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    found, gradients = (torch.autograd.grad(out.square().mean(), inputs) for out in (y, expected))
+    for one, other in zip(found, gradients, strict=True):
+        assert sqnr(other, one) > E4M3_DB
 
 
 def test_frozen_parts_are_not_computed_or_saved() -> None:

@@ -104,7 +104,7 @@ def test_help_has_an_example(octavo):
 
 def test_a_run_that_is_killed_goes_on(octavo, model, data, tmp_path):
     """SIGKILL, at a moment that nobody chose."""
-    options = (*OPTIONS[:-1], 1)  # batches of one: there is time to be killed in
+    options = ("--samples", 12, "--context", 24, "--batch", 1)  # batches of one: there is time to be killed in
     words = ["calibrate", model, tmp_path / "killed", "--data", data, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "octavo", *map(str, words)], env=environment)

@@ -141,24 +141,11 @@ def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkey
     [
         (["--recipe", "fp8"], ["'fp8'", *PRESETS]),
         (["--steps", "many"], ["steps", "an integer", "'many'"]),
-        (["--steps", "1.5"], ["steps", "an integer", "1.5"]),
         (["--steps"], ["--steps", "needs a value"]),
-        (["--steps", "-3"], ["steps", "at least 1", "-3"]),
-        (["--learning-rate", "nan"], ["learning_rate", "finite number"]),
-        (["--compile", "yes"], ["compile", "true or false", "'yes'"]),
-        (["--precision", "fp8"], ["precision", "bf16", "fp32", "fp16"]),
-        (["--heads", "5"], ["heads 5", "width 32", "heads can be"]),
-        (["--kv-heads", "3"], ["kv_heads 3", "heads 2"]),
         (["--skip", "nothing.*"], ["nothing.*", "matches no linear layer"]),
-        (["--model", "lama"], ["'lama'", "llama", "gpt2"]),
         (["--model", "./nowhere"], ["nowhere"]),
         (["--data", "nowhere.txt"], ["nowhere.txt", "no such file"]),
-        (["--data", "*.md"], ["*.md", "matches none"]),
-        (["--data", "empty.txt"], ["empty.txt", "must hold some text"]),
-        (["--data", "binary.txt"], ["binary.txt", "must be text", "byte 3"]),
         (["--data", "short.txt"], ["17 tokens"]),
-        (["--data", "text.txt", "nowhere.txt"], ["nowhere.txt"]),
-        (["--data="], ["data", "at least one entry"]),
         (["--out="], ["out", "not empty"]),
         (["--out", "full"], ["full is not empty"]),
         (["--out", "text.txt"], ["text.txt"]),
@@ -167,8 +154,6 @@ def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkey
     ids=" ".join,
 )
 def test_a_bad_setting_is_one_line_and_writes_nothing(octavo, here, words, essentials):
-    (here / "empty.txt").touch()
-    (here / "binary.txt").write_bytes(b"abc\0def")
     (here / "short.txt").write_text("short")
     (here / "full").mkdir()
     (here / "full" / "notes.txt").write_text("mine")
@@ -178,21 +163,10 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(octavo, here, words, essen
         assert essential in message
 
 
-@pytest.mark.parametrize(
-    ("content", "essentials"),
-    [
-        ("steps = ", ["config.toml", "not valid TOML"]),
-        ("[train]\nsteps = 3", ["train", "config.toml"]),
-        ("step = 3", ["'step'", "config.toml", "did you mean 'steps'"]),
-        ("steps = '3'", ["steps", "config.toml", "an integer"]),
-        ("tied = 1", ["tied", "true or false"]),
-    ],
-)
-def test_a_bad_file_is_named(octavo, here, content, essentials):
-    (here / "config.toml").write_text(content)
+def test_a_bad_file_is_named(octavo, here):
+    (here / "config.toml").write_text("step = 3")
     message = refused(octavo, here, "config.toml", "--data=text.txt", "--out=run")
-    for essential in essentials:
-        assert essential in message
+    assert all(part in message for part in ("'step'", "config.toml", "did you mean 'steps'"))
 
 
 def test_a_file_that_is_not_there(octavo, here):
@@ -205,11 +179,6 @@ def run(octavo, here):
     return here / "run"
 
 
-def test_a_run_that_exists_is_not_overwritten(octavo, here, run):
-    message = refused(octavo, here, "tiny.toml", "--data=text.txt", "--out=run")
-    assert "run is not empty: resume it with --resume run, or choose another --out" in message
-
-
 @pytest.mark.parametrize("folder", ["nowhere", ".", "run/model"])
 def test_a_folder_that_is_no_run_is_not_resumed(octavo, here, run, folder):
     assert folder in refused(octavo, here, "--resume", folder)
@@ -218,12 +187,6 @@ def test_a_folder_that_is_no_run_is_not_resumed(octavo, here, run, folder):
 def test_a_resumed_run_takes_no_file(octavo, here, run):
     message = refused(octavo, here, "--resume", "run", "tiny.toml")
     assert "tiny.toml" in message
-
-
-def test_what_a_resumed_run_cannot_change(octavo, here, run):
-    assert "another model" in refused(octavo, here, "--resume", "run", "--width", "64")
-    assert "the data is not what" in refused(octavo, here, "--resume", "run", "--data", "other.txt")
-    assert "stays in its folder run" in refused(octavo, here, "--resume", "run", "--out", "other")
 
 
 def test_a_broken_checkpoint_is_named(octavo, here, run):
@@ -252,17 +215,7 @@ def test_a_run_that_breaks_says_where_it_can_go_on(octavo, here):
 def test_help_shows_the_essentials(octavo):
     code, out, _ = octavo("train", "--help")
     assert code == 0
-    essentials = (
-        "TOML",
-        "--resume",
-        "--settings",
-        "--data",
-        "--recipe",
-        "--steps",
-        "--out",
-        "SIGINT",
-        "octavo train --resume",
-    )
+    essentials = ("TOML", "--settings", "--data", "--recipe", "--steps", "--out", "SIGINT", "octavo train --resume")
     assert [part for part in essentials if part not in out] == []
 
 

@@ -77,15 +77,16 @@ def test_resumes_bit_for_bit_when_the_source_is_gone(begin, go_on, records, sour
         assert found == (tmp_path / "whole" / "step-00000008" / name).read_bytes()
 
 
+# The rest does not depend on the family.
+llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
+
+
+@llama_only
 def test_recomputing_activations_does_not_change_the_run(begin, records, source, tmp_path):
     for recompute in (False, True):
         out = str(tmp_path / f"{recompute}")
         begin(model=str(source), recipe="delayed", steps=3, checkpoint_activations=recompute, out=out).run()
     assert records(tmp_path / "True") == records(tmp_path / "False")
-
-
-# The rest does not depend on the family.
-llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
 
 
 @llama_only

