@@ -65,15 +65,6 @@ def test_a_preset_that_was_not_called_is_refused() -> None:
         octavo.convert(nn.Sequential(nn.Linear(4, 4)), octavo.PRESETS["rowwise"])
 
 
-def test_hooks_survive() -> None:
-    linear = nn.Linear(8, 8)
-    calls = []
-    linear.register_forward_hook(lambda *_: calls.append(1))
-    octavo.convert(nn.Sequential(linear))
-    linear(torch.randn(2, 8))
-    assert calls == [1]
-
-
 def test_converting_again_changes_the_recipe() -> None:
     model = build(GPT2Config(vocabulary=64, layers=1, width=32, heads=2, context=16))
     octavo.convert(model, "delayed")

@@ -14,22 +14,11 @@ import octavo
 
 T, K, N, SEEDS = 512, 256, 384, 4
 
-# The recipe -> the data -> the dB that y, dx and dw may lose on average.
+KINDS = ("w rows, sigma 1", "w rows, sigma 2", "dy channels, sigma 1", "dy channels, sigma 2", "student")
+# The recipe -> the dB that y, dx and dw may lose on average, for each of KINDS.
 MOST = {
-    "rowwise": {
-        "w rows, sigma 1": (0.05, 0.8, 0.1),
-        "w rows, sigma 2": (0.05, 2.2, 0.1),
-        "dy channels, sigma 1": (0.05, 0.8, 0.2),
-        "dy channels, sigma 2": (0.05, 2.2, 0.4),
-        "student": (0.05, 0.6, 0.6),
-    },
-    "rowwise_dw_bf16": {
-        "w rows, sigma 1": (0.05, 0.2, 0.0),
-        "w rows, sigma 2": (0.05, 0.4, 0.0),
-        "dy channels, sigma 1": (0.05, 0.2, 0.0),
-        "dy channels, sigma 2": (0.05, 0.4, 0.0),
-        "student": (0.05, 0.2, 0.0),
-    },
+    "rowwise": [(0.05, 0.8, 0.1), (0.05, 2.2, 0.1), (0.05, 0.8, 0.2), (0.05, 2.2, 0.4), (0.05, 0.6, 0.6)],
+    "rowwise_dw_bf16": [(0.05, 0.2, 0.0), (0.05, 0.4, 0.0), (0.05, 0.2, 0.0), (0.05, 0.4, 0.0), (0.05, 0.2, 0.0)],
 }
 
 
@@ -55,7 +44,7 @@ def octavos(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tens
     return y.detach(), *torch.autograd.grad(y, [x, linear.weight], dy)
 
 
-@pytest.mark.parametrize("kind", list(MOST["rowwise"]))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", list(MOST))
 def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
     losses = torch.zeros(SEEDS, 3)
@@ -65,4 +54,4 @@ def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
         exact = exact_gradients(x, w, dy)
         pairs = zip(exact, separately_by_row(x, w, dy), octavos(recipe, x, w, dy), strict=True)
         losses[seed] = torch.tensor([sqnr(e, s) - sqnr(e, o) for e, s, o in pairs])
-    assert (losses.mean(0) <= torch.tensor(MOST[recipe][kind])).all(), losses.mean(0)
+    assert (losses.mean(0) <= torch.tensor(MOST[recipe][KINDS.index(kind)])).all(), losses.mean(0)

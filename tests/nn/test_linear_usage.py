@@ -104,7 +104,7 @@ def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
 
 def test_compiled_by_inductor() -> None:
     torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))
+    model = nn.Sequential(nn.Linear(K, N))
     octavo.convert(model, "rowwise")
     inputs = [torch.randn(T, K, requires_grad=True), *model.parameters()]
     y, expected = torch.compile(model, fullgraph=True)(inputs[0]), model(inputs[0])

@@ -6,22 +6,12 @@ import json
 import re
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from octavo.models.tokenizer import ByteTokenizer
+from calibration_examples import write_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=2, initializer_range=0.3, **sizes, **ends)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
 
 
 @pytest.fixture

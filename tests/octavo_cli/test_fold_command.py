@@ -7,22 +7,13 @@ import re
 
 import pytest
 import torch
+from calibration_examples import write_model
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from octavo.models.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True}
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = Qwen3Config(vocab_size=256, num_hidden_layers=2, head_dim=16, **sizes, **ends)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
 
 
 def test_smooth_and_rotate(octavo, model, tmp_path):
@@ -35,7 +26,7 @@ def test_smooth_and_rotate(octavo, model, tmp_path):
     )
     assert (code, err) == (0, "")
     assert f"folded {model} into {tmp_path / 'out'}" in out
-    assert re.search(r"tensors smoothed +2, by factors of ", out)
+    assert re.search(r"tensors smoothed +3, by factors of ", out)
     assert "residual stream in blocks of 32, heads in blocks of 16" in out
     assert "has its own weight now" in out
     assert json.loads((tmp_path / "out" / "octavo.json").read_text())["folded"]["smooth"]["alpha"] == 0.6

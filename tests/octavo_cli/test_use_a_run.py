@@ -9,8 +9,9 @@ import shutil
 
 import pytest
 import torch
+from calibration_examples import write_model
 from torch import nn
-from transformers import BertConfig, BertLMHeadModel, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertLMHeadModel, BertModel, LlamaForCausalLM
 
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.models.tokenizer import ByteTokenizer
@@ -24,7 +25,6 @@ TINY = {
     "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1, "evaluate_every": 2,
     "evaluate_batches": 3, "save_every": 2,
 }  # fmt: skip
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,7 @@ def test_given_text_is_evaluated_as_transformers_does(octavo, tmp_path, llama):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(vocab_size=256, num_key_value_heads=1, max_position_embeddings=64, **SMALL, **ends)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("models") / "llama", "llama", max_position_embeddings=64)
 
 
 def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
@@ -181,7 +175,8 @@ def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo, made, 
 def encoders(tmp_path_factory):
     """BERT as an encoder, packed too, and as a language model whose attention sees later tokens."""
     root = tmp_path_factory.mktemp("encoders")
-    config = BertConfig(vocab_size=256, max_position_embeddings=64, **SMALL)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = BertConfig(vocab_size=256, max_position_embeddings=64, **sizes)
     for name, model in (("bert", BertModel(config)), ("bertlm", BertLMHeadModel(config))):
         model.save_pretrained(root / name)
         ByteTokenizer().save(root / name)

@@ -8,14 +8,10 @@ from octavo.numerics.codec import encode
 from octavo.numerics.formats import FORMATS, FP8_FORMATS
 
 ML_DTYPES = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e8m0": ml_dtypes.float8_e8m0fnu, "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
-}
+}  # fmt: skip
 FP8 = sorted(FP8_FORMATS)
 EIGHT_BITS = [*FP8, "e8m0"]
 ALL_BF16 = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()

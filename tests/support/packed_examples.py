@@ -22,17 +22,10 @@ from octavo.train.config import Config
 
 LLAMA = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 48}
 QWEN = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 48,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 48, "tie_word_embeddings": True, "bos_token_id": None,
     "eos_token_id": 0,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,11 @@ def logits(model: Any, ids: Tensor | None = None) -> Tensor:
 
 def layer_by_layer(model: nn.Module) -> nn.Module:
     """A copy that runs unfused, because of its hooks."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
+    reference = copy.deepcopy(model)
+    for module in reference.modules():
         if isinstance(module, nn.Linear | PackedLinear):
             module.register_forward_hook(lambda *_: None)
-    return twin
+    return reference
 
 
 def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:

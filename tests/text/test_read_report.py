@@ -60,10 +60,5 @@ def test_a_substantial_share_of_the_bytes_is_a_warning(read, lost, warned):
 
 def test_sizes_are_shown_in_the_unit_that_suits_them():
     assert [show_size(size) for size in (0, 1, 999, 1000, 3_400_000, 2_000_000_000)] == [
-        "0 bytes",
-        "1 byte",
-        "999 bytes",
-        "1.0 kB",
-        "3.4 MB",
-        "2.0 GB",
-    ]
+        "0 bytes", "1 byte", "999 bytes", "1.0 kB", "3.4 MB", "2.0 GB",
+    ]  # fmt: skip

@@ -1,11 +1,10 @@
 """A checkpoint is whole or not there, and fits or changes nothing."""
 
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -29,17 +28,6 @@ def assert_unchanged(trainer, before):
     after = everything(trainer)
     assert after.keys() == before.keys()
     assert [name for name in before if not torch.equal(after[name], before[name])] == []
-
-
-@contextmanager
-def files_of_at_most(size):
-    """No file may grow beyond `size` bytes, as on a disk that is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture

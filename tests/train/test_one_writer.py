@@ -25,13 +25,6 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
     assert go_on(tmp_path / "run").state.step == 8
 
 
-def test_two_starts_at_once_begin_one_run(begin, tmp_path):
-    first = begin(recipe="bf16")
-    with pytest.raises(LockedError):
-        begin(recipe="bf16")
-    assert first.run().step == 8
-
-
 def test_two_resumes_at_once_go_on_with_one(begin, go_on, tmp_path):
     begin(recipe="bf16").run()
     first = go_on(tmp_path / "run", "--steps", "10")

@@ -3,12 +3,12 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
@@ -191,12 +191,8 @@ def test_data_that_changed(begin, go_on, tmp_path):
 
 
 def test_full_disk_costs_no_settings(stopped, go_on):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with files_of_at_most(100):
         refuses(stopped, go_on, OSError, "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert go_on(stopped).state.step == 4
 
 
