@@ -187,6 +187,30 @@ def test_the_reference_of_verification_shares_nothing_with_packing(name):
     assert reachable(name, IMPORTS) <= REFERENCE | {"octavo.evaluation.metrics", "octavo.progress"}
 
 
+@pytest.mark.parametrize("name", [*SOURCES, *COMMAND_SOURCES])
+def test_no_function_bears_the_name_of_its_module(name):
+    """`import octavo.a.b` would give the function where a package exports it, and a traceback could mean either."""
+    body = ast.parse((SOURCES | COMMAND_SOURCES)[name]).body
+    named = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    if name in PACKAGES:
+        exports = [node for node in body if isinstance(node, ast.ImportFrom)]
+        named |= {alias.asname or alias.name for node in exports for alias in node.names}
+    assert name.rpartition(".")[2] not in named
+
+
+def test_no_package_holds_more_than_a_sixth_of_the_lines():
+    """Of `octavo` and its command line: 16 %."""
+    lines = {name: len(source.splitlines()) for name, source in (SOURCES | COMMAND_SOURCES).items()}
+    for package in {package_of(name) for name in SOURCES}:
+        assert sum(count for name, count in lines.items() if package_of(name) == package) <= 0.16 * sum(lines.values())
+
+
+def test_files_are_short():
+    root = Path(__file__).parent.parent
+    files = [path for folder in ("src", "tests", "bench", "examples") for path in (root / folder).rglob("*.py")]
+    assert [str(path) for path in files if len(path.read_text().splitlines()) > 300] == []
+
+
 def test_names_of_test_files_are_unique():
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

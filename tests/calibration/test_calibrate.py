@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from octavo.artifact.atomic_folder import WriteError
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.lock import FolderLock, LockedError
+from octavo.calibration import pipeline
 from octavo.calibration.folder import Calibration, hash_model
 from octavo.calibration.pipeline import calibrate
 from octavo.evaluation import PromptOptions
@@ -200,7 +200,7 @@ def test_a_run_killed_at_the_very_end_only_writes(llama, tmp_path, data, monkeyp
         patch.setattr(Calibration, "save", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
-    monkeypatch.setattr(sys.modules[calibrate.__module__], "_run_part", None)
+    monkeypatch.setattr(pipeline, "_run_part", None)
     assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).tokens > 0
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -69,7 +70,7 @@ def file_of(frame: FrameType) -> str:
 
 def properties() -> set[CodeType]:
     """The code of every property of a class of FILES."""
-    modules = [sys.modules[f"octavo.{file.removesuffix('.py').replace('/', '.')}"] for file in FILES]
+    modules = [import_module(f"octavo.{file.removesuffix('.py').replace('/', '.')}") for file in FILES]
     classes = [found for module in modules for _, found in inspect.getmembers(module, inspect.isclass)]
     members = [member for found in classes for member in vars(found).values()]
     functions: list[Any] = [getattr(m, "fget", None) or getattr(m, "func", None) for m in members]

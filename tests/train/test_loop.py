@@ -23,8 +23,7 @@ def copied(tensors):
 
 def assert_same(found, required):
     assert found.keys() == required.keys()
-    different = [name for name in required if not torch.equal(found[name], required[name])]
-    assert not different
+    assert not [name for name in required if not torch.equal(found[name], required[name])]
 
 
 def gradients(trainer):

@@ -12,7 +12,6 @@ transformers' registry of attention functions observes its arguments and calls "
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,12 +150,13 @@ def is_norm(module: nn.Module) -> bool:
 @contextmanager
 def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Let `model` attend by wrap(sdpa), with the masks of sdpa."""
-    utils: Any = importlib.import_module("transformers.modeling_utils")
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    functions = utils.ALL_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_ATTENTION_FUNCTIONS
     before = model.config._attn_implementation
     functions[_ATTENTION] = wrap(functions["sdpa"])
-    masks.AttentionMaskInterface.register(_ATTENTION, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
         model.set_attn_implementation(_ATTENTION)
         yield

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.models.decoder import Decoder
 
 
-def outputs(model: Any, ids: Tensor, causal: bool, **options: Any) -> Tensor:
+def model_outputs(model: Any, ids: Tensor, causal: bool, **options: Any) -> Tensor:
     """Run a model on token ids.
 
     Args:

@@ -18,7 +18,7 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.hf.meta_model import fill_model
-from octavo.hf.outputs import is_language_model, outputs
+from octavo.hf.outputs import is_language_model, model_outputs
 from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
 from octavo.runtime.packed_linear import PackedLinear
@@ -65,7 +65,7 @@ class PartlyPackedModel:
                 parent, _, leaf = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), leaf, forms[name in names])
             kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
-            result = outputs(self._model, ids.to(self._device), self.causal, **kept)
+            result = model_outputs(self._model, ids.to(self._device), self.causal, **kept)
             if result.shape[:-1] != ids.shape:
                 raise ArtifactError(
                     f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "

@@ -36,7 +36,7 @@ from octavo.artifact.packed.layouts import read_config
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import open_local
 from octavo.hf.meta_model import read_meta_model
-from octavo.hf.outputs import outputs
+from octavo.hf.outputs import model_outputs
 from octavo.runtime.build import fill
 from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.numbers import RoundInput, leave_input, round_input, round_input_by_compressed_tensors
@@ -194,7 +194,7 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
         )  # fmt: skip
         with torch.inference_mode():
-            actual = outputs(model.eval(), probe.ids, probe.causal)
+            actual = model_outputs(model.eval(), probe.ids, probe.causal)
     if wrong := {key: sorted(map(str, value)) for key, value in info.items() if value}:
         key, names = next(iter(wrong.items()))
         return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
@@ -248,7 +248,7 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
         model = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)
     with torch.inference_mode():
-        actual = outputs(model, probe.ids.to(device), probe.causal)
+        actual = model_outputs(model, probe.ids.to(device), probe.causal)
     return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.hf.experts import ExpertReader
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
-from octavo.hf.outputs import is_language_model, outputs
+from octavo.hf.outputs import is_language_model, model_outputs
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 
@@ -82,7 +82,7 @@ class StreamedModel:
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits float32 [B, T, V] of ids int64 [B, T]; for an encoder, its last hidden states [B, T, width]."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
-        return outputs(self._model, ids.to(self.device), self.causal, **cache)
+        return model_outputs(self._model, ids.to(self.device), self.causal, **cache)
 
 
 def required_by(meta_model: MetaModel) -> Required:
