@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from packed_examples import Example
+    from tiny_models import Folders
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The models of `tiny_models`, their calibrations and packings, made when they are asked for. Not to be changed."""
+    from tiny_models import folder_maker
+
+    return folder_maker(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 from calibration_examples import write_data, write_model
+from metrics import distance
 from packed_examples import LLAMA, lively, small_shards, write_run
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_models import open_theirs, outputs
 from torch import Tensor
+from verify_examples import change_tensors
 
 from octavo.artifact.files import ArtifactError
 from octavo.calibration import Calibration, calibrate
@@ -28,18 +31,16 @@ from octavo.verification.pipeline import verify
 DECODERS = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-def plant(folder: Path) -> None:
-    """Make some channels of each norm, of the values and of `up` 30 times larger, as large models have them."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("norm.weight", "v_proj.weight", "up_proj.weight", "fc1.weight", "value.weight")):
-            tensor[3::11] *= 30
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def make(root: Path, name: str, **change: Any) -> Path:
+    """A model with some channels of each norm, of the values and of `up` 30 times larger, as in large models."""
+
+    def grow(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("norm.weight", "v_proj.weight", "up_proj.weight", "fc1.weight", "value.weight")):
+                tensor[3::11] *= 30
+
     folder = write_model(root / name, name, **change)
-    plant(folder)
+    change_tensors(folder, grow)
     return folder
 
 
@@ -50,23 +51,14 @@ def calibrated(folder: Path, root: Path) -> Path:
 
 
 def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model, info = getattr(transformers, architecture).from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not any(info.values()), info
-    return model.eval()
-
-
-@torch.no_grad()
-def outputs(model: Any) -> Tensor:
-    out = model(torch.randint(256, (3, 20), generator=torch.Generator().manual_seed(3)))
-    return out.logits if "logits" in out else out.last_hidden_state
+    return open_theirs(folder, dtype)
 
 
 def off(folded: Path, source: Path) -> float:
     """How far the outputs are apart in float64, relative."""
     found, truth = outputs(open_model(folded)), outputs(open_model(source))
     assert truth.std() > 0.1
-    return float((found - truth).norm() / truth.norm())
+    return distance(found, truth)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -151,8 +143,7 @@ def test_bf16_is_off_by_its_rounding(tmp_path: Path) -> None:
     assert report.rotated == (32, 8)
     rounded = outputs(open_model(source, torch.bfloat16).double())
     truth = outputs(open_model(source))
-    noise = float((rounded - truth).norm() / truth.norm())
-    assert 0 < off(tmp_path / "out", source) < 2 * noise
+    assert 0 < off(tmp_path / "out", source) < 2 * distance(rounded, truth)
 
 
 def test_it_packs_and_loads_like_any_other(tmp_path: Path) -> None:
@@ -164,8 +155,7 @@ def test_it_packs_and_loads_like_any_other(tmp_path: Path) -> None:
     noise = []
     for folder in (source, tmp_path / "folded"):
         pack(folder, tmp_path / f"{folder.name} packed")
-        found = outputs(load_packed(tmp_path / f"{folder.name} packed").model).double()
-        noise.append(float((found - truth).norm() / truth.norm()))
+        noise.append(distance(outputs(load_packed(tmp_path / f"{folder.name} packed").model), truth))
     assert 0 < noise[1] < 2 * noise[0]
     said = [json.loads((tmp_path / name / "octavo.json").read_text()) for name in ("folded", "folded packed")]
     assert said[0]["folded"] == said[1]["folded"]  # so that verify does not take it for another model
@@ -178,10 +168,7 @@ def test_a_run_is_rotated(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", llama, llama.config.to_hf())
     report = fold(run, tmp_path / "out", rotate=True, dtype="float32")
     assert report.untied
-    tokens = torch.arange(40).view(2, 20)
-    with torch.no_grad():
-        truth, found = llama.double()(tokens), open_model(tmp_path / "out")(tokens).logits
-    assert float((found - truth).norm() / truth.norm()) < 1e-5
+    assert distance(outputs(open_model(tmp_path / "out")), outputs(llama.double())) < 1e-5
 
 
 def test_the_record_says_what_was_done(tmp_path: Path) -> None:

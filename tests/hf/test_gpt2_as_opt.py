@@ -11,21 +11,17 @@ import pytest
 import torch
 from metrics import distance
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer
 
 from octavo.artifact.files import ArtifactError
 from octavo.calibration import calibrate
 from octavo.evaluation import PromptOptions
 from octavo.hf.gpt2_as_opt import Conv1DReader, config_as_opt
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack, unpack
 from octavo.runtime import load_packed
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": None,
-    "eos_token_id": 0,
-}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "as published": {},
     "untied, another MLP": {"tie_word_embeddings": False, "n_inner": 384, "activation_function": "gelu"},
@@ -33,38 +29,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt2(path: Path, **changed: Any) -> Path:
-    """A folder with a lively GPT-2 in FP32, and a tokenizer."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES | changed))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if ".c_" in name and p.ndim == 2:
-                p.copy_(torch.randn_like(p) * p.shape[0] ** -0.5)
-            elif p.ndim == 1:
-                p.add_(torch.randn_like(p) * 0.1)
-    model.save_pretrained(path)
-    ByteTokenizer().save(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: gpt2(tmp_path_factory.mktemp("gpt2") / "model", **changed) for name, changed in WAYS.items()}
-
-
-def open_theirs(folder: Path, dtype: torch.dtype) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, local_files_only=True
-    )
-    assert not any(info.values()), info
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    out = model(torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(3)))
-    return (out if isinstance(out, Tensor) else out.logits).double()
+    root = tmp_path_factory.mktemp("gpt2")
+    return {name: make_model(root / name, "gpt2", **changed) for name, changed in WAYS.items()}
 
 
 def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,7 +69,7 @@ def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: P
     }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     opt, original = open_theirs(tmp_path, torch.float32), open_theirs(folders[name], torch.float32)
-    assert distance(logits(opt), logits(original)) < 1e-6
+    assert distance(outputs(opt), outputs(original)) < 1e-6
     back = as_gpt2(tensors)
     for key, tensor in original.state_dict().items():
         assert torch.equal(back[key], tensor), key
@@ -109,23 +77,23 @@ def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_packed_gpt2_gives_its_outputs(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     report = pack(folders[name], tmp_path / "packed")
     assert len(report.packed) == 12
     assert list(report.skipped) == ["lm_head"]
     assert not report.left_out
-    truth = logits(open_theirs(folders[name], torch.float32))
+    truth = outputs(open_theirs(folders[name], torch.float32))
     assert truth.std() > 0.2
-    theirs = logits(open_theirs(tmp_path / "packed", torch.bfloat16))
+    theirs = outputs(open_theirs(tmp_path / "packed", torch.bfloat16))
     loaded = load_packed(tmp_path / "packed")
     assert 1e-3 < distance(theirs, truth) < 0.1  # activations and weights were rounded
-    assert distance(logits(loaded.model), truth) < 1.5 * distance(theirs, truth)
+    assert distance(outputs(loaded.model), truth) < 1.5 * distance(theirs, truth)
     assert loaded.context == 64
     unpack(tmp_path / "packed", tmp_path / "plain")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     original = open_theirs(folders[name], torch.float32)
     original.load_state_dict({key: t.float() for key, t in as_gpt2(plain).items()})
-    assert distance(logits(open_theirs(tmp_path / "plain", torch.float32)), logits(original)) < 1e-6
+    assert distance(outputs(open_theirs(tmp_path / "plain", torch.float32)), outputs(original)) < 1e-6
     want = load_file(folders[name] / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
     assert distance(plain["model.decoder.layers.1.fc1.weight"].T.double(), want.double()) < 2**-4
     ids = AutoTokenizer.from_pretrained(folders[name])("def main():").input_ids
@@ -133,20 +101,15 @@ def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path
 
 
 def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, said the clerk." for i in range(40)))
-    found = calibrate(
-        folders["as published"],
-        [str(tmp_path / "text.txt")],
-        tmp_path / "calibrated",
-        prompts=PromptOptions(16, 32),
-    )
+    text = [str(write_text(tmp_path / "text.txt"))]
+    found = calibrate(folders["as published"], text, tmp_path / "calibrated", prompts=PromptOptions(16, 32))
     report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
     assert report.packed.keys() == found.layers.keys()
     stored = load_file(tmp_path / "packed" / "model.safetensors")
     q, k, v = (stored[f"model.decoder.layers.0.self_attn.{x}_proj.input_scale"] for x in "qkv")
     assert q == k == v == found.scale("model.decoder.layers.0.self_attn.q_proj")
-    truth = logits(open_theirs(folders["as published"], torch.float32))
-    assert distance(logits(load_packed(tmp_path / "packed").model), truth) < 0.1
+    truth = outputs(open_theirs(folders["as published"], torch.float32))
+    assert distance(outputs(load_packed(tmp_path / "packed").model), truth) < 0.1
 
 
 def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -163,9 +126,7 @@ def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) ->
     save_file(older, old / "model.safetensors", {"format": "pt"})
     assert pack(old, tmp_path / "a").left_out == ["extra.weight"]
     pack(source, tmp_path / "b")
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+    assert same_bytes(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import transformers
-from verify_examples import make_model
+from tiny_models import make_model
 
 from octavo.packing import pack
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from layout_examples import ATTENTION, Folders, folder_maker, logits, same_bytes
 from safetensors.torch import load_file, save_file
+from tiny_models import Folders, outputs, same_bytes
 from typer.testing import CliRunner
 
 from octavo.artifact.files import ArtifactError
@@ -31,15 +31,10 @@ VLLM: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("autofp8", "static"): {"weight_scale": (), "input_scale": ()},
     ("autofp8", "tensor"): {"weight_scale": ()},
 }
-UP = "model.layers.1.mlp.up_proj"
+UP, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return folder_maker(tmp_path_factory.mktemp("layouts"))
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize(("layout", "scheme"), VLLM)
 def test_names_and_shapes_are_those_that_vllm_reads(made: Folders, kind: str, layout: str, scheme: str) -> None:
     folder = made(kind, scheme=scheme, layout=layout, kv_cache="fp8")
@@ -73,7 +68,7 @@ def test_there_and_back_again_changes_no_bit(
     made: Folders, tmp_path: Path, layout: str, scheme: str, cache: str | None
 ) -> None:
     plain, packed = (
-        made("Llama", scheme=scheme, layout=name, kv_cache=cache) for name in ("compressed-tensors", layout)
+        made("llama", scheme=scheme, layout=name, kv_cache=cache) for name in ("compressed-tensors", layout)
     )
     assert convert_layout(plain, tmp_path / "there", layout=layout).lossless
     assert convert_layout(tmp_path / "there", tmp_path / "back").lossless
@@ -84,7 +79,7 @@ def test_there_and_back_again_changes_no_bit(
     )
     assert (tmp_path / "there" / "hf_quant_config.json").exists() == (layout == "modelopt")
     assert not (tmp_path / "back" / "hf_quant_config.json").exists()
-    assert torch.equal(logits(load_packed(packed).model), logits(load_packed(plain).model))
+    assert torch.equal(outputs(load_packed(packed).model), outputs(load_packed(plain).model))
     for name, (k, v) in PackedTensors(packed).kv_scales.items():
         assert (k, v) == PackedTensors(plain).kv_scales[name]
     unpack(packed, tmp_path / "from packed")
@@ -95,7 +90,7 @@ def test_there_and_back_again_changes_no_bit(
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_folders_as_modelopt_writes_them(made: Folders, tmp_path: Path, file: str) -> None:
     """Scales [1], layers left out by patterns, the configuration in either file, a name in small letters."""
-    folder = shutil.copytree(made("Llama", scheme="static", layout="modelopt", kv_cache="fp8"), tmp_path / "theirs")
+    folder = shutil.copytree(made("llama", scheme="static", layout="modelopt", kv_cache="fp8"), tmp_path / "theirs")
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -108,15 +103,15 @@ def test_folders_as_modelopt_writes_them(made: Folders, tmp_path: Path, file: st
         (folder / file).write_text(json.dumps(beside))
     (folder / "config.json").write_text(json.dumps(config))
     assert "lm_head" in PackedTensors(folder).ignored
-    before = made("Llama", scheme="static", layout="modelopt", kv_cache="fp8")
-    assert torch.equal(logits(load_packed(folder).model), logits(load_packed(before).model))
+    before = made("llama", scheme="static", layout="modelopt", kv_cache="fp8")
+    assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(before).model))
     convert_layout(folder, tmp_path / "again", layout="autofp8")
     load_packed(tmp_path / "again")
 
 
 @pytest.mark.parametrize("names", ["kv_scale", "output_scale"])
 def test_folders_as_autofp8_writes_them(made: Folders, tmp_path: Path, names: str) -> None:
-    folder = shutil.copytree(made("Llama", scheme="static", layout="autofp8", kv_cache="fp8"), tmp_path / "theirs")
+    folder = shutil.copytree(made("llama", scheme="static", layout="autofp8", kv_cache="fp8"), tmp_path / "theirs")
     tensors = load_file(folder / "model.safetensors")
     ours = PackedTensors(folder).kv_scales
     for name, (k, v) in ours.items():
@@ -151,9 +146,9 @@ def test_folders_as_autofp8_writes_them(made: Folders, tmp_path: Path, names: st
 )
 def test_what_a_layout_does_not_hold(made: Folders, tmp_path: Path, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pack(made("Llama"), tmp_path / "out", **how)
+        pack(made("llama"), tmp_path / "out", **how)
     if "layers" not in how:
-        source = made("Llama", scheme=how["scheme"], kv_cache="fp8")
+        source = made("llama", scheme=how["scheme"], kv_cache="fp8")
         with pytest.raises(ValueError, match=message):
             convert_layout(source, tmp_path / "out", layout=how["layout"])
     assert not list(tmp_path.iterdir())
@@ -177,7 +172,7 @@ def test_what_a_layout_does_not_hold(made: Folders, tmp_path: Path, how: dict[st
 def test_another_packing_is_refused(
     made: Folders, tmp_path: Path, layout: str, change: dict[str, Any], message: str
 ) -> None:
-    folder = shutil.copytree(made("Llama", scheme="static", layout=layout, kv_cache="fp8"), tmp_path / "bad")
+    folder = shutil.copytree(made("llama", scheme="static", layout=layout, kv_cache="fp8"), tmp_path / "bad")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -186,7 +181,7 @@ def test_another_packing_is_refused(
 
 
 def test_scales_of_another_shape_are_refused(made: Folders, tmp_path: Path) -> None:
-    folder = shutil.copytree(made("Llama", scheme="block", layout="modelopt", kv_cache="fp8"), tmp_path / "bad")
+    folder = shutil.copytree(made("llama", scheme="block", layout="modelopt", kv_cache="fp8"), tmp_path / "bad")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{UP}.weight_scale"] = torch.ones(1, 2, 1, 1)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -200,14 +195,14 @@ def test_scales_of_another_shape_are_refused(made: Folders, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("scheme", "said"), [("group32", True), ("channel", False)])
 def test_who_does_not_open_groups_is_said(made: Folders, tmp_path: Path, scheme: str, said: bool) -> None:
-    done = CliRunner().invoke(app, ["pack", str(made("Llama")), str(tmp_path / "out"), "--scheme", scheme])
+    done = CliRunner().invoke(app, ["pack", str(made("llama")), str(tmp_path / "out"), "--scheme", scheme])
     assert done.exit_code == 0, done.output
     assert ("not for vLLM" in done.output) == said
 
 
 def test_commands(made: Folders, tmp_path: Path) -> None:
     run, out = CliRunner().invoke, tmp_path / "out"
-    calibrated, source = str(made("Llama", "calibrated")), str(made("Llama"))
+    calibrated, source = str(made("llama", "calibrated")), str(made("llama"))
     done = run(
         app,
         ["pack", source, str(out), "--layout", "modelopt", "--scheme", "static", "--calibration", calibrated,

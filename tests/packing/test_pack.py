@@ -20,6 +20,7 @@ from metrics import distance
 from packed_examples import LLAMA, Example, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import open_theirs, outputs
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,25 +31,6 @@ from octavo.ops import quantize
 from octavo.packing import pack
 from octavo.recipe import ROW_W, ROW_X
 from octavo.runtime import load_packed
-
-
-def open_theirs(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """transformers' model of the folder; nothing may be missing or left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, local_files_only=True
-    )
-    assert not any(info.values()), info
-    return model.eval()
-
-
-def tokens() -> Tensor:
-    return torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    out = model(tokens())
-    return (out if isinstance(out, Tensor) else out.logits).double()
 
 
 def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -67,7 +49,7 @@ def test_transformers_widens_to_data_times_scale(example: Example) -> None:
     assert packed
     for name in packed:
         assert theirs.get_submodule(name).weight_scale.dtype == torch.float32
-    logits(theirs)  # it widens at the first call
+    outputs(theirs)  # it widens at the first call
     for name in packed:
         weight = theirs.get_submodule(name).weight
         assert torch.equal(weight, stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"])
@@ -93,8 +75,8 @@ def test_transformers_gives_our_logits(example: Example) -> None:
     stored = load_file(example.packed / "model.safetensors")
     assert not reference.load_state_dict(dequantized(stored), strict=False).unexpected_keys
     reference.tie_weights()
-    truth = logits(reference.eval())
-    ours, theirs = logits(load_packed(example.packed).model), logits(open_theirs(example.packed))
+    truth = outputs(reference.eval())
+    ours, theirs = outputs(load_packed(example.packed).model), outputs(open_theirs(example.packed))
     assert truth.std() > 0.3
     assert 1e-3 < distance(theirs, truth) < 0.2  # it does round activations
     assert distance(ours, truth) < 1.5 * distance(theirs, truth)
@@ -215,7 +197,7 @@ def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, sche
     for parameter in packed.parameters():
         parameter.data = parameter.data.float()
     convert(model, recipe)
-    found, trained = logits(packed), logits(model)
+    found, trained = outputs(packed), outputs(model)
     assert torch.equal(found, trained) if recipe != "bf16" else distance(found, trained) > 1e-4
 
 

@@ -11,21 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import Folders, make_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
-from verify_examples import SIZES, make_model
+from transformers import AutoModelForCausalLM
 
 from octavo.artifact.files import ArtifactError
 from octavo.packing import PackOptions, pack
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+@pytest.fixture
+def llama(made: Folders) -> Path:
+    return made("llama")
 
 
 def changed(source: Path, target: Path, change: Callable[[Tensor], object]) -> Path:
@@ -82,8 +78,7 @@ def test_keywords_replace_fields_of_the_options(llama: Path, tmp_path: Path) -> 
 
 
 def test_sizes_that_a_scheme_cannot_have(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 2})).bfloat16().save_pretrained(tmp_path / "source")
+    make_model(tmp_path / "source", "llama", num_key_value_heads=2)
     message = r"k_proj: \[64, 128\] is no multiple of 128 x 128.*--layer .*q_proj=channel' --layer .*k_proj=channel"
     with pytest.raises(ValueError, match=message):
         pack(tmp_path / "source", tmp_path / "out", scheme="block")

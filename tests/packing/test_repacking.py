@@ -11,30 +11,23 @@ import pytest
 import torch
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import convert_layout, pack, unpack
 from octavo.runtime import load_packed
 from octavo_cli.app import app
-
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A BF16 model, and its packings."""
     root = tmp_path_factory.mktemp("folders")
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**SIZES)).bfloat16().save_pretrained(root / "bf16")
-    ByteTokenizer().save(root / "bf16")
+    make_model(root / "bf16", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
     for scheme in ("channel", "tensor", "block", "mx"):
         pack(root / "bf16", root / scheme, scheme=scheme)
     with small_shards(50_000):

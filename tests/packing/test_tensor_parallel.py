@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 from octavo.packing import pack
@@ -91,12 +89,7 @@ def test_a_layer_that_nobody_knows() -> None:
 
 
 def test_pack_refuses_before_it_writes(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "vocab_size": 256, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
-    }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "source")
-    ByteTokenizer().save(tmp_path / "source")
+    make_model(tmp_path / "source", "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1, head_dim=64)
     with pytest.raises(ValueError, match="gate_proj.*over 2 devices gives each 192 rows.*--layer 'model.*=channel'"):
         pack(tmp_path / "source", tmp_path / "out", scheme="block", tensor_parallel=[1, 2])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

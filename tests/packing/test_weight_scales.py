@@ -4,65 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from metrics import distance
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from tiny_models import make_model, open_theirs, outputs
 from typer.testing import CliRunner
 
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack
 from octavo.runtime import load_packed
 from octavo_cli.app import app
 
 SCHEME_NAMES = [name for name in SCHEMES if name != "static"]
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "eos_token_id": 0,
-    "bos_token_id": None,
-}  # fmt: skip
 Q_K_V = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 2 and "emb" not in name:
-                p.copy_(torch.randn_like(p) * p.shape[1] ** -0.5 * (1.3 if "k_proj" in name else 1))
-    path = tmp_path_factory.mktemp("llama")
-    model.bfloat16().save_pretrained(path)
-    ByteTokenizer().save(path)
-    return path
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    out: Any = model(torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3)))
-    return (out if isinstance(out, Tensor) else out.logits).double()
-
-
-def open_theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, local_files_only=True
-    )
-    assert not any(info.values()), info
-    return model.eval()
+    return make_model(tmp_path_factory.mktemp("llama"), "llama", seed=1, num_hidden_layers=1)
 
 
 def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
     """The squared error of each packed weight, as transformers widens it; mx, which is exact in BF16, in that alone."""
     theirs = open_theirs(packed, torch.bfloat16 if scheme == "mx" else torch.float32)
     plain = load_file(source / "model.safetensors")
-    logits(theirs)  # it widens at the first call
+    outputs(theirs)  # it widens at the first call
     layers = json.loads((packed / "octavo.json").read_text())["layers"]
     wide = {name: theirs.get_submodule(name).weight.double() for name in layers}
     return {name: float((w - plain[f"{name}.weight"].double()).square().sum()) for name, w in wide.items()}
@@ -103,8 +71,8 @@ def test_power_of_two_scales_are_such_and_no_smaller(source: Path, tmp_path: Pat
             least = 1.0 if weights == "amax" else 0.5
             assert (scale >= least * plain[name]).all()
             assert (scale < 2 * plain[name]).all()
-    truth = logits(open_theirs(source))
-    ours, theirs = logits(load_packed(tmp_path / "pow2").model), logits(open_theirs(tmp_path / "pow2"))
+    truth = outputs(open_theirs(source, torch.float32))
+    ours, theirs = outputs(load_packed(tmp_path / "pow2").model), outputs(open_theirs(tmp_path / "pow2", torch.float32))
     assert distance(ours, truth) < 0.2
     assert distance(ours, theirs) < 1.5 * distance(theirs, truth)
 
@@ -113,7 +81,7 @@ def test_powers_of_two_in_the_fp8_layout(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", scheme="block", layout="fp8", pow2=True, weights="mse")
     scale = load_file(tmp_path / "out" / "model.safetensors")[f"{Q_K_V[0]}.weight_scale_inv"]
     assert torch.equal(torch.exp2(scale.log2().round()), scale)
-    assert distance(logits(load_packed(tmp_path / "out").model), logits(open_theirs(source))) < 0.2
+    assert distance(outputs(load_packed(tmp_path / "out").model), outputs(open_theirs(source, torch.float32))) < 0.2
 
 
 @pytest.mark.parametrize("weights", ["amax", "mse"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 import torch
 import typer
 from packed_examples import Example
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
+from verify_examples import change_config, change_tensors
 
 from octavo import convert
 from octavo.artifact.files import ArtifactError
@@ -86,13 +85,6 @@ def test_a_tied_head_stays_tied(packed: dict[str, Example]) -> None:
 NAME = "model.layers.0.mlp.up_proj"
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -109,7 +101,7 @@ def test_wrong_tensors(
     copy_of: Callable[[str], Path], change: Callable[[dict[str, Tensor]], Any], message: str
 ) -> None:
     folder = copy_of("llama")
-    rewrite(folder, change)
+    change_tensors(folder, change)
     with pytest.raises(ArtifactError, match=rf"{message}.*pack it again"):
         load_packed(folder)
 
@@ -131,29 +123,18 @@ def test_pickles_are_refused(copy_of: Callable[[str], Path]) -> None:
         load_packed(folder)
 
 
-def test_a_truncated_file(copy_of: Callable[[str], Path]) -> None:
-    path = copy_of("llama") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ArtifactError, match=r"model.safetensors is truncated"):
-        load_packed(path.parent)
-
-
-def test_wrong_ignore(copy_of: Callable[[str], Path]) -> None:
-    path = copy_of("llama") / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["ignore"] = ["lm_head", NAME]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match=f"{NAME}.weight_scale has no place"):
-        load_packed(path.parent)
-
-
-def test_another_packing(copy_of: Callable[[str], Path]) -> None:
-    path = copy_of("llama") / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["format"] = "pack-quantized"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="format is 'pack-quantized', octavo runs float-quantized"):
-        load_packed(path.parent)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ignore": ["lm_head", NAME]}, f"{NAME}.weight_scale has no place"),
+        ({"format": "pack-quantized"}, "format is 'pack-quantized', octavo runs float-quantized"),
+    ],
+)
+def test_wrong_settings(copy_of: Callable[[str], Path], settings: dict[str, Any], message: str) -> None:
+    folder = copy_of("llama")
+    change_config(folder, **settings)
+    with pytest.raises(ArtifactError, match=message):
+        load_packed(folder)
 
 
 # --- The text ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from other_writers import spread
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import octavo
 from octavo.artifact.packed.reader import PackedTensors
@@ -25,10 +27,6 @@ from octavo.verification import verify
 
 pytest.importorskip("llmcompressor")
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": None,
-}  # fmt: skip
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 SCHEMES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
     "FP8": ({"scheme": "FP8"}, "static", (1,)),
@@ -50,14 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         if folder.exists():
             return folder
         if name == "BF16":
-            torch.manual_seed(0)
-            model = LlamaForCausalLM(LlamaConfig(**SIZES))  # type: ignore[arg-type]
-            with torch.no_grad():
-                for key, p in model.named_parameters():
-                    p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim == 2 and "emb" not in key else p)
-            model.bfloat16().save_pretrained(folder)
-            ByteTokenizer().save(folder)
-            return folder
+            return make_model(folder, "llama")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the other program
             compress(make("BF16"), folder, SCHEMES[name][0])
@@ -106,7 +97,7 @@ def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
     assert len(layers) == 14
     for key, layer in layers.items():
         w = layer.scheme.packed_weight(layer.weight, layer.weight_scale).dequantize()
-        exact = stored[f"{key}.weight"].double() * _spread(stored[f"{key}.weight_scale"], tuple(w.shape))
+        exact = stored[f"{key}.weight"].double() * spread(stored[f"{key}.weight_scale"], tuple(w.shape))
         assert torch.equal(w.double(), exact)
         # Theirs multiplies in BF16, the dtype of the scale.
         assert torch.allclose(w, reference[f"{key}.weight"], rtol=2**-7, atol=0)
@@ -115,13 +106,6 @@ def test_its_folders_are_read(made: Made, name: str, tmp_path: Path) -> None:
     assert torch.equal(plain[f"{UP}.weight"], packed.weight(UP).dequantize(torch.bfloat16))
     assert convert_layout(folder, tmp_path / "again").lossless
     assert torch.equal(octavo.load(tmp_path / "again")(IDS).logits, model(IDS).logits)
-
-
-def _spread(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The scale of each element, float64."""
-    wide = scale.double() if scale.ndim == 2 else scale.double().reshape(1, 1)
-    rows, columns = (-(-size // count) for size, count in zip(shape, wide.shape, strict=True))
-    return wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 IDS = torch.arange(40)[None]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from verify_examples import make_model
+from tiny_models import Folders
 
 import octavo
-from octavo.packing import pack
 from octavo.runtime import PackedLinear
 
 
 @pytest.mark.parametrize("scheme", ["channel", "mx"])  # the first runs norms and MLPs fused with quantization
-def test_backward_through_a_packed_model_names_the_way_to_train(tmp_path: Path, scheme: str) -> None:
-    folder = pack(make_model(tmp_path / "model", "llama"), tmp_path / "out", scheme=scheme).folder
-    model = octavo.load(folder)
+def test_backward_through_a_packed_model_names_the_way_to_train(made: Folders, scheme: str) -> None:
+    model = octavo.load(made("llama", scheme=scheme))
     ids = torch.arange(16)[None]
     before = model(ids).logits
     assert not before.requires_grad
@@ -27,8 +23,8 @@ def test_backward_through_a_packed_model_names_the_way_to_train(tmp_path: Path, 
         logits.sum().backward()
 
 
-def test_what_other_libraries_print_of_a_packed_layer_says_it(tmp_path: Path) -> None:
-    model = octavo.load(pack(make_model(tmp_path / "model", "llama"), tmp_path / "out").folder)
+def test_what_other_libraries_print_of_a_packed_layer_says_it(made: Folders) -> None:
+    model = octavo.load(made("llama", scheme="channel"))
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(layers) == 14
     assert all("for inference only" in repr(layer) for layer in layers)

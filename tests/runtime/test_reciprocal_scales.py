@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import Folders
 from typer.testing import CliRunner
-from verify_examples import change_tensors, make_model
+from verify_examples import change_tensors
 
 import octavo
 from octavo.packing import convert_layout, pack, unpack
@@ -19,9 +20,9 @@ from octavo_cli.app import app
 LAYERS = 14
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama")
+@pytest.fixture
+def model(made: Folders) -> Path:
+    return made("llama")
 
 
 def pack_block(model: Path, out: Path, reciprocal: bool) -> Path:

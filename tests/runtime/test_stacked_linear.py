@@ -10,6 +10,7 @@ import torch
 from metrics import distance
 from runtime_examples import logits
 from safetensors.torch import load_file
+from tiny_models import same_bits, same_bytes
 from torch import nn
 
 import octavo
@@ -22,14 +23,10 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(folders: dict[str, Path]) -> None:
-    model, stored = (
-        octavo.load(folders["llama with biases"]),
-        load_file(folders["llama with biases"] / "model.safetensors"),
-    )
+    folder = folders["llama with biases"]
+    model = octavo.load(folder)
     state = model.state_dict()
-    assert state.keys() == stored.keys()
-    for key, tensor in stored.items():
-        assert torch.equal(state[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert same_bits(state, load_file(folder / "model.safetensors"))
     stack = model.model.layers[1].mlp.stack
     assert isinstance(stack, PackedStack)
     layer = model.model.layers[1].mlp.up_proj
@@ -61,9 +58,7 @@ def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias() -> None:
 def test_a_saved_model_opens_again(folders: dict[str, Path], tmp_path: Path) -> None:
     model = octavo.load(folders["qwen3"])
     model.save_pretrained(tmp_path / "again")
-    required, found = (load_file(path / "model.safetensors") for path in (folders["qwen3"], tmp_path / "again"))
-    assert required.keys() == found.keys()
-    assert all(torch.equal(found[key].view(torch.uint8), t.view(torch.uint8)) for key, t in required.items())
+    assert same_bytes(folders["qwen3"], tmp_path / "again")
     assert torch.equal(logits(octavo.load(tmp_path / "again")), logits(model))
 
 

@@ -11,14 +11,15 @@ import torch
 from metrics import distance
 from operation_counts import operations
 from packed_examples import Example
-from runtime_examples import SIZES, logits, static_steps, tokens
+from runtime_examples import logits, static_steps, tokens
 from safetensors.torch import load_file
+from tiny_models import Folders, open_theirs, outputs
 from torch import Tensor
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertModel
 
 import octavo
 from octavo.artifact.files import ArtifactError
-from octavo.packing import convert_layout, pack
+from octavo.packing import convert_layout
 from octavo.runtime import PackedLinear, load_packed
 from octavo.runtime.stacked_linear import PackedStack
 
@@ -41,18 +42,13 @@ def test_every_packed_folder_opens_as_the_model_of_transformers(example: Example
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "block", "mx"])
-def test_other_schemes_run_from_their_bytes_layer_by_layer(tmp_path: Path, scheme: str) -> None:
-    torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    model.save_pretrained(tmp_path / "model")
-    pack(tmp_path / "model", tmp_path / "out", scheme=scheme)
-    packed = octavo.load(tmp_path / "out")
+def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme: str) -> None:
+    packed = octavo.load(made("llama", scheme=scheme))
     seen = operations(lambda: logits(packed))
     assert not seen["octavo::norm_quantize"]
     assert seen["octavo::scaled_mm"] == 14
     assert not any(isinstance(m, PackedStack) for m in packed.modules())
-    assert distance(logits(packed), logits(model)) < 0.15
+    assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
 
 
 def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:
@@ -76,27 +72,20 @@ def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
-def test_an_encoder_runs_too(tmp_path: Path, scheme: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
-    model.save_pretrained(tmp_path / "model")
-    pack(tmp_path / "model", tmp_path / "out", scheme=scheme)
-    packed = octavo.load(tmp_path / "out")
+def test_an_encoder_runs_too(made: Folders, scheme: str) -> None:
+    packed = octavo.load(made("bert", scheme=scheme))
     assert type(packed) is BertModel
-    with torch.no_grad():
-        found, required = (m(tokens()).last_hidden_state for m in (packed, model))
-    assert 1e-3 < distance(found, required) < 0.1
+    assert 1e-3 < distance(outputs(packed), outputs(open_theirs(made("bert"), torch.float32))) < 0.1
 
 
 def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("llama")
-    path = folder / "model.safetensors"
+    path = copy_of("llama") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ArtifactError, match="truncated"):
-        octavo.load(folder)
+    for load in (octavo.load, load_packed):
+        with pytest.raises(ArtifactError, match=r"model.safetensors is truncated"):
+            load(path.parent)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        octavo.load(folder / "nothing")
+        octavo.load(path.parent / "nothing")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

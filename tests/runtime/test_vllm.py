@@ -8,44 +8,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from verify_examples import make_model, write_text
-
-from octavo.calibration import calibrate
-from octavo.evaluation import PromptOptions
-from octavo.packing import pack
+from tiny_models import Folders
 
 pytest.importorskip("vllm")
 
-Made = Callable[[str], Path]
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """made(kind) is a model, beside which lies its calibration; each is made once."""
-    root = tmp_path_factory.mktemp("models")
-    write_text(root / "text.txt")
-
-    def make(kind: str) -> Path:
-        if not (root / kind).exists():
-            make_model(root / kind, kind)
-            calibrate(root / kind, [str(root / "text.txt")], root / f"{kind}-calibrated", prompts=PromptOptions(8, 32))
-        return root / kind
-
-    return make
-
-
-def pack_calibrated(model: Path, folder: Path, how: dict[str, Any]) -> Path:
-    return pack(model, folder, calibration=model.with_name(f"{model.name}-calibrated"), **how).folder
-
-
-def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
+def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
     """What verify has of vLLM: the fields of a `ReaderResult`."""
-    found = folder.with_suffix(".json")
     command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
     helper = Path(__file__).parent.parent / "support" / "verify_with_vllm.py"
     ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=False)
@@ -79,14 +52,14 @@ def vllm_says(folder: Path, model: Path) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_it_agrees_with_the_bytes(made: Made, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
-    said = vllm_says(pack_calibrated(made(kind), tmp_path / "packed", how), made(kind))
+def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    said = vllm_says(made(kind, **how), made(kind), tmp_path / "found.json")
     assert said["outcome"] == "agrees", said
     assert said["distance"] > 0  # it rounds in BF16, the reference does not
 
 
 @pytest.mark.parametrize("scheme", ["group32", "group128"])
-def test_groups_it_refuses(made: Made, tmp_path: Path, scheme: str) -> None:
-    said = vllm_says(pack_calibrated(made("llama"), tmp_path / "packed", {"scheme": scheme}), made("llama"))
+def test_groups_it_refuses(made: Folders, tmp_path: Path, scheme: str) -> None:
+    said = vllm_says(made("llama", scheme=scheme), made("llama"), tmp_path / "found.json")
     assert said["outcome"] == "failed"
     assert "No compressed-tensors compatible scheme was found" in said["note"]

@@ -7,9 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+import transformers
+from tiny_models import MODELS
 from torch import Tensor
 from transformers import DynamicCache
-from verify_examples import MODELS
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 MARGIN = {"fp8": 2.0, "int8": 1.25}
@@ -17,12 +18,12 @@ DTYPES = ("bf16", "fp8", "int8")
 
 
 def model_of(name: str, **changes: Any) -> Any:
-    cls, config, _ = MODELS[name]
+    cls = getattr(transformers, MODELS[name][0])
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 16}
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(1)
-    model = cls(config(**{**sizes, **ends, **changes})).eval()
+    model = cls(cls.config_class(**sizes | ends | changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

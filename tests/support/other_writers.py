@@ -20,29 +20,16 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from safetensors.torch import save_file
+from tiny_models import make_model, open_theirs
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.models.tokenizer import ByteTokenizer
-
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": None,
-}  # fmt: skip
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 Weights = dict[str, Tensor]
 
 
-def make_source(folder: Path, **sizes: Any) -> Any:
-    """A Llama in BF16, saved by transformers, with weights of a usual size."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim == 2 and "emb" not in name else p)
-    model.bfloat16().save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return model
+def make_source(folder: Path) -> Any:
+    """A Llama in BF16, saved by transformers, whose layers are not all whole blocks."""
+    return open_theirs(make_model(folder, "llama", intermediate_size=192, num_key_value_heads=2))
 
 
 def linears(model: nn.Module) -> dict[str, Tensor]:
@@ -75,7 +62,7 @@ def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> 
     compressor.update_config(str(folder))
     state = model.state_dict()
     return {
-        name.removesuffix(".weight"): t.double() * _spread(state[f"{name}_scale"], tuple(t.shape))
+        name.removesuffix(".weight"): t.double() * spread(state[f"{name}_scale"], tuple(t.shape))
         for name, t in state.items()
         if t.dtype == E4M3 and name.endswith(".weight")
     }
@@ -97,7 +84,7 @@ def _block_amax(w: Tensor, grid: tuple[int, ...]) -> Tensor:
     return torch.tensor(parts, dtype=torch.float32).reshape(grid)
 
 
-def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+def spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The scale of each element in float64: of one number, or of a grid; uint8 are exponents."""
     wide = torch.exp2(scale.double() - 127) if scale.dtype == torch.uint8 else scale.float().double()
     wide = wide if wide.ndim == 2 else wide.reshape(1, 1)
@@ -137,7 +124,7 @@ def published(
     for layer, w in linears(model).items():
         scale = (_block_amax(w, blocks(*w.shape)) / 448).clamp(min=1e-8)
         scale = (torch.exp2(scale.log2().ceil()) if pow2 else scale).to(dtype)
-        full = _spread(scale, tuple(w.shape))
+        full = spread(scale, tuple(w.shape))
         data = (w / full).float().clamp(-448, 448).to(E4M3)
         weights[layer] = data.double() * full
         tensors |= {f"{layer}.weight": data, f"{layer}.{name}": scale.reshape(shape(tuple(scale.shape)))}
@@ -188,7 +175,7 @@ def _attentions(names: dict[str, float]) -> Callable[[dict[str, Tensor]], None]:
     """Add scales of a cache to every attention layer."""
 
     def change(tensors: dict[str, Tensor]) -> None:
-        for i in range(SIZES["num_hidden_layers"]):
+        for i in range(2):
             for leaf, value in names.items():
                 tensors[f"model.layers.{i}.self_attn.{leaf}"] = torch.tensor(value, dtype=torch.bfloat16)
 

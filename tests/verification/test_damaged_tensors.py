@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_model
 from torch import Tensor
-from verify_examples import Damage, change_tensors, damaged, expect, make_model
+from verify_examples import Damage, change_tensors, damaged, expect
 
 from octavo.verification import verify
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ import pytest
 import torch
 from metrics import sqnr
 from safetensors.torch import load_file
+from tiny_models import TEXT, Folders, open_theirs, outputs
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
 from verify_examples import change_tensors, run_verify
 
-from octavo.calibration import calibrate
-from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality, compare_embeddings, compare_logits
 from octavo.packing import pack
 from octavo.verification.result import LayerReport
@@ -25,22 +24,21 @@ from octavo.verification.result import LayerReport
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def prompts_of(text: Path) -> list[Tensor]:
-    """The windows of 64 bytes that verify takes of the text, longest first."""
-    data = text.read_bytes()
+def prompts() -> list[Tensor]:
+    """The windows of 64 bytes that `run_verify` takes, longest first."""
+    data = TEXT.encode()
     rows = [torch.tensor(list(data[i : i + 64]))[None] for i in range(0, len(data), 64)]
     return sorted(rows, key=lambda row: -row.shape[1])
 
 
-def open_float32(folder: Path, opener: Any = AutoModelForCausalLM) -> Any:
-    return opener.from_pretrained(folder, dtype=torch.float32).eval()
+def open_float32(folder: Path) -> Any:
+    return open_theirs(folder, torch.float32)
 
 
-def test_quality_is_that_of_transformers(models: dict[str, Path], tmp_path: Path) -> None:
-    pack(models["llama"], tmp_path / "out")
-    actual = run_verify(tmp_path / "out", models["llama"], models["text"]).quality
-    plain, packed = open_float32(models["llama"]), open_float32(tmp_path / "out")
-    expected = compare_logits(lambda ids: plain(ids).logits, lambda ids: packed(ids).logits, prompts_of(models["text"]))
+def test_quality_is_that_of_transformers(made: Folders) -> None:
+    folder = made("llama", scheme="channel")
+    actual = run_verify(folder, made("llama")).quality
+    expected = compare_logits(*(partial(outputs, open_float32(path)) for path in (made("llama"), folder)), prompts())
     assert isinstance(actual, LogitQuality)
     assert actual.prompts == expected.prompts
     for name in ("kl", "perplexity", "reference_perplexity", "perplexity_ratio", "top1"):
@@ -48,11 +46,11 @@ def test_quality_is_that_of_transformers(models: dict[str, Path], tmp_path: Path
         assert (a.value, a.low, a.high) == pytest.approx((b.value, b.low, b.high), rel=1e-3)
 
 
-def test_int8_is_the_layers_in_int8(models: dict[str, Path], tmp_path: Path) -> None:
+def test_int8_is_the_layers_in_int8(made: Folders, tmp_path: Path) -> None:
     """The oracle is the BF16 model in transformers, with a hook on each packed layer."""
-    pack(models["qwen2"], tmp_path / "out", skip=["*.down_proj"])
-    actual = run_verify(tmp_path / "out", models["qwen2"], models["text"]).int8
-    plain, int8 = open_float32(models["qwen2"]), open_float32(models["qwen2"])
+    pack(made("qwen2"), tmp_path / "out", skip=["*.down_proj"])
+    actual = run_verify(tmp_path / "out", made("qwen2")).int8
+    plain, int8 = open_float32(made("qwen2")), open_float32(made("qwen2"))
 
     def hook(module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
         x, w = args[0].double(), module.weight.double()
@@ -63,18 +61,15 @@ def test_int8_is_the_layers_in_int8(models: dict[str, Path], tmp_path: Path) -> 
     for name, module in int8.named_modules():
         if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")):
             module.register_forward_hook(hook)
-    expected = compare_logits(lambda ids: plain(ids).logits, lambda ids: int8(ids).logits, prompts_of(models["text"]))
+    expected = compare_logits(partial(outputs, plain), partial(outputs, int8), prompts())
     assert isinstance(actual, LogitQuality)
     assert actual.kl.value == pytest.approx(expected.kl.value, rel=0.02)  # in float64, ties round to the other side
 
 
-def test_embeddings_are_those_of_transformers(models: dict[str, Path], tmp_path: Path) -> None:
-    pack(models["bert"], tmp_path / "out")
-    actual = run_verify(tmp_path / "out", models["bert"], models["text"]).quality
-    plain, packed = open_float32(models["bert"], AutoModel), open_float32(tmp_path / "out", AutoModel)
-    expected = compare_embeddings(
-        lambda ids: plain(ids).last_hidden_state, lambda ids: packed(ids).last_hidden_state, prompts_of(models["text"])
-    )
+def test_embeddings_are_those_of_transformers(made: Folders) -> None:
+    folder = made("bert", scheme="channel")
+    actual = run_verify(folder, made("bert")).quality
+    expected = compare_embeddings(*(partial(outputs, open_float32(path)) for path in (made("bert"), folder)), prompts())
     assert isinstance(actual, EmbeddingQuality)
     assert 1 - actual.cosine.value == pytest.approx(1 - expected.cosine.value, rel=0.01)
     assert 1 - actual.least == pytest.approx(1 - expected.least, rel=0.01)
@@ -94,17 +89,16 @@ def inputs_of(model: Path, layer: str, batches: list[Tensor]) -> Tensor:
     return torch.cat(inputs)
 
 
-def report_of(layer: str, packed: Path, model: Path, text: Path) -> LayerReport:
-    report = run_verify(packed, model, text)
+def report_of(layer: str, packed: Path, model: Path) -> LayerReport:
+    report = run_verify(packed, model)
     assert not report.findings
     return next(row for row in report.layers if row.name == layer)
 
 
-def test_the_errors_of_a_layer(models: dict[str, Path], tmp_path: Path) -> None:
-    pack(models["mistral"], tmp_path / "out")
-    layer = report_of(DOWN, tmp_path / "out", models["mistral"], models["text"])
-    x = inputs_of(models["mistral"], DOWN, prompts_of(models["text"])).double()
-    w = load_file(models["mistral"] / "model.safetensors")[f"{DOWN}.weight"].double()
+def test_the_errors_of_a_layer(made: Folders) -> None:
+    layer = report_of(DOWN, made("mistral", scheme="channel"), made("mistral"))
+    x = inputs_of(made("mistral"), DOWN, prompts()).double()
+    w = load_file(made("mistral") / "model.safetensors")[f"{DOWN}.weight"].double()
     x_q, w_q = rows_of_e4m3(x), rows_of_e4m3(w)
     assert layer.weight_sqnr == pytest.approx(sqnr(w, w_q), abs=0.01)
     assert layer.output_sqnr == pytest.approx(sqnr(x @ w.T, x_q @ w_q.T), abs=0.05)
@@ -119,18 +113,17 @@ def rows_of_e4m3(x: Tensor) -> Tensor:
     return torch.from_numpy((x / scale).numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float64)) * scale
 
 
-def test_clipping_and_headroom(models: dict[str, Path], tmp_path: Path) -> None:
-    calibrate(models["mistral"], [str(models["text"])], tmp_path / "c", prompts=PromptOptions(16, 64))
-    pack(models["mistral"], tmp_path / "out", scheme="static", calibration=tmp_path / "c")
-    right = report_of(DOWN, tmp_path / "out", models["mistral"], models["text"])
+def test_clipping_and_headroom(made: Folders, tmp_path: Path) -> None:
+    folder = made("mistral", scheme="static")
+    right = report_of(DOWN, folder, made("mistral"))
     assert right.headroom == pytest.approx(1, abs=0.05)  # calibrated in BF16
     assert right.clip_rate is not None
     assert right.clip_rate < 1e-3
 
-    shutil.copytree(tmp_path / "out", tmp_path / "clips")
+    shutil.copytree(folder, tmp_path / "clips")
     change_tensors(tmp_path / "clips", lambda t: t.update({f"{DOWN}.input_scale": t[f"{DOWN}.input_scale"] / 8}))
-    wrong = report_of(DOWN, tmp_path / "clips", models["mistral"], models["text"])
-    x = inputs_of(models["mistral"], DOWN, prompts_of(models["text"])).abs()
+    wrong = report_of(DOWN, tmp_path / "clips", made("mistral"))
+    x = inputs_of(made("mistral"), DOWN, prompts()).abs()
     limit = 448 * float(load_file(tmp_path / "clips" / "model.safetensors")[f"{DOWN}.input_scale"])
     assert wrong.headroom == pytest.approx(limit / float(x.max()), rel=1e-4)
     assert wrong.clip_rate == pytest.approx(float((x > limit).double().mean()), rel=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verify_examples import make_model
+from tiny_models import make_model
 
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.packing import pack

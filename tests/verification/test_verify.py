@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_examples import Example, small_shards
+from tiny_models import Folders
 from torch import Tensor
 from verify_examples import change_tensors, run_verify
 
@@ -35,11 +36,8 @@ READERS = [
 
 
 @pytest.mark.parametrize(("name", "options", "exact"), READERS)
-def test_readers_agree_with_the_bytes(
-    models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], exact: float | None
-) -> None:
-    pack(models[name], tmp_path / "out", **options)
-    report = run_verify(tmp_path / "out", models[name], models["text"])
+def test_readers_agree_with_the_bytes(made: Folders, name: str, options: dict[str, Any], exact: float | None) -> None:
+    report = run_verify(made(name, **options), made(name))
     assert not report.findings
     transformers, octavo, vllm = report.readers
     assert (transformers.name, transformers.outcome) == ("transformers", "agrees")
@@ -67,8 +65,8 @@ def test_readers_agree_with_the_bytes(
 
 
 @pytest.mark.parametrize("name", ["llama", "llama untied", "gpt2", "qwen2"])
-def test_what_was_packed_from_a_run(packed: dict[str, Example], models: dict[str, Path], name: str) -> None:
-    report = run_verify(packed[name].packed, packed[name].run, models["text"])
+def test_what_was_packed_from_a_run(packed: dict[str, Example], made: Folders, name: str) -> None:
+    report = run_verify(packed[name].packed, packed[name].run)
     assert not report.findings
     assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
     assert len(report.layers) == {"gpt2": 12, "llama untied": 12}.get(name, 14)  # on disk, q, k and v are three
@@ -76,13 +74,11 @@ def test_what_was_packed_from_a_run(packed: dict[str, Example], models: dict[str
     assert 0 < report.quality.kl.value < 0.2
 
 
-def test_budgets(models: dict[str, Path], tmp_path: Path) -> None:
+def test_budgets(made: Folders) -> None:
     def check(name: str, **limits: float) -> Report:
         budgets = [Budget(measure, limit) for measure, limit in limits.items()]
-        return run_verify(tmp_path / name, models[name], models["text"], budgets=budgets)
+        return run_verify(made(name, scheme="channel"), made(name), budgets=budgets)
 
-    for name in ("llama", "bert"):
-        pack(models[name], tmp_path / name)
     report = check("llama", kl=1e-4, ppl=-0.9)
     assert [(finding.kind, finding.where) for finding in report.findings] == [("budget", "kl"), ("budget", "ppl")]
     assert "the limit is kl=0.0001" in str(report.findings[0])
@@ -92,18 +88,18 @@ def test_budgets(models: dict[str, Path], tmp_path: Path) -> None:
     assert (finding.kind, finding.where) == ("budget", "cosine")
     assert "the limit is cosine=1" in str(finding)
     with pytest.raises(ValueError, match="a budget is measured on text: give --data"):
-        verify(tmp_path / "llama", models["llama"], budgets=[Budget("kl", 1)])
+        verify(made("llama", scheme="channel"), made("llama"), budgets=[Budget("kl", 1)])
     with pytest.raises(ValueError, match="budgets of kl and ppl are for language models, those of cosine for encoders"):
         check("bert", kl=1)
     with pytest.raises(ValueError, match="those of cosine for encoders"):
         check("llama", cosine=0.9)
 
 
-def test_without_data(models: dict[str, Path], tmp_path: Path) -> None:
+def test_without_data(made: Folders, tmp_path: Path) -> None:
     with small_shards(100_000):
-        pack(models["opt"], tmp_path / "out")
+        pack(made("opt"), tmp_path / "out")
     stages: set[str] = set()
-    report = verify(tmp_path / "out", models["opt"], progress=lambda done, total, doing: stages.add(doing))
+    report = verify(tmp_path / "out", made("opt"), progress=lambda done, total, doing: stages.add(doing))
     assert report.ok
     assert report.quality is None
     assert [reader.outcome for reader in report.readers] == ["agrees", "agrees", "not run"]
@@ -111,9 +107,9 @@ def test_without_data(models: dict[str, Path], tmp_path: Path) -> None:
     assert stages == {"reading tensors", "comparing weights", "opening with every reader"}
 
 
-def test_folded_weights_are_compared_by_their_outputs(models: dict[str, Path], tmp_path: Path) -> None:
+def test_folded_weights_are_compared_by_their_outputs(made: Folders, tmp_path: Path) -> None:
     """The fold multiplies the rows of up_proj and divides the columns of down_proj: the same function."""
-    folded = shutil.copytree(models["llama"], tmp_path / "folded")
+    folded = shutil.copytree(made("llama"), tmp_path / "folded")
 
     def fold(tensors: dict[str, Tensor]) -> None:
         factor = torch.exp2(torch.randint(-2, 3, (256,)).float()).bfloat16()
@@ -122,31 +118,28 @@ def test_folded_weights_are_compared_by_their_outputs(models: dict[str, Path], t
 
     change_tensors(folded, fold)
     pack(folded, tmp_path / "out")
-    assert not run_verify(tmp_path / "out", models["llama"], models["text"]).ok
+    assert not run_verify(tmp_path / "out", made("llama")).ok
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())
     (tmp_path / "out" / "octavo.json").write_text(json.dumps(record | {"folded": ["smooth"]}))
-    report = run_verify(tmp_path / "out", models["llama"], models["text"])
+    report = run_verify(tmp_path / "out", made("llama"))
     assert report.ok
     assert "something was folded into the weights" in report.remarks[0]
     (tmp_path / "out" / "octavo.json").unlink()
-    assert verify(tmp_path / "out", models["llama"], folded=True).ok
+    assert verify(tmp_path / "out", made("llama"), folded=True).ok
     assert isinstance(report.quality, LogitQuality)
     assert report.quality.kl.value < 0.1
 
 
-def test_a_device_or_a_model_that_is_not_there(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_device_or_a_model_that_is_not_there(made: Folders, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device cuda was asked for"):
-            verify(tmp_path, models["llama"], device="cuda")
+            verify(tmp_path, made("llama"), device="cuda")
     with pytest.raises(FileNotFoundError, match="is missing: give a run of octavo train, or"):
         verify(tmp_path, tmp_path / "none")
 
 
-def test_weights_are_widened_one_at_a_time(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_widened_one_at_a_time(made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While prompts run, a layer's weights are freed before the next layer's are read."""
-    pack(models["llama"], tmp_path / "out")
     monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))  # readers hold whole models
     alive: list[Any] = []
     most = 0
@@ -162,7 +155,7 @@ def test_weights_are_widened_one_at_a_time(
             return tensor
 
         monkeypatch.setattr(cls, "get", counted)
-    run_verify(tmp_path / "out", models["llama"], models["text"])
+    run_verify(made("llama", scheme="channel"), made("llama"))
     assert most == 1  # MODEL's weight, while the packed weight of the same layer is read
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from verify_examples import make_model, write_text
+from tiny_models import make_model, write_text
 
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality

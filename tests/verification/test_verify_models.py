@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import Folders, make_model
 from torch import nn
-from verify_examples import make_model, write_text
+from verify_examples import run_verify
 
 from octavo.artifact.files import read_json
-from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality
 from octavo.hf.meta_model import compute_buffers, transformers_meta_model
 from octavo.packing import pack
 from octavo.verification.pipeline import verify
 
 
-def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -> None:
-    model, text = make_model(tmp_path / "model", "gemma2"), write_text(tmp_path / "text.txt")
-    pack(model, tmp_path / "out")
-    report = verify(tmp_path / "out", model, [str(text)], prompts=PromptOptions(8, batch=4))
+def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(made: Folders) -> None:
+    report = run_verify(made("gemma2", scheme="channel"), made("gemma2"))
     assert not report.findings
     transformers, octavo, _ = report.readers
     assert transformers.distance is not None
@@ -32,8 +30,8 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(tmp_path: Path) -
     assert report.quality.top1.value > 0.7
 
 
-def test_weights_that_are_filled_are_not_initialized_again(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "gemma2")
+def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> None:
+    folder = made("gemma2")
     model = transformers_meta_model(read_json(folder / "config.json"), folder).model
     embedding = model.get_input_embeddings()
     embedding.weight = nn.Parameter(torch.ones(embedding.weight.shape))
@@ -44,18 +42,16 @@ def test_weights_that_are_filled_are_not_initialized_again(tmp_path: Path) -> No
 
 # OPT's decoder layers flatten their MLP's input to [T, K]; compressed-tensors then scales it as one tensor.
 FLAT = [
-    ("opt", {}, 0), ("gpt2", {}, 0), ("gpt2", {}, 1), ("gpt2", {"scheme": "tensor"}, 0), ("gpt2", {"pow2": True}, 0),
-    ("gpt2", {"pow2": True}, 1),
+    ("opt", {"scheme": "channel"}), ("gpt2", {"scheme": "channel"}), ("gpt2", {"scheme": "tensor"}),
+    ("gpt2", {"pow2": True}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "seed"), FLAT)
+@pytest.mark.parametrize(("name", "options"), FLAT)
 def test_a_reader_that_scales_inputs_of_two_dimensions_as_one_tensor(
-    tmp_path: Path, name: str, options: dict[str, Any], seed: int
+    made: Folders, name: str, options: dict[str, Any]
 ) -> None:
-    model = make_model(tmp_path / "model", name, seed)
-    pack(model, tmp_path / "out", **options)
-    report = verify(tmp_path / "out", model)
+    report = verify(made(name, **options), made(name))
     assert not report.findings
     transformers = report.readers[0]
     assert transformers.distance is not None

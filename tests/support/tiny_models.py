@@ -1,0 +1,118 @@
+"""Tiny models of transformers as folders, their calibrations and packings, and what a model answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from bits import bits
+from safetensors.torch import load_file
+from torch import Tensor
+
+from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing import pack
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 64,
+    "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, "activation_function": "gelu"}),
+    "bert": ("BertModel", {}),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "mixtral": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
+    "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
+}
+TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
+"""Enough bytes for nine prompts of 64."""
+Folders = Callable[..., Path]
+
+
+def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
+    """A BF16 folder with a tokenizer. The model's outputs are large."""
+    architecture, settings = MODELS[name]
+    cls = getattr(transformers, architecture)
+    torch.manual_seed(seed)
+    model = cls(cls.config_class(**SIZES | settings | sizes))
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim > 1 and "emb" not in key:
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+            elif p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    model.bfloat16().save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def write_text(path: Path) -> Path:
+    path.write_text(TEXT)
+    return path
+
+
+def folder_maker(root: Path) -> Folders:
+    """A function make: make(name) is a model, make(name, "calibrated") its calibration, make(name, scheme=...) a
+    packing. Each is made once."""
+    text = write_text(root / "text.txt")
+
+    def make(name: str, what: str = "", **how: Any) -> Path:
+        folder = root / " ".join([name, what, *(f"{key}={value}" for key, value in how.items())]).strip()
+        if folder.exists():
+            return folder
+        with torch.random.fork_rng():
+            if how:
+                calibrated = how.get("scheme") == "static" or how.get("kv_cache")
+                pack(make(name), folder, calibration=make(name, "calibrated") if calibrated else None, **how)
+            elif what:
+                calibrate(make(name), [str(text)], folder, prompts=PromptOptions(16, 64))
+            else:
+                make_model(folder, name)
+        return folder
+
+    return make
+
+
+def open_theirs(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """transformers' model of the folder. No tensor may be missing or left over."""
+    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def outputs(model: Any, ids: Tensor = IDS) -> Tensor:
+    """The logits, or an encoder's last hidden states, in float64."""
+    out = model(ids)
+    if not isinstance(out, Tensor):
+        out = out.logits if "logits" in out else out.last_hidden_state
+    return out.double()
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two files or models hold the same tensors."""
+    return a.keys() == b.keys() and all(
+        t.dtype == b[name].dtype and t.shape == b[name].shape and torch.equal(bits(t), bits(b[name]))
+        for name, t in a.items()
+    )
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same tensors."""
+    return same_bits(*(load_file(folder / "model.safetensors") for folder in (a, b)))
