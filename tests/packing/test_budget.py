@@ -107,17 +107,13 @@ def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data:
     assert {doing for _, _, doing in seen} == {"packing", "measuring each group", "measuring the whole"}
     assert all(0 < done <= total for done, total, _ in seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
-
-
-def test_the_record(tmp_path: Path, model: Path, data: list[str]) -> None:
-    _, kept = pack_within(model, tmp_path / "out", KL, data, prompts=FEW)
     record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
     (limit,) = record["limits"]
     assert (limit["measure"], limit["limit"]) == ("kl", 0.01)
     assert limit["measured"] == kept.quality.kl.value <= 0.01 < limit["with_all_packed"]
     assert record["kept_in_bf16"] == [[SENSITIVE]]
     assert len(record["groups"]) == 3 * 4
-    chosen = read_prompts(data, open_tokenizer(model), FEW)
+    chosen = read_prompts(data, open_tokenizer(model), MANY)
     assert record["data"]["fingerprint"] == chosen.fingerprint
     assert record["data"]["tokens"] == sum(len(ids) for ids in chosen.ids if len(ids) > 1)
     assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
@@ -128,31 +124,22 @@ def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) ->
     source = write_model(tmp_path / "llama", "llama")
     calibrate(source, data, tmp_path / "c", prompts=PromptOptions(8, 40))
     loose = Budget("kl", 9)
-    how: dict[str, Any] = {"prompts": FEW}
-    _, plain = pack_within(source, tmp_path / "plain", [loose], data, **how)
+    _, plain = pack_within(source, tmp_path / "plain", [loose], data, prompts=FEW)
     options = PackOptions(calibration=tmp_path / "c", kv_cache="fp8")
-    _, cached = pack_within(source, tmp_path / "cached", [loose], data, options, **how)
+    _, cached = pack_within(source, tmp_path / "cached", [loose], data, options, prompts=FEW)
     assert cached.quality.kl.value > 1.02 * plain.quality.kl.value
     assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
-
-
-def test_a_budget_that_holds_at_once_keeps_nothing(tmp_path: Path, model: Path, data: list[str]) -> None:
-    report, kept = pack_within(model, tmp_path / "out", [Budget.parse("kl=9")], data, prompts=FEW)
-    assert kept.skip == []
-    assert len(report.packed) == 3 * 7
-    assert kept.quality == kept.all_packed
 
 
 def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
     """Of a model without such a layer: the limit is held each time, and one group fewer would not do."""
     source = write_model(tmp_path / "qwen2", "qwen2", sliding_window=None, use_sliding_window=False)
+    _, loose = pack_within(source, tmp_path / "all", [Budget("kl", 9)], data, prompts=FEW)
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    texts = prompts(source, data, 10)
     counts = []
-    for i, part in enumerate((0.5, 0.1)):
-        everything = 0.0
-        if i == 0:
-            _, loose = pack_within(source, tmp_path / "a", [Budget("kl", 9)], data, prompts=FEW)
-            full = loose.all_packed.kl.value
-        budget = Budget("kl", part * full)
+    for part in (0.5, 0.1):
+        budget = Budget("kl", part * loose.all_packed.kl.value)
         report, kept = pack_within(source, tmp_path / f"{part}", [budget], data, prompts=FEW)
         assert kept.quality.kl.value <= budget.limit < kept.all_packed.kl.value
         counts.append(kept.kept)
@@ -160,10 +147,7 @@ def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
             assert len({layer in report.packed for layer in layers}) == 1
         fewer = [layer for group in kept.ranking[: kept.kept - 1] for layer in group.layers]
         pack(source, tmp_path / f"{part} fewer", skip=fewer)
-        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
-        texts = prompts(source, data, 10)
-        everything, _ = measure(reference, tmp_path / f"{part} fewer", texts)
-        assert everything > 0.9 * budget.limit
+        assert measure(reference, tmp_path / f"{part} fewer", texts)[0] > 0.9 * budget.limit
         assert measure(reference, tmp_path / f"{part}", texts)[0] == pytest.approx(kept.quality.kl.value, rel=0.2)
     assert 0 < counts[0] < counts[1] < 12
 
@@ -172,8 +156,10 @@ NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("ga
 
 
 def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
-    _, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
-    assert loose.skip == []
+    report, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
+    assert loose.skip == []  # a budget that holds at once
+    assert len(report.packed) == 3 * 7
+    assert loose.quality == loose.all_packed
     before = loose.all_packed.perplexity_ratio.value
     assert before > 0.03
     _, kept = pack_within(model, tmp_path / "out", [Budget("kl", 9), Budget.parse("ppl=1.5%")], data, prompts=MANY)
@@ -266,15 +252,14 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, 
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
     tensors = PackedTensors(tmp_path / "packed")
-    one = SENSITIVE
-    layer = packed.get_submodule(one)
-    layer.forward = lambda x: by_hand(x, tensors.weight(one), tensors.packing.schemes[one])
-    found, truth = switched.with_packed({one})(ids), packed(ids).logits
+    layer = packed.get_submodule(SENSITIVE)
+    layer.forward = lambda x: by_hand(x, tensors.weight(SENSITIVE), tensors.packing.schemes[SENSITIVE])
+    found, truth = switched.with_packed({SENSITIVE})(ids), packed(ids).logits
     assert torch.equal(found, truth)
     assert not torch.equal(found, plain(ids).logits)
     assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
     weight = 128 * 128
-    assert switched.saved[one] == weight - {"channel": 128 * 4, "mx": weight // 32, "block": 4}[scheme]
+    assert switched.saved[SENSITIVE] == weight - {"channel": 128 * 4, "mx": weight // 32, "block": 4}[scheme]
 
 
 def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:

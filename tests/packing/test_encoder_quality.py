@@ -73,7 +73,7 @@ def test_a_budget_of_cosine_is_held(folder: Path, exact: Tensor, tmp_path: Path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": text}) for text in paragraphs(48)[12:]))
     budget = Budget.parse("cosine=0.999")
-    report, kept = pack_within(folder, tmp_path / "packed", [budget], [str(rows)], prompts=PromptOptions(10, 128))
+    report, kept = pack_within(folder, tmp_path / "packed", [budget], [str(rows)], prompts=PromptOptions(5, 64))
     assert isinstance(kept.quality, EmbeddingQuality)
     assert isinstance(kept.all_packed, EmbeddingQuality)
     assert kept.all_packed.cosine.value < 0.999 <= kept.quality.cosine.value
