@@ -5,8 +5,6 @@ gives the lock up when its program ends, however it ends, so the file that a kil
 The file says who holds the lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -17,7 +15,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 _PATIENCE = 0.1  # seconds: `check_unlocked` of another program holds the lock for an instant
 
@@ -38,7 +36,7 @@ class FolderLock:
         self.folder, self.path = folder, _lock_file(folder)
         self._descriptor: int | None = None
 
-    def acquire(self) -> FolderLock:
+    def acquire(self) -> Self:
         """Take the lock, within 0.1 s or not at all; nothing happens if this object holds it already.
 
         Raises:
@@ -77,7 +75,7 @@ class FolderLock:
         os.close(descriptor)
         return None
 
-    def __enter__(self) -> FolderLock:
+    def __enter__(self) -> Self:
         return self.acquire()
 
     def __exit__(

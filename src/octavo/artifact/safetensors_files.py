@@ -6,13 +6,11 @@ first, and each tensor is written to its place when it comes. Reader and writer 
 come before narrower ones, so that every tensor is aligned.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ class Spec:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
+    def of(cls, tensor: Tensor) -> Self:
         """The spec of `tensor`, which may be on the meta device."""
         return cls(tensor.dtype, tuple(tensor.shape))
 

@@ -9,14 +9,12 @@
 `layers` names the linear layers that read the site. All names are those of the model's files and modules.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -96,7 +94,7 @@ class Calibration:
             save_tensors(to_tensors(self.observed), partial / TENSORS)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Calibration:
+    def load(cls, folder: str | Path) -> Self:
         """Open a folder of `octavo calibrate`.
 
         Raises:

@@ -14,10 +14,9 @@ Scales multiply (x ≈ x_q * scale). The rules are amax; a percentile, above whi
 arXiv:2004.09602, section 5.2); and the least mean squared error on a geometric grid below amax.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Statistics:
 
     # --- Updates ---------------------------------------------------------------------------------------------------
 
-    def update(self, x: Tensor) -> Statistics:
+    def update(self, x: Tensor) -> Self:
         """Count a batch x[.., K], a floating-point tensor on any device. A batch without tokens changes nothing.
 
         Raises:
@@ -77,7 +76,7 @@ class Statistics:
         self._add(flat.shape[0], channel_amax, [amax], counts)
         return self
 
-    def merge(self, other: Statistics) -> Statistics:
+    def merge(self, other: Self) -> Self:
         """Add the statistics of `other`, as if its batches came after these."""
         if other.tokens:
             self._add(other.tokens, other.channel_amax, other.history, other.histogram)
@@ -187,7 +186,7 @@ class Statistics:
         }
 
     @classmethod
-    def from_tensors(cls, site: str, tensors: Mapping[str, Tensor]) -> Statistics:
+    def from_tensors(cls, site: str, tensors: Mapping[str, Tensor]) -> Self:
         """The inverse of `to_tensors`.
 
         Raises:

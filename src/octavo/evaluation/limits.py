@@ -1,10 +1,9 @@
 """Budgets: how much of a model's quality packing may cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from octavo.evaluation.metrics import Estimate, LogitQuality, Quality
 
@@ -29,7 +28,7 @@ class Budget:
     limit: float
 
     @classmethod
-    def parse(cls, text: str) -> Budget:
+    def parse(cls, text: str) -> Self:
         """Read kl=0.01, ppl=0.005 (or ppl=0.5%, which is the same) or cosine=0.999.
 
         Raises:

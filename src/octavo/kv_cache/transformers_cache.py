@@ -13,11 +13,9 @@ It serves Llama, Mistral, Qwen2, Qwen3 and models with the same attention: causa
 none. Importing this module imports transformers; `import octavo` does not import it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -152,7 +150,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
 
     @classmethod
-    def for_model(cls, model: Any, max_tokens: int, dtype: str = "fp8", **settings: Any) -> QuantizedKVCache:
+    def for_model(cls, model: Any, max_tokens: int, dtype: str = "fp8", **settings: Any) -> Self:
         """A cache for `model`, whose attention is set to "octavo". The other arguments are those of the class."""
         cache = cls(model.config, max_tokens, dtype, **settings)
         model.set_attn_implementation(ATTENTION)

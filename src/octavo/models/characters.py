@@ -4,12 +4,10 @@ The vocabulary is small, as that of the byte tokenizer, and a character of sever
 character that the training text does not contain has no id, and is an error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +27,7 @@ class CharacterTokenizer:
         self._codes = _codes(self.characters)
 
     @classmethod
-    def train(cls, texts: Iterable[str]) -> CharacterTokenizer:
+    def train(cls, texts: Iterable[str]) -> Self:
         """The characters of `texts`, and the newline, with which each document of a training text ends."""
         return cls(set("\n").union(*texts))
 

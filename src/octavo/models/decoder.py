@@ -11,11 +11,9 @@ In training, dropout (Srivastava et al. 2014) applies where GPT-2 has it: to the
 attention, and to the outputs of attention and MLP. It draws from torch's global random generator.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +114,7 @@ class Decoder(nn.Module, ABC):
                 "pass fewer tokens"
             )
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
         # A move from the meta device gives every module its own Parameter, and so undoes the tie.
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.tie_weights()

@@ -9,11 +9,9 @@ MLP four times as wide as the model. Names and mathematics are those of `OPTForC
 position table are OPT's too, and no position reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +77,7 @@ class GPT2Config:
         }
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> GPT2Config:
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read.
 
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: an activation other

@@ -10,11 +10,9 @@ state_dict travels both ways unchanged. Under BF16 autocast the linear layers ru
 in FP32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +81,7 @@ class LlamaConfig:
         }
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """Read the fields of a Llama config.json. An absent field has transformers' default; dropout is not read.
 
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: RoPE scaling, biases,

@@ -9,12 +9,10 @@ spells each byte as a printable character. A byte that is a printable Latin-1 ch
 itself; the n-th of the others is the code point 256 + n.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +81,7 @@ class BpeTokenizer:
         self._tokenizer = tokenizer
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocabulary: int) -> BpeTokenizer:
+    def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
         """Train on `texts` up to `vocabulary` tokens, the 256 bytes included; fewer if the texts run out of pairs."""
         if vocabulary < 256:
             raise ValueError(f"vocabulary must be at least 256 (every byte is a token); got {vocabulary}")
@@ -98,7 +96,7 @@ class BpeTokenizer:
         return cls(tokenizer)
 
     @classmethod
-    def load(cls, folder: str | Path) -> BpeTokenizer:
+    def load(cls, folder: str | Path) -> Self:
         return cls(_tokenizers().Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
 
     @property

@@ -1,9 +1,8 @@
 """Linear layers stacked along their outputs, to run as one GEMM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Stack:
         return data, scale, *self.weights, *self.biases
 
     @classmethod
-    def from_arguments(cls, tensors: Sequence[Tensor | None], cast: Cast) -> Stack:
+    def from_arguments(cls, tensors: Sequence[Tensor | None], cast: Cast) -> Self:
         """The stack that gave these `arguments`; `cast` is that of the weights."""
         data, scale, *parameters = tensors
         half = len(parameters) // 2
@@ -65,7 +64,7 @@ class StackInfo:
     bias_dtypes: tuple[torch.dtype | None, ...]
 
     @classmethod
-    def of(cls, stack: Stack) -> StackInfo:
+    def of(cls, stack: Stack) -> Self:
         dtypes = tuple(None if bias is None else bias.dtype for bias in stack.biases)
         return cls(tuple(w.shape[0] for w in stack.weights), stack.weights[0].dtype, dtypes)
 

@@ -1,10 +1,8 @@
 """A cast: all settings of the quantization of one tensor to eight bits."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from octavo.numerics.formats import Format, fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
@@ -72,7 +70,7 @@ class Cast:
         return fields
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Cast:
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
         history = fields.get("history")
         return cls(
             **fields

@@ -10,15 +10,13 @@ A setting with the default None follows from others (`octavo.train.derived`). A 
 names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from octavo.models import BUILT_IN_MODELS
 from octavo.train.derived import RULES, outdated
@@ -147,7 +145,7 @@ class Config:
         return found
 
     @classmethod
-    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Self:
         """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
 
         The file is TOML, or the config.json of a run. Overrides are `--key value` or `--key=value`; booleans are
@@ -158,7 +156,7 @@ class Config:
         return cls._merge(values, parse(overrides, _kinds()), str(path))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Config:
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
         return cls._merge(values, {}, "the dictionary")
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,16 +164,16 @@ class Config:
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"derived": sorted(self.derived)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
-    def replace(self, overrides: Sequence[str]) -> Config:
+    def replace(self, overrides: Sequence[str]) -> Self:
         """A copy with command-line `overrides` applied (in the form that `load` takes)."""
         return self.change(**parse(overrides, _kinds()))
 
-    def change(self, **values: Any) -> Config:
+    def change(self, **values: Any) -> Self:
         """A copy with other `values`. A setting that was derived from one of them is derived again."""
         return self._merge(self.to_dict(), values, "Config.change()")
 
     @classmethod
-    def _merge(cls, values: Mapping[str, Any], changes: Mapping[str, Any], source: str) -> Config:
+    def _merge(cls, values: Mapping[str, Any], changes: Mapping[str, Any], source: str) -> Self:
         names = values.get("derived", [])
         if not isinstance(names, list) or not set(names) <= RULES.keys():
             raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")

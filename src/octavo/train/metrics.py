@@ -10,8 +10,6 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
     every evaluate_every steps     evaluation_loss, sample (a text)
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -19,7 +17,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -54,7 +52,7 @@ class Metrics:
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

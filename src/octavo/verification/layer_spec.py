@@ -4,13 +4,11 @@ This module follows docs/format.md and the documentation of compressed-tensors, 
 code of Octavo that packs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 _E4M3, _INT8 = 448.0, 127.0
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision")
@@ -49,11 +47,11 @@ class LayerSpec:
     pow2_inputs: bool = False
 
     @classmethod
-    def per_tensor(cls, inputs: str, **settings: Any) -> LayerSpec:
+    def per_tensor(cls, inputs: str, **settings: Any) -> Self:
         return cls(0, 0, inputs, **settings)
 
     @classmethod
-    def per_channel(cls, inputs: str, **settings: Any) -> LayerSpec:
+    def per_channel(cls, inputs: str, **settings: Any) -> Self:
         """One scale for each row of the weight."""
         return cls(1, 0, inputs, **settings)
 

@@ -17,8 +17,6 @@ cache, the reference rounds keys and values, as transformers does. vLLM then has
 times the larger: its attention may round more than the cache.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import warnings
@@ -27,7 +25,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -115,7 +113,7 @@ class Probe:
         allowed = max(factor * d for factor, d in zip(factors, distances, strict=True))
         return min(allowed + ROUNDING, MOST)
 
-    def mapped(self, view: Callable[[Tensor], Tensor]) -> Probe:
+    def mapped(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The probe for a reader that gives the `view` of its outputs."""
         reference, unrounded, bf16 = map(view, (self.reference, self.unrounded, self.bf16))
         return replace(self, reference=reference, unrounded=unrounded, bf16=bf16)

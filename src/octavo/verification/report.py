@@ -1,13 +1,11 @@
 """The report of `octavo verify`: a dictionary for JSON, and tables of text for the terminal and the HTML page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality
 from octavo.verification.result import Report
@@ -32,7 +30,7 @@ class Invocation:
     versions: Mapping[str, str]
 
     @classmethod
-    def now(cls, command: str) -> Invocation:
+    def now(cls, command: str) -> Self:
         installed = {name: version for name in _PACKAGES if (version := _version(name))}
         return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | installed)
 

@@ -9,8 +9,6 @@ ratio bends where one term overtakes another, and is smooth in the logarithms of
 two, the interpolation is linear in log2 along each of the three axes, and sizes beyond an edge get the edge's value.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from bisect import bisect_right
@@ -18,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 Shape = tuple[int, int, int]  # M tokens, K inputs, N outputs
 
@@ -104,7 +102,7 @@ class Table:
         return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in fields.items()) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Table:
+    def from_json(cls, text: str) -> Self:
         """The table that `to_json` wrote. A ValueError says what is wrong with other text."""
         fields = json.loads(text)
         try:
