@@ -51,20 +51,11 @@ def test_ranks_one_to_four_by_tensor(shape):
     assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "message"),
-    [
-        ("tensor", "needs at least one dimension, got a scalar: pass x.view(1)"),
-        ("row", "needs at least one dimension, got a scalar: pass x.view(1)"),
-        ("group:32", "needs at least one dimension, got a scalar: pass x.view(1)"),
-        ("block:2x32", "need a matrix, got shape []"),
-    ],
-)
-def test_a_single_number_is_refused_and_told_what_to_do(granularity, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group:32"])
+def test_a_single_number_is_refused_and_told_what_to_do(granularity):
+    with pytest.raises(ValueError, match=r"needs at least one dimension, got a scalar: pass x.view\(1\)"):
         octavo.quantize(torch.tensor(3.0), granularity=granularity)
-    if not granularity.startswith("block"):
-        assert octavo.quantize(torch.tensor(3.0).view(1), granularity=granularity).dequantize().tolist() == [3.0]
+    assert octavo.quantize(torch.tensor(3.0).view(1), granularity=granularity).dequantize().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group:4"])

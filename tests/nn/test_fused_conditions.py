@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fused_oracle import (
+    BUILDERS,
     Block,
     NormThenLinears,
     NormThenMLP,
@@ -26,7 +27,6 @@ from octavo.nn import SwiGLU
 from octavo.recipe import rowwise
 
 UNFUSABLE = [name for name in octavo.PRESETS if name != "rowwise"]
-BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
 GRADIENTS_E5M2_DB = 40  # of two ways through the same bytes
 
 

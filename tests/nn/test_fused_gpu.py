@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_oracle import (
+    BUILDERS,
     NEAR_UNQUANTIZED_DB,
     QUANTIZED_DB,
     Block,
@@ -24,21 +25,20 @@ from fused_oracle import (
     swiglu,
     tokens,
 )
+from hopper import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
+    ONLY_HOPPER,
     # the thread that runs backward passes has no context before its first GEMM
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 T, K, F = 1000, 528, 1104
-BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
 LEAST = 45.0  # dB, between two runs on the same bytes
 MLP_LEAST = 29  # dB, of an MLP against its oracle, for a byte of h moves many sums; 21 if h were quantized anew
 FEW_TOKENS_DB = 20  # of a few tokens against the unquantized block

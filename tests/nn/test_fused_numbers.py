@@ -6,6 +6,7 @@ import torch
 from fused_oracle import (
     AUTOCAST_DB,
     BFLOAT16_DB,
+    BUILDERS,
     FLOAT32_DB,
     NEAR_UNQUANTIZED_DB,
     QUANTIZED_DB,
@@ -26,8 +27,6 @@ from fused_oracle import (
 from metrics import sqnr
 
 import octavo
-
-BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from fused_oracle import check_equal, gelu, is_fused, linears, output_gradients, run, swiglu, tokens
+from fused_oracle import BUILDERS, check_equal, gelu, is_fused, linears, output_gradients, run, swiglu, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-
-BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
 
 
 @pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False)])

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from hopper import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor, nn
 
@@ -15,10 +16,9 @@ import octavo
 from octavo.nn.backends import gemm_backends
 from octavo.recipe import Recipe, get_recipe
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's recipes"),
+    ONLY_HOPPER,
     # the thread that runs backward passes has no context before its first GEMM
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]

@@ -96,12 +96,6 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
-def test_help_has_an_example(octavo):
-    code, out, _ = octavo("calibrate", "--help")
-    assert code == 0
-    assert "octavo calibrate models/llama calibrated/llama --data chats.jsonl" in out
-
-
 def test_a_run_that_is_killed_goes_on(octavo, model, data, tmp_path):
     """SIGKILL, at a moment that nobody chose."""
     options = ("--samples", 12, "--context", 24, "--batch", 1)  # batches of one: there is time to be killed in

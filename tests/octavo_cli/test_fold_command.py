@@ -44,9 +44,3 @@ def test_errors_are_one_line(octavo, model, tmp_path):
         assert message in err
         assert "Traceback" not in out + err
     assert not list(tmp_path.iterdir())
-
-
-def test_help_has_an_example(octavo):
-    code, out, _ = octavo("fold", "--help")
-    assert code == 0
-    assert "octavo fold models/llama models/llama-rotated --rotate" in out

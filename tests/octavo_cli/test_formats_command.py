@@ -89,3 +89,9 @@ def test_an_unknown_format_names_the_choices(octavo):
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
     assert all(part in err for part in ("'fp8'", *TYPES))
+
+
+@pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
+def test_json_has_no_nan_and_no_infinity(octavo, number):
+    printed = octavo("formats", "--json", "--", number)[1]
+    assert len(json.loads(printed, parse_constant=pytest.fail)) == 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from datetime import UTC, datetime
 from html import escape
 from html.parser import HTMLParser
@@ -159,11 +158,3 @@ def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Pa
         assert code == 1
         assert message in err
         assert "Traceback" not in out + err
-
-
-def test_help_has_an_example(octavo: Any) -> None:
-    code, out, _ = octavo("verify", "--help")
-    assert code == 0
-    assert "octavo verify packed/qwen --against models/qwen" in out
-    assert "verify [OPTIONS] PACKED --against MODEL" in out
-    assert sys.argv[1] == "verify"

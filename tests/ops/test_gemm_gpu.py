@@ -21,15 +21,12 @@ import pytest
 import torch
 from gemm_examples import ROUNDOFF, errors_and_bounds, on_gpu, operands, row_norm, wide
 from gpu_memory import poison
+from hopper import ONLY_HOPPER
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
-]
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 NATIVE = ["tensor", "tensor-e5m2", "row", "row-gradient", "row-e5m2", "strip-square", "strip-strip", "square-strip"]
 MISSING = {

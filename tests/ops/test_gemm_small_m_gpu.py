@@ -8,16 +8,13 @@ import pytest
 import torch
 from gemm_examples import errors_and_bounds, on_gpu, operands
 from gpu_memory import poison
+from hopper import ONLY_HOPPER
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
 from octavo.ops.gemm import MAX_SMALL_M
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
-]
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 # k, n: no multiples of a tile, not aligned, shorter than one; long enough to be cut; of Llama-3-8B
 SIZES = [(16, 16), (80, 48), (129, 515), (1031, 77), (4096, 64), (14336, 4096), (4096, 6144)]

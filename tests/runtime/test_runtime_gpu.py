@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper import ONLY_HOPPER
 from metrics import distance
 from runtime_examples import layer_by_layer, logits, static_steps, tokens
 from torch import Tensor
@@ -16,10 +17,9 @@ import octavo
 from octavo.packing import pack
 from octavo.runtime import warm_up
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="these are Hopper's GEMMs"),
+    ONLY_HOPPER,
     pytest.mark.filterwarnings("ignore"),  # the compiler's own
 ]
 

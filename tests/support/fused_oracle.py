@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from metrics import sqnr
@@ -272,3 +273,6 @@ def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tenso
     """The result of `run` for the unconverted block, in float64."""
     wide = copy.deepcopy(block).double()
     return run(wide, wide.separate, x.double(), None if residual is None else residual.double())
+
+
+BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])

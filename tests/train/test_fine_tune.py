@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from calibration_examples import write_model
 from safetensors.torch import load_file, save_file
 
 from octavo.models.tokenizer import ByteTokenizer
@@ -142,23 +143,8 @@ def test_folder_that_is_not_there(begin, tmp_path):
     refuses(begin, tmp_path, ConfigError, tmp_path / "nothing", model=str(tmp_path / "nothing"))
 
 
-@pytest.fixture
-def folder_of(tmp_path):
-    """folder_of(model): a folder with this model and a tokenizer of bytes."""
-
-    def save(model):
-        model.save_pretrained(tmp_path / "source")
-        ByteTokenizer().save(tmp_path / "source")
-        return tmp_path / "source"
-
-    return save
-
-
-BERT = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
-
-
-def test_an_encoder_is_refused_because_it_sees_the_answer(begin, folder_of, tmp_path):
-    source = folder_of(transformers.BertForMaskedLM(transformers.BertConfig(**BERT)))
+def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
+    source = write_model(tmp_path / "source", "bert masked")
     says = ("BertLMHeadModel", "not causal", "earlier tokens", "choose such a model", source)
     refuses(begin, tmp_path, ConfigError, *says, model=str(source), recipe="bf16")
 

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from calibration_examples import write_model
 from rich.console import Console
 
-from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config
 from octavo.train.data import Batches, RandomBatches
 from octavo.train.start import resume_run, start_run
@@ -95,11 +95,7 @@ def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_pat
 
 
 def test_conversations_are_written_by_the_chat_template_of_the_model(logged, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=32, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    ByteTokenizer().save(tmp_path / "model")
+    write_model(tmp_path / "model", "llama")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(30)]

@@ -7,15 +7,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from hopper import ONLY_HOPPER
 
 from octavo.artifact.run import RunFolder
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="row-scaled GEMMs begin with Hopper"),
-]
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 SIX_STEPS = {"recipe": "rowwise", "steps": 6, "save_every": 3, "evaluate_every": 3, "keep": 2}
 
