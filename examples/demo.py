@@ -4,8 +4,6 @@ Doctor; a small Llama on the text of Python's standard library, trained in BF16 
 same batches; both runs compared; the FP8 model packed, and its loss; text generated from the packed bytes.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

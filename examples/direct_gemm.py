@@ -13,8 +13,6 @@ ROCm: the same two calls of torch run through hipBLASLt, with FNUZ formats on MI
 not run. nvmath-python is NVIDIA's alone; hipBLASLt's heuristics are queried by `hipblaslt-bench`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

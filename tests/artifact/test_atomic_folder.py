@@ -1,7 +1,5 @@
 """Folders that appear whole or not at all, tensors in safetensors files, and where a run keeps its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

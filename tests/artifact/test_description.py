@@ -1,7 +1,5 @@
 """What is copied beside a model: whole folders of sentence-transformers among it."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

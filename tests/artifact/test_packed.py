@@ -1,7 +1,5 @@
 """The packed folder's specification, against compressed-tensors' own reading of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scales that are the reciprocals of what they should be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """bench/gpu/gpt_parity.py and its trainers, the model small and on the CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """bench/gpu/kernels.py calls each operation and its reference with the same arguments; here on few rows and the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

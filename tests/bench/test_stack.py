@@ -1,7 +1,5 @@
 """The modes of bench/gpu/stack.py that need Transformer Engine, with a stand-in in its place."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

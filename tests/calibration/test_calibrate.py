@@ -1,7 +1,5 @@
 """Calibration from end to end, against the model run at once; interrupted, resumed, and with bad input."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

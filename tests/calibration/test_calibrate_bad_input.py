@@ -1,7 +1,5 @@
 """Calibration of what cannot be calibrated, and calibrations that are damaged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sites: which there are, what passes them, and a model run in parts against the model run at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

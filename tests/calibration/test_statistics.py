@@ -1,7 +1,5 @@
 """Streaming statistics against the same numbers computed at once in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A fresh directory with what the pages ask their reader to bring: a text, and a Hugging Face model folder."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import shutil

@@ -1,7 +1,5 @@
 """Every code block of README, CONTRIBUTING and docs runs, and prints what the page shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

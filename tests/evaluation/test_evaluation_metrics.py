@@ -1,7 +1,5 @@
 """Quality over prompts, against scipy and formulas written out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

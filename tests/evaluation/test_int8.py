@@ -1,7 +1,5 @@
 """The INT8 baseline against integers."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Budgets as they are typed, and as they are shown."""
 
-from __future__ import annotations
-
 import pytest
 
 from octavo.evaluation import Budget

@@ -1,7 +1,5 @@
 """Calibration data: what is read, what is chosen, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What fold writes computes what its source computes; transformers in float64 is the judge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

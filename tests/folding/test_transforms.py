@@ -1,7 +1,5 @@
 """The steps of folding as matrices: scipy's Hadamard matrices, and diagonal ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.linalg

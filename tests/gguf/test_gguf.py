@@ -3,8 +3,6 @@
 The numbers are compared with Q8_0 as its definition has it, written down here in float64.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GGUF files that transformers' reader stumbles over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 Oracles: transformers, which opens every folder here, and the bytes of the source.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of transformers' GPT-2: calibrated, packed and unpacked as OPT, against GPT2LMHeadModel itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The size of the cache for transformers, and the models, masks and settings that it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kv_cache_examples import DTYPES, Emulated, greedy, model_of, prompts

@@ -1,7 +1,5 @@
 """The scales of keys and values that a calibration gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kv_cache_examples import LARGEST, model_of

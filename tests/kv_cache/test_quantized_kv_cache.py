@@ -1,8 +1,6 @@
 """Generation with the cache for transformers, against an emulation of it: keys and values rounded in float64, in
 transformers' own cache, with transformers' own attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What GPT-2 refuses."""
 
-from __future__ import annotations
-
 import pytest
 from model_examples import GPT
 

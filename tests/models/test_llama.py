@@ -1,7 +1,5 @@
 """What only Llama has: RoPE, grouped heads, and a checkpoint whose tied matrix is stored once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_examples import GQA, lively, tokens

@@ -1,7 +1,5 @@
 """Our models against transformers' LlamaForCausalLM and OPTForCausalLM, whose names they have; what both can do."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

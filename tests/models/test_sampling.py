@@ -1,7 +1,5 @@
 """The KV cache and sampling: cached generation against the same model without a cache, and against transformers."""
 
-from __future__ import annotations
-
 import model_examples
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """octavo pack --budget, as it is typed."""
 
-from __future__ import annotations
-
 import json
 import re
 

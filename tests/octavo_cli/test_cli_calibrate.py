@@ -1,7 +1,5 @@
 """octavo calibrate, as it is typed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

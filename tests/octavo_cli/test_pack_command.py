@@ -1,7 +1,5 @@
 """What octavo pack says that it made, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

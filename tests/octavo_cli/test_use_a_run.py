@@ -1,7 +1,5 @@
 """octavo generate, evaluate and compare: what a run is for, as it is typed."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

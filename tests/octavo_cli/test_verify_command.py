@@ -1,7 +1,5 @@
 """octavo verify, as it is typed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a budget keeps in BF16, and whether the packed folder then holds it, measured here with scipy's KL."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """A budget measured on a GPU, by its FP8 GEMMs, against the same on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

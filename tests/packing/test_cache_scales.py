@@ -3,8 +3,6 @@
 The oracle is compressed-tensors' emulation of such a cache, and a rounding written down here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

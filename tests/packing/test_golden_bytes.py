@@ -5,8 +5,6 @@ commit 9702d1e. A difference means that a model packed today is not the model pa
 it in CHANGELOG.md and replace the digest by the one in the failure's message.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Oracles: the names and shapes that the loaders of vLLM and ModelOpt read, from t
 for everything that must not change.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search of scales, against a search in float64 with ml_dtypes' casts, block by block."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -6,8 +6,6 @@ where a layer's input has no batch dimension, as in OPT's MLP). So as they come 
 rounding activations makes; given the recipe's token scales, they agree to float32's rounding.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Sources and options that cannot be packed, and tensors that no model has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

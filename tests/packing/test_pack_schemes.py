@@ -1,7 +1,5 @@
 """Hugging Face folders packed by every scheme and in every layout, opened by transformers and by us."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """The way of a model through the files of packing, as the docstring of `octavo.packing.pipeline` describes it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """Packed folders unpacked, converted and listed; the numbers in float64 from the files' own bytes."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

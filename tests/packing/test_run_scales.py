@@ -1,7 +1,5 @@
 """Runs that were trained with a scale for each tensor, packed with their own bytes and scales."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

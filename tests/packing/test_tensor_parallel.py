@@ -1,7 +1,5 @@
 """Which models can be split over several devices, against a split that is really made: scales that do not fit raise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Packing with scales of least squared error and of powers of two, and which layers share a scale."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Running from a packed folder: the layer, the checks of what is read, and the text that comes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

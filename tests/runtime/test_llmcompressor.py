@@ -3,8 +3,6 @@
 Oracles: compressed-tensors, which widens every weight of the folder, and transformers' outputs.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

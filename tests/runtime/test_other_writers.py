@@ -3,8 +3,6 @@
 The oracle is the product of bytes and scales in float64 (`other_writers`), and transformers where it opens a folder.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

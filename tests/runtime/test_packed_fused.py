@@ -1,7 +1,5 @@
 """Norms and MLPs of packed models, fused, against training and against the layers one by one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

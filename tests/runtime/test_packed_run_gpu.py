@@ -1,7 +1,5 @@
 """A packed run's forward pass on a GPU is that of training, bit for bit: the same bytes, scales and GEMMs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

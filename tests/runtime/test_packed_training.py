@@ -1,7 +1,5 @@
 """A packed model has no gradients, and says so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import Folders

@@ -1,7 +1,5 @@
 """A folder whose scales are reciprocal: every command that reads it says so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`octavo.load` on CUDA: against training, against the layers one by one, compiled, and in CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The buffers that packed layers share, and what a model's state says of them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`octavo.load`: packed folders as models of transformers, which generate, compile and run as they do unpacked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every case is a process: `octavo verify`, which compares vLLM's log-probabilities with those of the folder's bytes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

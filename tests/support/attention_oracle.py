@@ -1,7 +1,5 @@
 """Attention over a cache in float64, a query at a time, from bytes that ml_dtypes reads."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import torch

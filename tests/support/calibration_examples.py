@@ -1,7 +1,5 @@
 """Tiny random models of every kind that is calibrated, as folders; and what they see when they run at once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fenced code blocks of a page in Markdown: ```LANGUAGE [no-test]."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

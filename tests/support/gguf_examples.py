@@ -1,7 +1,5 @@
 """Models to export as GGUF, and what the files must hold: Q8_0 as its definition has it, in float64."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

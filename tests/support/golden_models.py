@@ -4,8 +4,6 @@ The weights follow from NumPy's raw PCG64 stream by exact arithmetic, so every m
 calibration of a model is written by formula too: no forward pass is run, and no rounding of a sum enters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tiny models and prompts to generate from, and an emulation of a quantized KV cache in transformers' own cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

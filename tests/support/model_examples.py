@@ -1,7 +1,5 @@
 """Small configurations of our models, and models of them with large random weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

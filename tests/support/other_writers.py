@@ -4,8 +4,6 @@ Every function takes a folder to make and returns what each packed weight is in 
 computed here and by no code of Octavo's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

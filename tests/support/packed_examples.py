@@ -1,7 +1,5 @@
 """Small models, and runs of them written by hand as the trainer writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

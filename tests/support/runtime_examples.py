@@ -1,7 +1,5 @@
 """Small decoders of transformers, trained or packed, and their outputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of transformers as folders, their calibrations and packings, and what a model answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders to verify, changes to their files, and what a report must hold."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packings of a Llama. No test changes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

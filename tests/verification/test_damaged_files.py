@@ -1,7 +1,5 @@
 """Files and settings with planted damage: one clear finding that names it, nothing run, and no traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

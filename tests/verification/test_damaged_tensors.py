@@ -1,7 +1,5 @@
 """Tensors with planted damage: one clear finding that names it, nothing run, and no traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of several writers, and the numbers that they stand for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """The quality of the model and of each layer is that of transformers' models, and of NumPy."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reference reads KV caches and the layouts of other writers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

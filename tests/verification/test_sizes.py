@@ -1,7 +1,5 @@
 """The sizes that a report gives are those of the tensors in the files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tiny_models import make_model

@@ -1,7 +1,5 @@
 """Verifying right folders: every reader agrees with the bytes, and budgets are held against the quality."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

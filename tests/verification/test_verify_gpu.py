@@ -1,7 +1,5 @@
 """Verification gives the same results on a GPU as on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Right folders of models that readers treat specially: every reader agrees, with a margin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
