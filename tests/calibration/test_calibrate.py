@@ -37,6 +37,11 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def expected(llama, data, tmp_path_factory):
+    return calibrate(llama, data, tmp_path_factory.mktemp("expected") / "out", prompts=PROMPTS)
+
+
 @pytest.fixture
 def model(llama, tmp_path):
     """A copy of it, to be changed."""
@@ -175,8 +180,7 @@ def run_until(llama, data, out, part, call, monkeypatch):
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_killed_run_goes_on_with_its_block(part, llama, tmp_path, data, monkeypatch):
-    expected = calibrate(llama, data, tmp_path / "expected", prompts=PROMPTS)
+def test_a_killed_run_goes_on_with_its_block(part, llama, expected, tmp_path, data, monkeypatch):
     run_until(llama, data, tmp_path / "out", part, 3, monkeypatch)
     ran, steps = [], []
     real = block_by_block.BlockModel.run_block
@@ -190,7 +194,7 @@ def test_a_killed_run_goes_on_with_its_block(part, llama, tmp_path, data, monkey
     assert set(ran) == set(range(part, 3))
     assert steps == [(done, 5) for done in range(part + 1, 6)]
     assert same(found, expected)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_a_run_killed_at_the_very_end_only_writes(llama, tmp_path, data, monkeypatch):
@@ -220,7 +224,7 @@ def test_a_run_is_not_resumed_with_something_else(change, model, tmp_path, data,
 
 
 @pytest.mark.parametrize(("limit", "done"), [(100_000, 1), (10_000, 0)])
-def test_a_full_disk_keeps_what_is_done(limit, done, llama, tmp_path, data):
+def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, data):
     """A limit on the size of files stands for it: statistics pass the greater one, hidden states the smaller."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -231,7 +235,6 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, tmp_path, data):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     work = tmp_path / ".out.calibrating"
     assert len(list(work.glob("part-*.safetensors"))) == done
-    expected = calibrate(llama, data, tmp_path / "expected", prompts=PROMPTS)
     assert same(calibrate(llama, data, tmp_path / "out", prompts=PROMPTS), expected)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from gguf_examples import expected, logits, write_model
+from metrics import distance
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.gguf import export_gguf
@@ -11,7 +12,7 @@ from octavo.gguf import export_gguf
 
 def off(folder: Path, wanted: torch.Tensor, **how: object) -> float:
     opened = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32, **how)
-    return float((logits(opened.eval()) - wanted).norm() / wanted.norm())
+    return distance(logits(opened.eval()), wanted)
 
 
 def test_a_folder_called_mistral(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_a_packed_gpt2_gives_its_outputs(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     report = pack(folders[name], tmp_path / "packed")
     assert len(report.packed) == 12
     assert list(report.skipped) == ["lm_head"]

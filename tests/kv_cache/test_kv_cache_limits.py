@@ -14,6 +14,7 @@ def test_bytes_of_the_cache():
         cache = QuantizedKVCache.for_model(model, 64, dtype)
         greedy(model, prompts(False), cache, max_new_tokens=1)
         sizes[dtype] = cache.nbytes
+        assert tuple(cache.stores[0].keys.shape) == (3, 2, 64, 16)
     assert sizes["bf16"] == 2 * 2 * 3 * 2 * 64 * 16 * 2
     assert sizes["fp8"] == sizes["int8"] == sizes["bf16"] // 2 + 2 * 2 * 2 * 4
 

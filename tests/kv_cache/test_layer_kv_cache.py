@@ -166,11 +166,6 @@ def test_crop_forgets_the_last_tokens():
     assert torch.equal(contents(cache)[0][:, :, 5:], k[:, :, :5].bfloat16().double())
 
 
-def test_bytes():
-    assert LayerKVCache((2, 3, 40, 16), "bf16").nbytes == 2 * 2 * 2 * 3 * 40 * 16
-    assert LayerKVCache((2, 3, 40, 16), "fp8").nbytes == 2 * 2 * 3 * 40 * 16 + 2 * 3 * 4
-
-
 def test_a_full_cache_is_an_error():
     cache = LayerKVCache((2, 3, 10, 16), "fp8")
     cache.append(*tokens(9))

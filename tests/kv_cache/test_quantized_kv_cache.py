@@ -9,7 +9,6 @@ from kv_cache_examples import DTYPES, Emulated, greedy, model_of, prompts
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
-from octavo.kv_cache.layer import LayerKVCache
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
 
@@ -142,12 +141,3 @@ def test_the_attention_without_our_cache_is_that_of_transformers(cached):
             with torch.no_grad():
                 found.append(model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()])
     assert torch.allclose(*found, atol=2e-4)
-
-
-def test_storage_is_of_the_layer():
-    model = model_of("llama")
-    cache = QuantizedKVCache.for_model(model, 25, "fp8")
-    greedy(model, prompts(False), cache)
-    store = cache.stores[0]
-    assert isinstance(store, LayerKVCache)
-    assert (store.keys.dtype, tuple(store.keys.shape)) == (torch.float8_e4m3fn, (3, 2, 25, 16))

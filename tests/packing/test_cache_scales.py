@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import IDS, Folders, open_theirs, outputs, same_bytes
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.artifact.files import ArtifactError
@@ -132,9 +133,7 @@ def test_transformers_saves_and_opens_it_again(made: Folders, tmp_path: Path) ->
 )  # fmt: skip
 def test_a_damaged_cache(made: Folders, tmp_path: Path, change: Callable[..., Any], message: str) -> None:
     folder = shutil.copytree(made("llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, change)
     for opened in (PackedTensors, load_packed):
         with pytest.raises(ArtifactError, match=message):
             opened(folder)
@@ -142,9 +141,7 @@ def test_a_damaged_cache(made: Folders, tmp_path: Path, change: Callable[..., An
 
 def test_scales_that_nobody_declared(made: Folders, tmp_path: Path) -> None:
     folder = shutil.copytree(made("llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = None
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, kv_cache_scheme=None)
     with pytest.raises(ArtifactError, match="k_scale is there, but no KV cache is declared"):
         PackedTensors(folder)
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import Folders, outputs, same_bytes
 from typer.testing import CliRunner
+from verify_examples import change_config, change_tensors
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
@@ -88,9 +89,7 @@ def test_there_and_back_again_changes_no_bit(
 def test_folders_as_modelopt_writes_them(made: Folders, tmp_path: Path, file: str) -> None:
     """Scales [1], layers left out by patterns, the configuration in either file, a name in small letters."""
     folder = shutil.copytree(made("llama", scheme="static", layout="modelopt", kv_cache="fp8"), tmp_path / "theirs")
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, lambda t: t.update({name: x.reshape(1) for name, x in t.items() if x.ndim == 0}))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= {"quant_algo": "fp8", "ignore": ["lm_head*", "vision*"]}
     if file != "config.json":
@@ -118,9 +117,7 @@ def test_folders_as_autofp8_writes_them(made: Folders, tmp_path: Path, names: st
         else:
             tensors |= {f"{name}.k_proj.output_scale": k.clone(), f"{name}.v_proj.output_scale": v.clone()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]["kv_cache_scheme"]
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, kv_cache_scheme=None)
     for name, (k, v) in PackedTensors(folder).kv_scales.items():
         assert (k, v) == (ours[name][0], ours[name][names == "output_scale"])
     load_packed(folder)
@@ -170,18 +167,14 @@ def test_another_packing_is_refused(
     made: Folders, tmp_path: Path, layout: str, change: dict[str, Any], message: str
 ) -> None:
     folder = shutil.copytree(made("llama", scheme="static", layout=layout, kv_cache="fp8"), tmp_path / "bad")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= change
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, **change)
     with pytest.raises(ArtifactError, match=message):
         load_packed(folder)
 
 
 def test_scales_of_another_shape_are_refused(made: Folders, tmp_path: Path) -> None:
     folder = shutil.copytree(made("llama", scheme="block", layout="modelopt", kv_cache="fp8"), tmp_path / "bad")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{UP}.weight_scale"] = torch.ones(1, 2, 1, 1)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, lambda tensors: tensors.update({f"{UP}.weight_scale": torch.ones(1, 2, 1, 1)}))
     for opened in (PackedTensors, load_packed):
         with pytest.raises(ArtifactError, match=r"up_proj"):
             opened(folder)

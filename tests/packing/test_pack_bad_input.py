@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny_models import Folders, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from verify_examples import change_tensors
 
 from octavo.artifact.files import ArtifactError
 from octavo.packing import PackOptions, pack
@@ -25,20 +25,14 @@ def llama(made: Folders) -> Path:
 def changed(source: Path, target: Path, change: Callable[[Tensor], object]) -> Path:
     """A copy with another down_proj."""
     shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors["model.layers.1.mlp.down_proj.weight"])
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    change_tensors(target, lambda tensors: change(tensors["model.layers.1.mlp.down_proj.weight"]))
     return target
 
 
 def test_what_the_model_has_no_place_for_is_left_out(llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(llama, tmp_path / "old")
-    path = tmp_path / "old" / "model.safetensors"
-    save_file(
-        load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, path, {"format": "pt"}
-    )
-    report = pack(tmp_path / "old", tmp_path / "out")
-    assert report.left_out == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    old, name = shutil.copytree(llama, tmp_path / "old"), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(old, lambda tensors: tensors.update({name: torch.ones(16)}))
+    assert pack(old, tmp_path / "out").left_out == [name]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from packed_examples import small_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
+from verify_examples import change_tensors
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
@@ -124,9 +125,7 @@ def test_what_cannot_be_converted(folders: dict[str, Path], tmp_path: Path) -> N
 )  # fmt: skip
 def test_damaged_folders(folders: dict[str, Path], tmp_path: Path, change, message: str) -> None:
     shutil.copytree(folders["channel"], tmp_path / "bad")
-    tensors = load_file(tmp_path / "bad" / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "bad" / "model.safetensors", {"format": "pt"})
+    change_tensors(tmp_path / "bad", change)
     with pytest.raises(ArtifactError, match=message):
         PackedTensors(tmp_path / "bad")
 

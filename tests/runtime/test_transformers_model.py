@@ -86,10 +86,9 @@ def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
         octavo.load(path.parent / "nothing")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path], name: str) -> None:
+def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path]) -> None:
     torch.compiler.reset()
-    model = octavo.load(folders[name])
+    model = octavo.load(folders["qwen3"])
     required = static_steps(model, model)
     assert distance(required, logits(model, tokens(8))) < 0.03
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

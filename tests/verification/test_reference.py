@@ -20,7 +20,7 @@ from octavo.verification.reference import PackedLayers
 from octavo.verification.streamed_model import StreamedModel, required_by
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
 def test_keys_and_values_are_rounded_as_transformers_does(made: Folders, tmp_path: Path, name: str) -> None:
     plain = made(name, scheme="channel")
     cached = shutil.copytree(made(name, scheme="channel", kv_cache="fp8"), tmp_path / "cached")
