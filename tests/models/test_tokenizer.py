@@ -7,23 +7,14 @@ import pytest
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from octavo.models.tokenizer_json import byte_characters
 
+# Ranges of characters that have every byte of UTF-8, and each length.
+EVERY_LENGTH = [(0, 0x900), (0xFC0, 0xD800, 64), (0xE000, 0x10000, 64), (0x10000, 0x110000, 0x3FFF)]
 TEXTS = [
     "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",
     " leading and trailing \n ",
     "Grüße, 你好, \U0001f469‍\U0001f469‍\U0001f467 é",
     "<s> <|endoftext|> ĠĊ \x00\x01\x7f ",
-    # Every byte that UTF-8 has, and each length of it.
-    "".join(
-        map(
-            chr,
-            [
-                *range(0x900),
-                *range(0xFC0, 0xD800, 0x40),
-                *range(0xE000, 0x10000, 0x40),
-                *range(0x10000, 0x110000, 0x3FFF),
-            ],
-        )
-    ),
+    "".join(chr(character) for part in EVERY_LENGTH for character in range(*part)),
 ]
 CORPUS = ["the cat sat on the mat\n" * 20, "import os\nfor the_name in os.listdir('.'):\n    print(the_name)\n" * 20]
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import octavo
 from octavo.models import LlamaConfig, build
@@ -37,14 +36,6 @@ def test_a_converted_model_is_selected_as_before() -> None:
     before = select_linears(model, ())
     octavo.convert(model)
     assert select_linears(model, ()) == before
-
-
-def test_the_conv1d_of_transformers_is_a_linear_layer() -> None:
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16))
-    names = [f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    assert converts(model) == names
-    assert skipped(model) == {"lm_head": "its weight is an embedding's"}
 
 
 def test_a_tied_head_is_skipped_whatever_its_name() -> None:

@@ -148,7 +148,6 @@ def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkey
         (["--data", "short.txt"], ["17 tokens"]),
         (["--out="], ["out", "not empty"]),
         (["--out", "full"], ["full is not empty"]),
-        (["--out", "text.txt"], ["text.txt"]),
         (["stray"], ["stray"]),
     ],
     ids=" ".join,
@@ -177,11 +176,6 @@ def test_a_file_that_is_not_there(octavo, here):
 def run(octavo, here):
     assert octavo("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")[0] == 0
     return here / "run"
-
-
-@pytest.mark.parametrize("folder", ["nowhere", ".", "run/model"])
-def test_a_folder_that_is_no_run_is_not_resumed(octavo, here, run, folder):
-    assert folder in refused(octavo, here, "--resume", folder)
 
 
 def test_a_resumed_run_takes_no_file(octavo, here, run):

@@ -139,10 +139,6 @@ def test_folder_without_a_model(begin, source, tmp_path):
     refuses(begin, tmp_path, ConfigError, "config.json", source, model=str(source))
 
 
-def test_folder_that_is_not_there(begin, tmp_path):
-    refuses(begin, tmp_path, ConfigError, tmp_path / "nothing", model=str(tmp_path / "nothing"))
-
-
 def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
     source = write_model(tmp_path / "source", "bert masked")
     says = ("BertLMHeadModel", "not causal", "earlier tokens", "choose such a model", source)

@@ -39,14 +39,6 @@ def test_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
     begin(recipe="bf16", steps=2, warmup=0).run()
 
 
-def test_a_model_folder_is_not_told_to_be_removed(go_on, tmp_path):
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(Exception, match="is a Hugging Face model.*octavo train --model") as caught:
-        go_on(tmp_path / "llama")
-    assert "remove" not in str(caught.value)
-
-
 def test_a_run_is_not_made_in_a_file(begin, tmp_path):
     (tmp_path / "afile").write_text("mine")
     with pytest.raises(FileExistsError, match="afile is a file: --out must name the folder"):
