@@ -1,13 +1,9 @@
 import ml_dtypes
 import pytest
 import torch
+from codec_oracle import ML_DTYPES
 
 from octavo.numerics.formats import FORMATS, FP8_FORMATS, format_of, fp8_format, get_format
-
-ML_DTYPES = {
-    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e8m0": ml_dtypes.float8_e8m0fnu, "bf16": ml_dtypes.bfloat16,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)

@@ -1,16 +1,12 @@
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from codec_oracle import FP8, ML_DTYPES
 
+from octavo.numerics import FORMATS
 from octavo.ops import transpose
 
-KINDS = {
-    torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
-    torch.float8_e5m2: ml_dtypes.float8_e5m2,
-    torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
-}
+KINDS = {FORMATS[name].dtype: ML_DTYPES[name] for name in FP8}
 SHAPES = [(1, 1), (1, 8), (8, 1), (3, 5), (17, 130), (129, 257), (0, 7), (7, 0)]
 
 

@@ -5,16 +5,12 @@ import math
 import ml_dtypes
 import numpy as np
 import torch
+from codec_oracle import FP8, ML_DTYPES
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.recipe import PRESETS
 
-KINDS = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-}
+KINDS = {name: ML_DTYPES[name] for name in FP8}
 
 
 def casts_of_the_presets() -> list[Cast]:

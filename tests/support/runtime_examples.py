@@ -5,18 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-)
+from transformers import StaticCache
 
 from octavo.runtime import PackedLinear
 
@@ -24,20 +15,21 @@ SIZES = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
 }  # fmt: skip
-ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
 }
 
 
 def make_decoder(name: str, **more: Any) -> Any:
     """A model in float32 whose norms and biases are far from ones and zeros."""
     torch.manual_seed(0)
-    architecture, configuration, settings = ARCHITECTURES[name]
-    model = architecture(configuration(**SIZES | settings | more))
+    kind, settings = ARCHITECTURES[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings | more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for key, p in model.named_parameters():
             p.copy_(p + torch.randn_like(p) * 0.3 if p.ndim == 1 else p if "embed" in key else 4 * p)
