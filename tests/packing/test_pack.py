@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
-from packed_examples import LLAMA, Example, write_run
+from packed_examples import LLAMA, Example, load_float32, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import open_theirs, outputs
@@ -96,14 +96,11 @@ def test_transformers_with_our_token_scales_gives_our_logits(example: Example, m
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
         return scale, torch.zeros_like(scale)
 
-    theirs, ours = open_theirs(example.packed, torch.float32), load_packed(example.packed).model
-    for parameter in ours.parameters():
-        parameter.data = parameter.data.float()
+    theirs, ours = open_theirs(example.packed, torch.float32), load_float32(example.packed)
     monkeypatch.setattr("compressed_tensors.quantization.lifecycle.forward.compute_dynamic_scales_and_zp", by_token)
     texts = torch.randint(256, (32, 6), generator=torch.Generator().manual_seed(4))
-    y = ours(texts)
-    y = (y if isinstance(y, Tensor) else y.logits).flatten(1)
-    off = (y - theirs(texts).logits.flatten(1)).norm(dim=1) / y.norm(dim=1)
+    y, expected = (outputs(model, texts).flatten(1) for model in (ours, theirs))
+    off = (y - expected).norm(dim=1) / y.norm(dim=1)
     assert off.median() < 1e-4
 
 
@@ -191,9 +188,7 @@ def test_a_packed_run_repeats_its_forward_pass(tmp_path: Path, recipe: str, sche
     run = write_run(tmp_path / "run", model, config.to_hf(), recipe=recipe)
     report = pack(run, tmp_path / "out")
     assert set(report.packed.values()) == {scheme}
-    packed = load_packed(tmp_path / "out").model
-    for parameter in packed.parameters():
-        parameter.data = parameter.data.float()
+    packed = load_float32(tmp_path / "out")
     convert(model, recipe)
     found, trained = outputs(packed), outputs(model)
     assert torch.equal(found, trained) if recipe != "bf16" else distance(found, trained) > 1e-4

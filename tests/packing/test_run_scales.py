@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
-from packed_examples import write_run
+from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import open_theirs
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from octavo.artifact.run import RunFolder
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.packing import pack
-from octavo.runtime import load_packed
 from octavo.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from octavo_cli.app import app
 
@@ -76,13 +75,6 @@ def restored(run: Path, name: str, recipe: str) -> Any:
     return model.eval()
 
 
-def in_float32(folder: Path) -> nn.Module:
-    model = load_packed(folder).model
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    return model
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     root = tmp_path_factory.mktemp("runs")
@@ -100,7 +92,7 @@ def test_a_delayed_run_packs_its_forward_pass(runs: dict[tuple[str, str], Path],
     report = pack(run, tmp_path / "out")
     assert set(report.packed.values()) == {"static"}
     trained = restored(run, name, "delayed")
-    assert torch.equal(in_float32(tmp_path / "out")(tokens(9)), trained(tokens(9)))
+    assert torch.equal(load_float32(tmp_path / "out")(tokens(9)), trained(tokens(9)))
     fresh = restored(run, name, "delayed")
     for module in fresh.modules():
         if isinstance(module, Linear):
@@ -167,7 +159,7 @@ def test_a_tensorwise_run_packs_its_bytes(runs: dict[tuple[str, str], Path], tmp
         assert torch.equal(stored[f"{name}.weight_scale"], (amax / 448).reshape(1))
     assert len(report.ratios) == 4
     trained = restored(run, "llama", "tensorwise")
-    y, want = in_float32(tmp_path / "out")(tokens(9)), trained(tokens(9))
+    y, want = load_float32(tmp_path / "out")(tokens(9)), trained(tokens(9))
     assert 1e-5 < distance(y, want) < 0.1
 
 
@@ -178,7 +170,7 @@ def test_transformers_opens_a_delayed_run(runs: dict[tuple[str, str], Path], tmp
         pack(runs[name, "delayed"], tmp_path / name)
         theirs = open_theirs(tmp_path / name, torch.float32)
         texts = torch.randint(256, (32, 6), generator=torch.Generator().manual_seed(4))
-        y = in_float32(tmp_path / name)(texts).flatten(1)
+        y = load_float32(tmp_path / name)(texts).flatten(1)
         off = (theirs(texts).logits.flatten(1) - y).norm(dim=1) / y.norm(dim=1)
         assert off.median() < 1e-4, name
 

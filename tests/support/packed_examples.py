@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import PackReport
+from octavo.runtime import load_packed
 from octavo.train.config import Config
 
 LLAMA = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 48}
@@ -74,6 +75,14 @@ def write_run(path: Path, model: nn.Module, hf: dict[str, Any], /, step: int = 7
     checkpoint.mkdir()
     save_file({name: p.detach().clone() for name, p in model.named_parameters()}, checkpoint / "model.safetensors")
     return path
+
+
+def load_float32(folder: Path) -> nn.Module:
+    """The packed model. All that is not packed is in float32, so that only the order of sums rounds."""
+    model = load_packed(folder).model
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
 
 
 @contextmanager

@@ -69,23 +69,17 @@ FILES: list[tuple[str, Damage, str, str, str]] = [
     ("channel", write("training.bin", b"x"), "pickle", "training.bin", "was not opened: delete it"),
     ("shards", write(INDEX, b"{}"), "file", INDEX, "must map the name of each tensor"),
     (
-        "shards",
-        placed(f"{Q}.weight", "../../secret.safetensors"),
-        "file",
-        INDEX,
+        "shards", placed(f"{Q}.weight", "../../secret.safetensors"), "file", INDEX,
         "'../../secret.safetensors', which is outside of the",
     ),
     ("shards", placed(f"{Q}.weight", "/etc/passwd"), "file", INDEX, "'/etc/passwd', which is outside"),
     (
-        "shards",
-        placed(f"{Q}.weight", "pytorch_model.bin"),
-        "file",
-        INDEX,
+        "shards", placed(f"{Q}.weight", "pytorch_model.bin"), "file", INDEX,
         "'pytorch_model.bin', which is not a safetensors",
     ),
     ("shards", index(lambda files: files.pop("model.norm.weight")), "tensor", "model.norm.weight", "does not list it"),
     ("shards", index(list_another_tensor), "tensor", "model.extra", "is missing in model-"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), FILES)
