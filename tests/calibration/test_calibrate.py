@@ -2,13 +2,12 @@
 
 import json
 import resource
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from calibration_examples import watch_whole, whole_model, write_data, write_model
+from calibration_examples import watch_whole, whole_model, write_model
 from safetensors.torch import load_file, save_file
 
 from octavo.artifact.atomic_folder import WriteError
@@ -25,27 +24,8 @@ PROMPTS = PromptOptions(samples=24, context=32, batch=4, seed=3)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """In several shards."""
-    folder = write_model(tmp_path_factory.mktemp("models") / "llama", "llama", shards="40KB")
-    assert len(list(folder.glob("model-*.safetensors"))) > 2
-    return folder
-
-
-@pytest.fixture(scope="module")
 def expected(llama, data, tmp_path_factory):
     return calibrate(llama, data, tmp_path_factory.mktemp("expected") / "out", prompts=PROMPTS)
-
-
-@pytest.fixture
-def model(llama, tmp_path):
-    """A copy of it, to be changed."""
-    return shutil.copytree(llama, tmp_path / "model")
 
 
 def same(one: Calibration, other: Calibration) -> bool:

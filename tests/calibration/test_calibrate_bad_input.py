@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from calibration_examples import write_data, write_model
+from calibration_examples import write_model
 from safetensors.torch import load_file, save_file
 
 from octavo.artifact.files import ArtifactError
@@ -17,22 +17,6 @@ from octavo.evaluation import PromptOptions
 from octavo.text import DataError
 
 PROMPTS = PromptOptions(samples=8, context=32, batch=4)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "llama", "llama", shards="40KB")
-
-
-@pytest.fixture
-def model(llama, tmp_path):
-    """A copy of it, to be changed."""
-    return shutil.copytree(llama, tmp_path / "model")
 
 
 @pytest.fixture(scope="module")
