@@ -26,9 +26,11 @@ def export_gguf_command(
     Linear weights are Q8_0 (or F16), the embedding and the head F16, vectors F32. A packed folder can be exported
     after octavo unpack.
 
-    Example:
+    Examples:
 
-      octavo export-gguf models/qwen qwen-q8_0.gguf
+      octavo export-gguf models/llama llama-q8_0.gguf
+
+      octavo export-gguf runs/first first.gguf --no-tokenizer
     """
     from octavo.gguf import export_gguf
     from octavo.words import plural

@@ -14,7 +14,8 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cu
 Layout = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help=f"{', '.join(LAYOUTS)}. The last two are for vLLM; transformers does not open them."
+        metavar="NAME",
+        help=f"{', '.join(LAYOUTS)}. The last two are for vLLM: transformers computes nonsense from them, or fails.",
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist.")]

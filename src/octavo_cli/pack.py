@@ -126,7 +126,7 @@ def pack_command(
     if kept is not None:
         print_budget(kept)
     if layout in READERS:
-        say(f"for {READERS[layout]}: transformers computes nonsense from it")
+        say(f"for {READERS[layout]}: transformers computes nonsense from it, or fails")
 
 
 def _layers(given: list[str]) -> dict[str, str]:

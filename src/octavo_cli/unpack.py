@@ -41,7 +41,7 @@ def convert_layout(
 
     Example:
 
-      octavo convert-layout packed/first packed/first-hf --layout fp8
+      octavo convert-layout packed/block packed/block-fp8 --layout fp8
     """
     from octavo.artifact.packed.layouts import READERS
     from octavo.packing import convert_layout

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 
 import pytest
@@ -234,3 +235,25 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
     assert [line.split()[0] for line in out.splitlines() if "down_proj" in line] == [
         "model.layers.0.mlp.down_proj.weight"
     ]
+
+
+# --- the wrong kind of folder
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["train", "--model", "packed", "--data", "text.txt", "--out", "tuned"], "quantized already.*octavo unpack"),
+        (["compare", "fp8", "packed"], "is a model folder, not a run.*give the folder that octavo train wrote"),
+        (["verify", "fp8", "--against", "fp8"], "is a run of octavo train: pack it first"),
+        (["calibrate", "fp8", "calibrated", "--data", "text.txt"], "is a run of octavo train, which cannot be calibr"),
+        (["pack", "bf16", "static", "--scheme", "static"], "only after training with the recipe delayed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_names_the_folder_that_it_needs(octavo, made, words, advice, monkeypatch):
+    monkeypatch.chdir(made)
+    code, _, err = octavo(*words)
+    assert code == 1
+    assert re.search(advice, err.replace("\n", " ")), err
+    assert not (made / "tuned").exists()

@@ -150,7 +150,7 @@ def test_scales_that_nobody_declared(made: Folders, tmp_path: Path) -> None:
     ("how", "message"),
     [
         ({"kv_cache": "int8"}, "unknown cache 'int8' of keys and values: choose fp8"),
-        ({"kv_cache": "fp8"}, "--kv-cache stores those of keys and values: give --calibration"),
+        ({"kv_cache": "fp8"}, "--kv-cache stores scales of keys and values: give --calibration"),
         (
             {"kv_cache": "fp8", "scheme": "block", "layout": "fp8"},
             "no place for the scales of a KV cache: --layout",

@@ -99,7 +99,8 @@ def test_a_missing_shard(good: dict[str, Path], model: Path, tmp_path: Path) -> 
 
 
 def test_no_folder(model: Path, tmp_path: Path) -> None:
-    expect(verify(tmp_path / "none", model), "file", str(tmp_path / "none"), "there is no such folder")
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder"):
+        verify(tmp_path / "none", model)
 
 
 def test_a_tensor_in_two_files(good: dict[str, Path], model: Path, tmp_path: Path) -> None:

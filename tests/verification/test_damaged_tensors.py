@@ -81,7 +81,7 @@ TENSORS: list[tuple[str, Damage, str, str, str]] = [
     ),
     (
         "channel", replaced("model.norm.weight", lambda w: w * 1.5), "weights", "model.norm.weight",
-        "is not MODEL's, rounded to torch.bfloat16",
+        "is not MODEL's, rounded to bfloat16",
     ),
 ]  # fmt: skip
 

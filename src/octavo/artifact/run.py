@@ -63,8 +63,7 @@ class RunFolder:
             raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
         if not (self.model / "config.json").is_file():
             raise ArtifactError(
-                f"{self.path} is a Hugging Face model, not a run of octavo train: "
-                f"to fine-tune it, start a run with octavo train --model {self.path}"
+                f"{self.path} is a model folder, not a run of octavo train: give the folder that octavo train wrote"
             )
 
     def newest(self) -> Path:

@@ -149,7 +149,11 @@ def load_calibration(folder: Path, source: Source) -> Calibration:
         ValueError: the calibration is of another model, or the source is a run: a run cannot be calibrated.
     """
     found = Calibration.load(folder)
-    if source.recipe or found.model_hash != hash_model(source.origin):
+    if source.recipe:
+        raise ValueError(
+            f"{source.origin} is of a run of octavo train, which cannot be calibrated: leave --calibration out"
+        )
+    if found.model_hash != hash_model(source.origin):
         raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
     return found
 

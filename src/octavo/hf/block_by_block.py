@@ -30,6 +30,10 @@ Looking = Callable[[], AbstractContextManager[None]]
 
 def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     where = folder / "config.json"
+    if (folder / "model" / "config.json").is_file():
+        raise ArtifactError(
+            f"{folder} is a run of octavo train, which cannot be calibrated: give a Hugging Face folder"
+        )
     if config.get("quantization_config"):
         raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")
     meta_model = transformers_meta_model(config, folder)

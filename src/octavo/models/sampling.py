@@ -85,7 +85,7 @@ def generate(
     if not 2 <= context <= limit:
         raise ValueError(f"context must be from 2 to the model's {limit}, got {context}")
     if count < 0 or temperature < 0 or top_k < 0:
-        raise ValueError(f"count, temperature and top_k must be >= 0, got {count}, {temperature} and {top_k}")
+        raise ValueError(f"count, temperature and top_k must be 0 or more; got {count}, {temperature} and {top_k}")
     random = torch.Generator(tokens.device)
     random.seed() if seed is None else random.manual_seed(seed)
     return _generate(model, tokens, count, context, temperature, top_k, random)

@@ -47,10 +47,15 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     """
     folder, rule = options.calibration, options.rule or "amax"
     if folder is None:
-        what = (
-            "the scheme static stores the scales of inputs" if layers else "--kv-cache stores those of keys and values"
+        stored = (
+            "the scheme static stores scales of inputs" if layers else "--kv-cache stores scales of keys and values"
         )
-        raise ValueError(f"{what}: give --calibration, made by octavo calibrate")
+        if source.recipe:
+            raise ValueError(
+                f"{stored}. A run has scales of inputs only after training with the recipe delayed, and none of keys "
+                "and values: train with it, or pack without them"
+            )
+        raise ValueError(f"{stored}: give --calibration, made by octavo calibrate")
     calibration = load_calibration(folder, source)
     if missing := [name for name in layers if name not in calibration.layers]:
         raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")

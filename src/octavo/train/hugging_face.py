@@ -61,6 +61,11 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
         )
+    if read_json(folder / "config.json").get("quantization_config"):
+        raise ConfigError(
+            f"{name} is quantized already: train the BF16 model that it was made from, or widen it first with octavo "
+            f"unpack {name} OUT"
+        )
 
 
 def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:

@@ -82,9 +82,6 @@ class CheckpointFiles:
 def read_files(folder: Path) -> CheckpointFiles:
     """Read the settings and the headers of the safetensors files of `folder`. A pickle is a finding, and not opened."""
     files = CheckpointFiles(folder)
-    if not folder.is_dir():
-        files.add_finding("file", str(folder), "there is no such folder")
-        return files
     files.config = _read_json(files, "config.json", required=True)
     if files.config:
         _find_settings(files)

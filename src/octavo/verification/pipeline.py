@@ -65,10 +65,14 @@ def verify(
         on_read: called with the report of the text, before anything runs.
 
     Raises:
-        FileNotFoundError, ArtifactError, ImportError: MODEL cannot be read.
+        FileNotFoundError, ArtifactError, ImportError: there is no packed folder, or MODEL cannot be read.
         DataError: the text cannot be read, or makes no prompts.
         ValueError: the device is not there, or a budget lacks text or is not for this kind of model.
     """
+    if not packed.is_dir():
+        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
+    if (packed / "model" / "config.json").is_file():
+        raise ValueError(f"{packed} is a run of octavo train: pack it first, and verify the packed folder")
     device = str(choose_device(device))
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")

@@ -66,7 +66,8 @@ def _difference(stored: Tensor, truth: Tensor) -> str:
     expected = truth.to(stored.dtype)
     if torch.equal(stored, expected):
         return ""
-    return f"is not MODEL's, rounded to {stored.dtype}: {sqnr(*energies(expected, stored)):.1f} dB"
+    dtype = str(stored.dtype).removeprefix("torch.")
+    return f"is not MODEL's, rounded to {dtype}: {sqnr(*energies(expected, stored)):.1f} dB"
 
 
 def diagnose(data: Tensor, scale: Tensor, spec: LayerSpec, truth: Tensor) -> tuple[float, str]:
