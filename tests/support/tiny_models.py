@@ -1,6 +1,7 @@
 """Tiny models of transformers as folders, their calibrations and packings, and what a model answers."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def folder_maker(root: Path) -> Folders:
     text = write_text(root / "text.txt")
 
     def make(name: str, what: str = "", **how: Any) -> Path:
-        folder = root / " ".join([name, what, *(f"{key}={value}" for key, value in how.items())]).strip()
+        described = " ".join([name, what, *(f"{key}={value}" for key, value in how.items())]).strip()
+        folder = root / re.sub(r"[^\w =-]", "", described)  # readers look for files in it by patterns
         if folder.exists():
             return folder
         with torch.random.fork_rng():
