@@ -48,7 +48,7 @@ def evaluate_command(
 
       octavo evaluate packed/first --held-out runs/first
 
-      octavo evaluate models/qwen --data books/*.txt --context 1024 --json
+      octavo evaluate models/qwen --data 'books/*.txt' --context 1024 --json
     """
     from octavo.nn import cast_once
     from octavo.train.evaluation import mean_loss

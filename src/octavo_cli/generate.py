@@ -14,7 +14,7 @@ from octavo_cli.options import Device, Step
 
 def generate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.")],
     count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate.")] = 200,
     temperature: Annotated[
         float, typer.Option(metavar="NUMBER", help="0 takes the most likely token; higher is more varied.")

@@ -18,7 +18,7 @@ def train_command(
     ] = None,
     resume_from: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="RUN", help="The folder of a run to go on with, at its newest checkpoint."),
+        typer.Option("--resume", metavar="RUN", help="The folder of a run to continue, at its newest checkpoint."),
     ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List every setting and its default, and exit.")] = False,
 ) -> None:
@@ -64,7 +64,7 @@ def train_command(
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
-        message = f"{result.interrupted}: saved step {result.step}; go on with: octavo train --resume {run}"
+        message = f"{result.interrupted}: saved step {result.step}; continue with: octavo train --resume {run}"
     else:
         message = f"done: {result.step} steps in {run}"
     print_line(console, message)

@@ -209,7 +209,7 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(WriteError, match="could not write .*goes on with the part"):
+        with pytest.raises(WriteError, match="could not write .*continues with the part"):
             calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -92,6 +92,8 @@ def test_a_shared_parameter_counts_once_and_as_the_work_it_does() -> None:
     assert coverage.parameters == 16 * 8 + 8 * 8 + 8
     assert [(entry.name, entry.shape) for entry in coverage.left] == [("head.weight", (16, 8))]
     assert coverage.embeddings == 0
+    assert "shared with the embedding" in str(coverage.left[0])
+    assert "embeddings" not in str(coverage)
 
 
 def test_fp8_computes_nothing_in_bf16() -> None:

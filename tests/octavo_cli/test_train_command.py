@@ -122,7 +122,7 @@ def test_a_signal_ends_with_success_and_the_way_on(octavo, here, monkeypatch):
     signalled(monkeypatch, signal.SIGINT)
     code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "SIGINT: saved step 2; go on with: octavo train --resume run"
+    assert out.splitlines()[-1] == "SIGINT: saved step 2; continue with: octavo train --resume run"
 
 
 def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkeypatch):

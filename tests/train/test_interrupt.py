@@ -117,6 +117,6 @@ def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tm
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
-    saved = re.search(rf"^SIGINT: saved step (\d+); go on with: octavo train --resume {run.path}$", out, re.MULTILINE)
+    saved = re.search(rf"(?m)^SIGINT: saved step (\d+); continue with: octavo train --resume {run.path}$", out)
     assert saved, out
     assert run.newest() == run.checkpoint(int(saved[1]))

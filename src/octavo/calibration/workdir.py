@@ -43,8 +43,8 @@ class CalibrationWorkdir:
             before = read_json(described)
             if changed := sorted(key for key in fingerprint | before if before.get(key) != fingerprint.get(key)):
                 raise ArtifactError(
-                    f"{self.path} holds a calibration that was begun with other settings ({', '.join(changed)}): go on "
-                    "with those, remove that folder to start anew, or choose another folder for the result"
+                    f"{self.path} holds a calibration that was begun with other settings ({', '.join(changed)}): "
+                    "continue with those, remove that folder to start anew, or choose another folder for the result"
                 )
             return
         with self._writing():
@@ -117,7 +117,7 @@ class CalibrationWorkdir:
             yield
         except OSError as error:
             raise WriteError(
-                f"{write_error(self.path, error)}. The same command goes on with the part of the work that it was in"
+                f"{write_error(self.path, error)}. The same command continues with the part of the work that it was in"
             ) from error
 
 

@@ -46,7 +46,7 @@ def stream(
     """
     ids = tokenizer.encode(prompt)
     if not ids:
-        raise ValueError("the prompt must hold at least one token, got an empty one: give some text to go on from")
+        raise ValueError("the prompt must hold at least one token, got an empty one: give some text to continue")
     start = torch.tensor([ids], device=next(model.parameters()).device)
     tokens = generate(model, start, count, context=context, temperature=temperature, top_k=top_k, seed=seed)
     return _decode(tokenizer, ids, tokens, stop)
@@ -70,8 +70,8 @@ def generate(
         model: a model of ours or a causal language model of transformers.
         tokens: the prompt, on the device of the model.
         count: number of tokens.
-        context: tokens that the model sees, at most. A longer text goes on from its last context // 2 tokens as if they
-            were the whole text: their positions count from 0, and the cache is rebuilt.
+        context: tokens that the model sees, at most. A longer text continues from its last context // 2 tokens as if
+            they were the whole text: their positions count from 0, and the cache is rebuilt.
         temperature: 0 takes the most likely token.
         top_k: draw from the k most likely tokens; 0 draws from all.
         seed: of the draws; None takes a new one.

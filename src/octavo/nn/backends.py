@@ -11,7 +11,7 @@ def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
     backends = {}
     for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw)):
         if gemm is None:
-            backends[name] = Backend("bf16", "no cast: the autocast dtype")
+            backends[name] = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
         else:
             a, b = gemm.a, gemm.b
             e8m0 = a.scale == "e8m0", b.scale == "e8m0"

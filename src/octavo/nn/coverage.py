@@ -39,6 +39,7 @@ class Leftover:
         shape: of one parameter.
         count: how many there are.
         share: their share of the model's parameters, 0 to 1.
+        tied: whether an embedding shares the parameter.
     """
 
     name: str
@@ -46,10 +47,12 @@ class Leftover:
     shape: tuple[int, ...]
     count: int
     share: float
+    tied: bool = False
 
     def __str__(self) -> str:
         many = f"{self.count} of " if self.count > 1 else ""
-        return f"{self.name} ({self.kind}, {many}{list(self.shape)}, {_percent(self.share)})"
+        tied = ", shared with the embedding" if self.tied else ""
+        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {_percent(self.share)})"
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ class Coverage:
     other: float
 
     def __str__(self) -> str:
-        rest = f"embeddings {_percent(self.embeddings)}, norms, biases and other vectors {_percent(self.other)}"
+        totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
+        rest = ", ".join(f"{name} {_percent(share)}" for name, share in totals if share)
         lines = [f"FP8 computes {_percent(self.computed)} of the parameters; left in high precision:"]
-        return "\n  ".join([*lines, *map(str, self.left), rest])
+        return "\n  ".join([*lines, *map(str, self.left), rest or "nothing else"])
 
 
 def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
@@ -85,28 +89,36 @@ def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
     """
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
     uses: dict[int, tuple[str, str, Tensor]] = {}
+    embedded = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         kind = _COMPUTED if owner in names and leaf == "weight" else _kind(modules[owner], name, parameter)
+        if kind == _EMBEDDING:
+            embedded.add(id(parameter))
         known = uses.get(id(parameter))
         if known is None or _rank(kind) < _rank(known[1]):
             uses[id(parameter)] = name, kind, parameter
-    return _sum_up(uses.values())
+    return _sum_up(uses.values(), embedded)
 
 
-def _sum_up(uses: Collection[tuple[str, str, Tensor]]) -> Coverage:
+def _sum_up(uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int]) -> Coverage:
     sizes: Counter[str] = Counter()
-    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, tuple[int, ...], bool], list[str]] = defaultdict(list)
     for name, kind, parameter in uses:
         sizes[kind] += parameter.numel()
         if _rank(kind) == 1:
-            groups[_pattern(name), kind, tuple(parameter.shape)].append(name)
+            groups[_pattern(name), kind, tuple(parameter.shape), id(parameter) in embedded].append(name)
     total = max(sum(sizes.values()), 1)
     left = [
         Leftover(
-            pattern if len(names) > 1 else names[0], kind, shape, len(names), len(names) * math.prod(shape) / total
+            pattern if len(names) > 1 else names[0],
+            kind,
+            shape,
+            len(names),
+            len(names) * math.prod(shape) / total,
+            tied,
         )
-        for (pattern, kind, shape), names in groups.items()
+        for (pattern, kind, shape, tied), names in groups.items()
     ]
     left.sort(key=lambda entry: -entry.share)
     shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
@@ -131,7 +143,7 @@ def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
 
 
 def _rank(kind: str) -> int:
-    """The order of kinds. Of two uses of a shared parameter the lower counts."""
+    """The rank of a kind. A parameter that two modules share counts as the kind of lower rank."""
     return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
 
 

@@ -28,7 +28,7 @@ def gemm_shapes(model: nn.Module, rows: Sequence[Row], recipe: Recipe, tokens: i
 
 
 def skip_slower(rows: Sequence[Row], shapes: Mapping[str, Shape], speedups: Speedups) -> tuple[Row, ...]:
-    """The rows with their predicted speedups; layers that FP8 would not speed up have that as reason to be skipped.
+    """Add the predicted speedups to the rows, and give the layers that FP8 would not speed up a reason to be skipped.
 
     If the layers that remain are too little work to keep the GPU busy while FP8 is launched, all are skipped.
     """

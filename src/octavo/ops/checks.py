@@ -33,7 +33,7 @@ def eager_check(check: Callable[..., None]) -> Callable[..., None]:
 def check_row_cast(operation: str, cast: Cast) -> None:
     """Raise ValueError unless `cast` is by row, rounded to nearest, with float32 scales and no relative floor.
 
-    A cast with a history is refused by its granularity, which is tensor.
+    A cast with a history has granularity tensor, so it is refused too.
     """
     if cast.granularity != ROW or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
         raise ValueError(

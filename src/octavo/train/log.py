@@ -48,7 +48,7 @@ class LastingStream:
         except OSError as error:
             self._gone = True
             _discard(self._stream)
-            _notify(f"the log cannot be printed any more ({error}): the run goes on, metrics.jsonl has its numbers")
+            _notify(f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers")
 
 
 def _discard(stream: IO[str]) -> None:

@@ -22,7 +22,7 @@ RoundInput = Callable[[Tensor, LayerSpec, Tensor | None], Tensor]
 
 
 def decode_exponents(stored: Tensor) -> Tensor:
-    """The powers of two float32 that bytes e + 127 stand for."""
+    """Decode E8M0: the byte e + 127 is the scale 2^e, in float32."""
     return torch.exp2(stored.view(torch.uint8).float() - 127)
 
 

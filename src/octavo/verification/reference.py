@@ -37,7 +37,7 @@ class PackedLayers:
         )
 
     def get(self, name: str) -> Tensor:
-        """A tensor of the folder, on the CPU. The weight of a packed layer is widened, as experts need it."""
+        """A tensor of the folder, on the CPU. Weights of packed layers, such as experts, are widened to float32."""
         layer = name.removesuffix(".weight")
         return self.weight(layer).cpu() if name.endswith(".weight") and layer in self.specs else self.files.get(name)
 

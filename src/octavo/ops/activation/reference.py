@@ -3,9 +3,9 @@
     swiglu  u = [gate, up] (halves of each row),  h = gate * sigmoid(gate) * up      Shazeer (arXiv:2002.05202)
     gelu    h = u * (1 + erf(u / sqrt(2))) / 2                                      Hendrycks and Gimpel (1606.08415)
 
-in float32, each step rounded once. exp(x) is 2^(x log2 e), with the device's own power of two. A GPU has one
-instruction for that; an exp that is exact to the last bit takes eight. So a CPU and a GPU may differ in an element on
-the border of two codes. A kernel and its reference on one device do not differ. The GPU's instruction flushes subnormal
+All steps are in float32, each rounded once. exp(x) is computed as 2^(x log2 e), with the exp2 of the device. A GPU has
+one instruction for exp2; an exp that is exact to the last bit takes eight. So a CPU and a GPU may quantize an element
+to neighbouring codes. A kernel and its reference on one device do not differ. The GPU's instruction flushes subnormal
 results to zero, so exp(-u^2 / 2) is zero below u = -13.2.
 """
 

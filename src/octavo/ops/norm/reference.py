@@ -4,8 +4,8 @@
     n = (x - mean) * rstd * weight + bias
 
 Each of the two sums first adds groups of 8 neighbours in float32, pairwise and in a fixed order. It then adds the
-groups in float64, whose order does not change the float32 mean and rstd. All else is float32, each step rounded once.
-n is quantized from float32, without a rounding to BF16 between.
+groups in float64: their order does not change mean and rstd, which are rounded to float32. All other steps are in
+float32, each rounded once. n is quantized from float32; it is not rounded to BF16 first.
 
 Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
