@@ -120,7 +120,7 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> No
     with pytest.raises(ArtifactError, match="no run of octavo train"):
         run.newest()
     run.config.write_text("{}")
-    with pytest.raises(ArtifactError, match=f"Hugging Face model.* octavo train --model {tmp_path}"):
+    with pytest.raises(ArtifactError, match="is a model folder, not a run of octavo train: give the folder that"):
         run.newest()
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")

@@ -44,7 +44,7 @@ def test_what_the_model_has_no_place_for_is_left_out(llama: Path, tmp_path: Path
         ({"layout": "fp8"}, "the layout fp8 holds the scheme block alone, not channel"),
         ({"layers": {"*.nothing": "block"}}, r"'\*.nothing' matches no packed layer"),
         ({"skip": ["*.nothing"]}, "matches no linear layer"),
-        ({"scheme": "static"}, "stores the scales of inputs: give --calibration"),
+        ({"scheme": "static"}, "stores scales of inputs: give --calibration"),
         ({"step": 3}, "is a model, not a run of octavo train"),
         (
             {"skip": ["*.1.*.k_proj"]},
