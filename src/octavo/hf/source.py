@@ -15,7 +15,7 @@ from octavo.artifact.run import RunFolder
 from octavo.artifact.safetensors_files import ShardReader, Spec
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
-from octavo.hf.meta_model import MetaModel, our_meta_model, transformers_meta_model
+from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
 from octavo.models import BUILT_IN_MODELS
 
 
@@ -63,6 +63,16 @@ class Source:
     def specs(self) -> dict[str, Spec]:
         """The dtype and shape of each tensor of the model in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
+
+    def fill_bf16(self) -> Any:
+        """The model with its weights, in BF16 on the CPU.
+
+        Raises:
+            ArtifactError: a tensor holds inf or NaN.
+        """
+        tensors = {name: self.get(name) for name in self.specs}
+        floats = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+        return fill_model(self.meta_model, floats)
 
     def folded(self) -> dict[str, Any]:
         """The entry `folded` of octavo.json, which `octavo fold` writes; it holds for the packed weights too."""

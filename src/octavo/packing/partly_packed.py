@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.files import ArtifactError
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
-from octavo.hf.meta_model import fill_model
 from octavo.hf.outputs import is_language_model, model_outputs
 from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
+from octavo.numerics.codec import cast, widen
+from octavo.numerics.formats import E4M3
 from octavo.runtime.packed_linear import PackedLinear
 
 
@@ -92,10 +92,7 @@ def _is_of(key: str, disk: str) -> bool:
 
 
 def _fill(source: Source) -> nn.Module:
-    """The model with its weights, in BF16 on the CPU."""
-    tensors = {name: source.get(name) for name in source.specs}
-    rounded = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
-    model: Any = fill_model(source.meta_model, rounded)
+    model = source.fill_bf16()
     if not isinstance(model, Decoder):
         model.config.use_cache = False
     filled: nn.Module = model
@@ -120,5 +117,4 @@ def _update(
 
 
 def _through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    largest = torch.finfo(WEIGHT_DTYPE).max
-    return ((x.float() / scale).clamp(-largest, largest).to(WEIGHT_DTYPE).float() * scale).to(x.dtype)
+    return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)

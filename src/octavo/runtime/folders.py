@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo.artifact.files import ArtifactError, model_tensors
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, read_config
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.packed.layouts import read_config
 from octavo.device import choose_device
-from octavo.hf.meta_model import fill_model
 from octavo.hf.outputs import is_language_model
 from octavo.hf.source import open_source
 from octavo.models.causal import is_causal
@@ -36,9 +35,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     source = open_source(folder)
     model = source.meta_model.model
     _require(is_language_model(model), model, folder)
-    tensors = {name: source.get(name) for name in model_tensors(model)}
-    floats = {name: t.to(UNQUANTIZED_DTYPE) if t.is_floating_point() else t for name, t in tensors.items()}
-    model = fill_model(source.meta_model, floats).to(place)
+    model = source.fill_bf16().to(place)
     tokenizer = load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
     return Loaded(model, tokenizer, source.meta_model.context)
