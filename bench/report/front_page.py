@@ -49,7 +49,8 @@ def gains(results: dict[str, Result]) -> list[Gain]:
             "the-layer-stack",
         ),
         Gain(
-            f"Train a GPT of width {parity['settings']['width']}, {gpu(parity)}{small}",
+            # measured before our GPT-2 had three layers for q, k and v
+            f"Train a GPT of width {parity['settings']['width']}, q, k and v as one layer, {gpu(parity)}{small}",
             speed,
             ratio(steps.get("torchao"), steps.get("rowwise")),
             f"final loss {loss['rowwise']:+.2%}; torchao's {number(loss.get('torchao'), '{:+.2%}')}; "
