@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.layer import LayerKVCache
-from octavo.kv_cache.transformers_cache import QuantizedKVCache, QuantizedKVCacheLayer
+from octavo.kv_cache.model import Appended
+from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.ops import quantize
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
@@ -61,13 +62,23 @@ class PlainCache:
         return self.keys, self.values
 
 
-def octavo_caches(model: Any, stores: Sequence[LayerKVCache]) -> list[QuantizedKVCacheLayer]:
-    """The stores as layers of a `QuantizedKVCache`; the attention of `model` becomes the one that reads them."""
-    cache = QuantizedKVCache.for_model(model, stores[0].max_tokens, stores[0].dtype)
-    for layer, store in zip(cache.layers, stores, strict=True):
-        # Not by its `update`, which marks the addresses: the code of a layer would then be for that layer alone.
-        layer.store = store
-    return list(cache.layers)
+class OctavoCache:
+    """One layer's store as the cache that the attention "octavo" reads."""
+
+    def __init__(self, store: LayerKVCache) -> None:
+        self.store = store
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Appended, Appended]:
+        appended = Appended(self.store, k, v, self.store.empty)
+        self.store.append(k, v)
+        return appended, appended
+
+
+def octavo_caches(model: Any, stores: Sequence[LayerKVCache]) -> list[OctavoCache]:
+    """A cache for each layer; the attention of `model` becomes the one that reads them."""
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+    return [OctavoCache(store) for store in stores]
 
 
 # --- Models ----------------------------------------------------------------------------------------------------
@@ -147,14 +158,14 @@ def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None 
 
 
 @torch.no_grad()
-def forward_again(model: Any, ids: Tensor, first: int, kept: Sequence[QuantizedKVCacheLayer]) -> Tensor:
+def forward_again(model: Any, ids: Tensor, first: int, kept: Sequence[OctavoCache]) -> Tensor:
     """`forward`, after which the caches forget its tokens, so that the next call or replay writes to the same places.
 
     This is one kernel for all layers; `crop` takes two a layer. The layers must be compiled: eager code would check the
     host's count of tokens, which this does not set back.
     """
     logits = forward(model, ids, first, kept)
-    torch._foreach_sub_([layer.store.length for layer in kept if layer.store is not None], ids.shape[1])
+    torch._foreach_sub_([layer.store.length for layer in kept], ids.shape[1])
     return logits
 
 

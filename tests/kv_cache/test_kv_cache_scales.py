@@ -39,7 +39,7 @@ def test_scales_by_name_go_to_their_layers():
     order = (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)
     scales = {f"model.layers.{i}.self_attn": (torch.tensor([i + 1.0]), torch.tensor([1.0])) for i in order}
     cache = QuantizedKVCache(model_of("llama", num_hidden_layers=11).config, 9, scales=scales)
-    assert [float(layer.settings["scales"][0]) for layer in cache.layers] == [i + 1.0 for i in range(11)]
+    assert [float(k) for k, _ in cache.model_cache.scales] == [i + 1.0 for i in range(11)]
 
 
 def test_a_calibration_without_keys_is_refused():

@@ -1,10 +1,11 @@
-"""A KV cache in BF16, FP8 or INT8: of one attention layer, and of a whole model for transformers.
+"""A KV cache in BF16, FP8 or INT8: of one attention layer, of a model, and of a model for transformers.
 
-`LayerKVCache` is one layer's cache. `octavo.kv_cache.transformers_cache.QuantizedKVCache` is the cache of a model; its
-module imports transformers, so it is not imported here. The full-precision cache of our own models is
-`octavo.models.KVCache`.
+`LayerKVCache` is one layer's cache, and `ModelKVCache` that of all layers of a model.
+`octavo.kv_cache.transformers_cache.QuantizedKVCache` is the same for `past_key_values`; its module imports
+transformers, so it is not imported here.
 """
 
 from octavo.kv_cache.layer import LayerKVCache
+from octavo.kv_cache.model import ModelKVCache
 
-__all__ = ["LayerKVCache"]
+__all__ = ["LayerKVCache", "ModelKVCache"]

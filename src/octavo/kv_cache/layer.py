@@ -18,12 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kv_cache.length import Length
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops.attention import LARGEST, append_kv, cached_attention, from_stored, to_stored
 
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 # A margin of 2 costs E4M3 no precision, since its numbers are as dense, relatively, in each binade. INT8 loses steps.
-MARGINS = {"bf16": 1.0, "fp8": 2.0, "int8": 1.25}
+MARGINS = {"fp8": 2.0, "int8": 1.25}
 GRANULARITIES = ("tensor", "head")
 
 
@@ -32,23 +39,26 @@ class LayerKVCache:
 
     Args:
         shape: [B, G, S, D]: sequences, heads of keys, room for S tokens, head size.
-        dtype: "bf16", "fp8" (e4m3) or "int8".
+        dtype: "fp8" (e4m3), "int8", or one that is not quantized: "bf16", "fp16", "fp32".
         scales: of keys and of values, float32 with one element or G, positive. None computes them in a warm-up.
         per: "tensor" or "head": one scale for all heads, or one a head, in a warm-up. The default is "head" for INT8
             and "tensor" for E4M3.
         margin: factor of the largest magnitude seen in a warm-up. The default is 2 for E4M3 and 1.25 for INT8.
         device: of the buffers.
+        length: the count of tokens that the layers of a model share; its owner advances it. None makes one, which
+            `append` advances.
 
     Attributes:
         keys, values: the buffers [B, G, S, D]. The first `length` tokens are in use.
         k_scale, v_scale: float32 [G], or None in BF16.
-        length: int64, no dimension, on the device.
+        count: the number of tokens, as `Length`; `length` is its tensor, int64 on the device, no dimension.
         clipped: int64 [2], on the device: how many numbers of the keys and of the values saturated or were NaN.
         warming: whether the scales still grow.
         empty: whether no token is stored.
 
     Raises:
-        ValueError: the dtype or the granularity is unknown, the scales do not fit, or scales are given for BF16.
+        ValueError: the dtype or the granularity is unknown, the scales do not fit, or scales are given for a dtype that
+            has none.
     """
 
     def __init__(
@@ -60,14 +70,16 @@ class LayerKVCache:
         per: str | None = None,
         margin: float | None = None,
         device: torch.device | str = "cpu",
+        length: Length | None = None,
     ) -> None:
         check_settings(dtype, per, margin)
         self.dtype, self.per = dtype, per or ("head" if dtype == "int8" else "tensor")
-        self.margin = MARGINS[dtype] if margin is None else margin
+        self.margin = MARGINS.get(dtype, 1.0) if margin is None else margin
         self.max_tokens = int(shape[2])
         stored = DTYPES[dtype]
         self.keys, self.values = (torch.zeros(*shape, dtype=stored, device=device) for _ in range(2))
-        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = Length(self.max_tokens, device) if length is None else length
+        self._counts = length is None
         self.clipped = torch.zeros(2, dtype=torch.int64, device=device)
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
@@ -75,10 +87,15 @@ class LayerKVCache:
             given = (None, None) if scales is None else scales
             self.k_scale, self.v_scale = (_scale(s, int(shape[1]), device) for s in given)
         elif scales is not None:
-            raise ValueError("keys and values in bf16 have no scales: leave scales out, or use dtype='fp8' or 'int8'")
+            raise ValueError(
+                f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
+            )
         self.warming = stored in LARGEST and scales is None
         self.empty = True
-        self._host_length = 0  # `length` as the host knows it; replays of a CUDA graph do not change it
+
+    @property
+    def length(self) -> Tensor:
+        return self.count.tensor
 
     @property
     def nbytes(self) -> int:
@@ -94,12 +111,12 @@ class LayerKVCache:
                 replays of a CUDA graph; when those overrun the cache, `attend` returns NaN instead.
             ValueError: the shape or dtype is wrong.
         """
-        self._check_room(k.shape[2])
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("a cache overwrites its buffers in place: call the model under torch.no_grad()")
+        if self._counts:
+            self.count.advance(k.shape[2])
         if self.warming and k.numel():
             self._widen_scales(k, v)
-        self.length.add_(k.shape[2])
         append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
         self.empty = False
 
@@ -121,17 +138,16 @@ class LayerKVCache:
 
     def reset(self) -> None:
         """Forget all tokens and the count of clipped numbers. Frozen scales stay; a warm-up starts again."""
-        self.length.zero_()
+        self.count.clear()
         self.clipped.zero_()
-        self.empty, self._host_length = True, 0
+        self.empty = True
         if self.warming:
             for scale in (self.k_scale, self.v_scale):
                 assert scale is not None
                 scale.fill_(SMALLEST_SCALE)
 
     def crop(self, tokens: int) -> None:
-        self.length.sub_(tokens).clamp_(min=0)
-        self._host_length = max(0, self._host_length - tokens)
+        self.count.crop(tokens)
 
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
@@ -142,16 +158,6 @@ class LayerKVCache:
                 data.copy_(chosen)
             else:
                 setattr(self, name, chosen.view(DTYPES[self.dtype]))
-
-    def _check_room(self, new: int) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._host_length + new > self.max_tokens:
-            raise RuntimeError(
-                f"a cache of {self.max_tokens} tokens is full: it holds {self._host_length} and got {new} more; make a "
-                "larger one"
-            )
-        self._host_length += new
 
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
         """Raise the scales to cover the new tokens, and cast the stored tokens again with them."""

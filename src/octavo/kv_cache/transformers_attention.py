@@ -5,32 +5,18 @@ each pair of query and key. This mask is the index of the first token in each se
 left padding, and a decoding step need not build it. Importing this module imports transformers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from octavo.kv_cache.layer import LayerKVCache, prompt_attention
+from octavo.kv_cache.layer import prompt_attention
+from octavo.kv_cache.model import Appended
 from octavo.ops import cached_attention
 
 ATTENTION = "octavo"
-
-
-class Appended(NamedTuple):
-    """The return value of `update`: one layer's cache, and the keys and values [B, G, T, D] just stored in it."""
-
-    store: LayerKVCache
-    keys: Tensor
-    values: Tensor
-    was_empty: bool  # whether the cache was empty before
-
-    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
-        """Attention of the queries [B, H, T, D] of the tokens just stored. A prompt attends to unrounded keys."""
-        if self.was_empty and q.shape[2] > 1:
-            return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
-        return self.store.attend(q, first=first, scale=scale)
 
 
 def register_attention() -> None:

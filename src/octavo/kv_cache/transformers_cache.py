@@ -22,62 +22,49 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from octavo.calibration.folder import Calibration
-from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings
-from octavo.kv_cache.transformers_attention import ATTENTION, Appended, register_attention
+from octavo.kv_cache.layer import DTYPES, LayerKVCache
+from octavo.kv_cache.model import Appended, ModelKVCache, Scales
+from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops.attention import LARGEST
 
-Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
-
 
 class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a `QuantizedKVCache`. The first keys set its batch size, heads and device, and allocate it."""
+    """One layer of a cache, as transformers calls it."""
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, max_tokens: int, freezes: bool, **settings: Any) -> None:
+    def __init__(self, cache: ModelKVCache, layer: int) -> None:
         super().__init__()
-        self.max_tokens, self.freezes, self.settings = max_tokens, freezes, settings
-        self.store: LayerKVCache | None = None
+        self.cache, self.layer = cache, layer
+
+    @property
+    def store(self) -> LayerKVCache | None:
+        return self.cache.stores[self.layer] if self.cache.stores else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, heads, _, dim = key_states.shape
-        if value_states.shape[3] != dim:
-            raise ValueError(f"keys and values must have the same head size, got {dim} and {value_states.shape[3]}")
-        shape = (batch, heads, self.max_tokens, dim)
-        store = self.store = LayerKVCache(shape, device=key_states.device, **self.settings)
-        if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
-            for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
-                if t is not None:
-                    torch._dynamo.mark_static_address(t)
-        self.is_initialized = True
+        """Nothing: `ModelKVCache` allocates all layers at once."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Appended, Appended]:
         """Store the keys and values of new tokens, [B, G, T, D]."""
-        if self.store is None:
-            self.lazy_initialization(key_states, value_states)
-        store = self.store
-        assert store is not None
-        appended = Appended(store, key_states, value_states, store.empty)
-        store.append(key_states, value_states)
-        if self.freezes and store.warming:
-            store.freeze()
+        appended = self.cache.append(self.layer, key_states, value_states)
+        self.is_initialized = True
         return appended, appended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.max_tokens, 0
+        return self.cache.max_tokens, 0
 
     def get_seq_length(self) -> Any:
         """The number of tokens stored: 0, or a tensor on the device."""
-        return 0 if self.store is None else self.store.length
+        return 0 if self.cache.length is None else self.cache.length.tensor
 
     def get_max_length(self) -> int:
-        return self.max_tokens
+        return self.cache.max_tokens
 
     def get_max_cache_shape(self) -> int:
         """The name of `get_max_length` in the first releases of transformers 5."""
-        return self.max_tokens
+        return self.cache.max_tokens
 
     @property
     def batch_size(self) -> int:
@@ -90,8 +77,8 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if self.store is not None:
-            self.store.crop(-tokens_to_remove)
+        if self.layer == 0:  # all layers share one count
+            self.cache.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -135,19 +122,17 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         margin: float | None = None,
         warm_up: str = "prompt",
     ) -> None:
-        check_settings(dtype, per, margin)
         if warm_up not in ("prompt", "manual"):
             raise ValueError(f"warm_up must be 'prompt' or 'manual', got {warm_up!r}")
         text = config.get_text_config(decoder=True)
         _check_model(text, max_tokens)
         register_attention()
         self.config = text
-        settings = {"dtype": dtype, "per": per, "margin": margin}
-        layers = [
-            QuantizedKVCacheLayer(max_tokens, warm_up == "prompt", scales=given, **settings)
-            for given in _by_layer(scales, text.num_hidden_layers)
-        ]
-        super().__init__(layers=layers)
+        layers = text.num_hidden_layers
+        self.model_cache = ModelKVCache(
+            layers, max_tokens, dtype, scales=in_order(scales), per=per, margin=margin, freezes=warm_up == "prompt"
+        )
+        super().__init__(layers=[QuantizedKVCacheLayer(self.model_cache, i) for i in range(layers)])
 
     @classmethod
     def for_model(cls, model: Any, max_tokens: int, dtype: str = "fp8", **settings: Any) -> Self:
@@ -159,7 +144,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     @property
     def stores(self) -> list[LayerKVCache]:
         """The caches of the layers that hold tokens."""
-        return [layer.store for layer in self.layers if layer.store is not None]
+        return self.model_cache.stores
 
     @property
     def clipped(self) -> Tensor:
@@ -168,7 +153,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores)
+        return self.model_cache.nbytes
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the keys and values of new tokens, and return what the attention "octavo" reads."""
@@ -181,10 +166,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     def freeze(self) -> None:
         """End the warm-up of every layer: the scales no longer change, and `reset` keeps them."""
-        for layer in self.layers:
-            if layer.store is None:
-                raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
-            layer.store.freeze()
+        self.model_cache.freeze()
 
 
 def scales_from_calibration(
@@ -216,8 +198,6 @@ def scales_from_calibration(
 
 
 def _check_model(config: Any, max_tokens: int) -> None:
-    if max_tokens < 1:
-        raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(
@@ -232,12 +212,8 @@ def _check_model(config: Any, max_tokens: int) -> None:
         )
 
 
-def _by_layer(scales: Scales | None, layers: int) -> Sequence[tuple[Tensor, Tensor] | None]:
-    """The scales of each layer in order."""
-    if scales is None:
-        return [None] * layers
-    if isinstance(scales, Mapping):  # by names such as model.layers.11.self_attn, in the order of their numbers
-        scales = [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
-    if len(scales) != layers:
-        raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
-    return scales
+def in_order(scales: Scales | None) -> Sequence[tuple[Tensor, Tensor]] | None:
+    """The scales in the order of the layers: by the numbers in names such as model.layers.11.self_attn."""
+    if not isinstance(scales, Mapping):
+        return scales
+    return [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]

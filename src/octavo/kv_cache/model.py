@@ -1,0 +1,159 @@
+"""The KV cache of a whole model: one `LayerKVCache` a layer, and one count of tokens for all.
+
+    cache = ModelKVCache(layers=32, max_tokens=4096, dtype="fp8")
+    y = cache.append(i, k, v).attend(q, cache.first, scale)      in layer i; q [B, H, T, D], k and v [B, G, T, D]
+
+The buffers are allocated by the first keys, which set the batch size, heads, head size and device. The sequences of a
+batch end at the same place: a shorter one has padding on its left, and `first` says how much.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings, prompt_attention
+from octavo.kv_cache.length import Length
+
+Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Appended(NamedTuple):
+    """One layer's cache, and the keys and values [B, G, T, D] just stored in it."""
+
+    store: LayerKVCache
+    keys: Tensor
+    values: Tensor
+    was_empty: bool  # whether the cache was empty before
+
+    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
+        """Attention of the queries [B, H, T, D] of the tokens just stored. A prompt attends to unrounded keys."""
+        if self.was_empty and q.shape[2] > 1:
+            return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
+        return self.store.attend(q, first=first, scale=scale)
+
+
+class ModelKVCache:
+    """The KV caches of the layers of a model, for inference.
+
+    Args:
+        layers: number of layers.
+        max_tokens: room for each sequence, prompt and padding included.
+        dtype: as of `LayerKVCache`; None takes that of the first keys.
+        scales, per, margin: as of `LayerKVCache`; `scales` one pair a layer, in order or by the name of its attention.
+        freezes: whether the scales of a warm-up are frozen after the first tokens. If not, `freeze` does it.
+
+    Attributes:
+        stores: one `LayerKVCache` a layer; empty before the first keys.
+        length: the number of tokens, or None before the first keys. The first layer advances it.
+        first: int32 [B], the first token of each sequence that is not padding; None without padding.
+
+    Raises:
+        ValueError: the settings do not fit each other, or the scales are of another number of layers.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        max_tokens: int,
+        dtype: str | None = None,
+        *,
+        scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+        per: str | None = None,
+        margin: float | None = None,
+        freezes: bool = True,
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
+        if dtype is not None:
+            check_settings(dtype, per, margin)
+        if scales is not None and len(scales) != layers:
+            raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
+        self.layers, self.max_tokens, self.dtype, self.freezes = layers, max_tokens, dtype, freezes
+        self.scales, self.per, self.margin = scales, per, margin
+        self.stores: list[LayerKVCache] = []
+        self.length: Length | None = None
+        self.first: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens stored, as the host knows it."""
+        return 0 if self.length is None else self.length.host
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """Store the keys (after rotary embedding) and values of T new tokens, [B, G, T, D] each.
+
+        Raises:
+            RuntimeError: the cache has no room for the tokens, or autograd records them.
+            ValueError: the shape or dtype is wrong.
+        """
+        store = self.store_for(layer, k, v)
+        was_empty = store.empty
+        store.append(k, v)
+        if self.freezes and store.warming:
+            store.freeze()
+        return Appended(store, k, v, was_empty)
+
+    def store_for(self, layer: int, k: Tensor, v: Tensor) -> LayerKVCache:
+        """The layer's cache, allocated for these keys and values if it is not yet. The first layer counts the tokens,
+        so each layer calls this once a forward pass, in order."""
+        if not self.stores:
+            self._allocate(k, v)
+        if layer == 0:
+            assert self.length is not None
+            self.length.advance(k.shape[2])
+        return self.stores[layer]
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
+        start = self.length.tensor if self.length is not None else 0
+        positions = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return positions if self.first is None else (positions - self.first[:, None]).clamp_(min=0)
+
+    def freeze(self) -> None:
+        """End the warm-up of every layer: the scales no longer change, and `reset` keeps them."""
+        if not self.stores:
+            raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
+        for store in self.stores:
+            store.freeze()
+
+    def reset(self, *, scales: bool = False) -> None:
+        """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
+        self.first = None
+        for store in self.stores:
+            store.warming |= scales and self.scales is None and store.k_scale is not None
+            store.reset()
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        if self.length is not None:
+            self.length.crop(tokens)
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        batch, heads, _, dim = k.shape
+        if v.shape[3] != dim:
+            raise ValueError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
+        self.length = Length(self.max_tokens, k.device)
+        self.stores = [
+            LayerKVCache(
+                (batch, heads, self.max_tokens, dim),
+                self.dtype or NAMES[k.dtype],
+                scales=None if self.scales is None else self.scales[i],
+                per=self.per,
+                margin=self.margin,
+                device=k.device,
+                length=self.length,
+            )
+            for i in range(self.layers)
+        ]
+        if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
+            for store in self.stores:
+                for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
+                    if t is not None:
+                        torch._dynamo.mark_static_address(t)
