@@ -1,9 +1,9 @@
 """Our operations in Inductor: compiled code launches their kernels directly instead of calling into Python.
 
-A call of a custom operation costs 50 to 100 µs of the host's time, more than many kernels run. A launch that Inductor
-makes costs a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become
-one) and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its
-reference, or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
+A call of an operation costs 50 to 100 µs of the host's time, more than many kernels run, and a launch that Inductor
+makes a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become one)
+and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its reference, or
+has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
 
 Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
 product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
@@ -16,19 +16,21 @@ in a deep model. PyTorch's own scaled GEMM is such an operation, so it is regist
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._library.custom_ops import CustomOpDef
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from octavo.ops.eager import Operation, on_device_of_first
 
 # With this, Inductor launches the kernels of users from C++, as it does its own. It must be set before the first
 # compilation, which starts the processes that compile.
@@ -41,8 +43,8 @@ _lowering = False
 
 def operation(
     name: str, runs_kernels: Callable[..., bool], mutates: tuple[str, ...] = ()
-) -> Callable[[Function], CustomOpDef]:
-    """Register a function as the operation `octavo::name`.
+) -> Callable[[Function], Operation]:
+    """Register a function as the operation `octavo::name`, and return what calls it.
 
     Args:
         name: of the operation.
@@ -51,12 +53,18 @@ def operation(
         mutates: the names of the arguments that the function writes to. Inductor must not inline such an operation.
     """
 
-    def register(function: Function) -> CustomOpDef:
+    def register(function: Function) -> Operation:
         OPERATIONS[name] = (function, runs_kernels)
-        op = torch.library.custom_op(f"octavo::{name}", function, mutates_args=mutates)
+
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            return on_device_of_first(function, *args)
+
+        op = torch.library.custom_op(f"octavo::{name}", run, mutates_args=mutates)
         if not mutates:
             op.register_autograd(partial(_no_gradient, name))
-        return op
+        parameters = list(inspect.signature(function).parameters)
+        return Operation(run, op, tuple(map(parameters.index, mutates)))
 
     return register
 

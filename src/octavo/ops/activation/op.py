@@ -37,7 +37,7 @@ def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     """
     check_row_cast("activation_quantize", cast)
     _check(u, kind)
-    data, scale = torch.ops.octavo.activation_quantize(u, cast.spec, kind)
+    data, scale = _activation_quantize(u, cast.spec, kind)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -69,7 +69,7 @@ def activation_backward(
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
     _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
-    data, scale, h_data, wide = torch.ops.octavo.activation_backward(
+    data, scale, h_data, wide = _activation_backward(
         dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale
     )
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)

@@ -52,7 +52,7 @@ def cached_attention(
     _check_cache(keys, values, k_scale, v_scale, length)
     _check(q, keys, first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result: Tensor = torch.ops.octavo.cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
+    result: Tensor = _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
     return result
 
 
@@ -84,7 +84,7 @@ def append_kv(
     check_tensor("k", k, shape, *FLOATS)
     check_tensor("v", v, shape, *FLOATS)
     check_tensor("clipped", clipped, (2,), torch.int64)
-    torch.ops.octavo.append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
+    _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
 
 
 def _check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor) -> None:

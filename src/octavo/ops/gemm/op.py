@@ -56,7 +56,7 @@ def scaled_mm(
         )
     name = "emulated" if backend.name == "none" else backend.name
     scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-    y: Tensor = torch.ops.octavo.scaled_mm(a.data, b.data, out_dtype, name, *scales, bias, residual, fast_accumulation)
+    y: Tensor = _scaled_mm(a.data, b.data, out_dtype, name, *scales, bias, residual, fast_accumulation)
     return y
 
 

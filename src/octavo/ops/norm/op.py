@@ -42,7 +42,7 @@ def norm_quantize(
     """
     check_row_cast("norm_quantize", cast)
     _check(x, residual, weight, bias)
-    total, data, scale, mean, rstd = torch.ops.octavo.norm_quantize(x, cast.spec, residual, weight, bias, eps, center)
+    total, data, scale, mean, rstd = _norm_quantize(x, cast.spec, residual, weight, bias, eps, center)
     return Normed(x if residual is None else total, QTensor(data, scale, cast.fmt, ROW), mean, rstd)
 
 
@@ -65,7 +65,7 @@ def norm_backward(
         ValueError: for another shape or dtype.
     """
     _check_backward(dn, x, weight, mean, rstd, residual)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(dn, x, weight, mean, rstd, residual, center)
+    result: tuple[Tensor, Tensor, Tensor] = _norm_backward(dn, x, weight, mean, rstd, residual, center)
     return result
 
 

@@ -30,7 +30,7 @@ def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_s
         ValueError: for another shape or dtype.
     """
     _check(x, column_scale, row_scale)
-    data, scale = torch.ops.octavo.quantize(x, cast.spec, column_scale, row_scale, _seed(x, cast))
+    data, scale = _quantize(x, cast.spec, column_scale, row_scale, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -46,14 +46,14 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
         check_matrix("quantize_stack", x)
     if cast.granularity != ROW or cast.rounding != "nearest":
         raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
-    data, scale = torch.ops.octavo.quantize_stack(list(tensors), cast.spec)
+    data, scale = _quantize_stack(list(tensors), cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
 def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
     """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M."""
     check_matrix("quantize_transposed", x)
-    data, scale = torch.ops.octavo.quantize_transposed(x, cast.spec, _seed(x, cast))
+    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -65,7 +65,7 @@ def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tens
         all data is NaN.
     """
     check_matrix("quantize_scaled", x)
-    data, amax = torch.ops.octavo.quantize_scaled(x, scale, cast.format, _seed(x, cast))
+    data, amax = _quantize_scaled(x, scale, cast.format, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, TENSOR), amax
 
 

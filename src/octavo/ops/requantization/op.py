@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
@@ -33,7 +32,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) 
     if scale.shape != cast.granularity.scale_shape((total, k)):
         shapes = [list(x.shape) for x in tensors]
         raise ValueError(f"need the scales of {shapes} by {cast.granularity.name}, got scales {list(scale.shape)}")
-    result: Tensor = torch.ops.octavo.requantize_transposed(list(tensors), cast.spec, scale)
+    result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale)
     return result
 
 
@@ -57,7 +56,7 @@ def requantize_norm(
     check_row_cast("requantize_norm", cast)
     if x.shape[0] != scale.shape[0]:
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
-    result: Tensor = torch.ops.octavo.requantize_norm(x, cast.format, scale, mean, rstd, weight, bias)
+    result: Tensor = _requantize_norm(x, cast.format, scale, mean, rstd, weight, bias)
     return result
 
 

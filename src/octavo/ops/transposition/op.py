@@ -27,7 +27,7 @@ def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
-    result: Tensor = torch.ops.octavo.transpose(data, shift)
+    result: Tensor = _transpose(data, shift)
     return result
 
 

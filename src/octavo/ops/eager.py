@@ -1,0 +1,69 @@
+"""Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
+
+A call through the dispatcher costs 50 to 100 µs of the host's time, since our operations are Python functions. That is
+more than many kernels run, and it would decide the time of a decoding step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+PLAIN = (Tensor, Parameter)
+
+
+class Operation:
+    """A registered operation. A call runs `function` itself where the result is the same as through the dispatcher.
+
+    Args:
+        function: takes positional arguments, the first a tensor or a list of tensors on the device that it runs on.
+        registered: the operation made of `function`.
+        mutated: the positions of the arguments that the function writes to.
+    """
+
+    def __init__(self, function: Callable[..., Any], registered: CustomOpDef, mutated: tuple[int, ...]) -> None:
+        self.function, self.mutated = function, mutated
+        self.register_fake = registered.register_fake
+        self.overload = registered._opoverload
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_traced() or not _are_plain(args, torch.is_grad_enabled()):
+            return self.overload(*args)
+        if self.mutated:  # autograd must notice that a tensor it saved has changed
+            increment_version([args[i] for i in self.mutated if not args[i].is_inference()])
+        return self.function(*args)
+
+
+def on_device_of_first(function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` with the device of its first tensor as the current one: Triton launches there."""
+    first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    if not first.is_cuda or first.get_device() == torch.cuda.current_device():
+        return function(*args)
+    with torch.cuda.device(first.device):
+        return function(*args)
+
+
+def _is_traced() -> bool:
+    """Whether a mode or a transform (fake tensors, torch.func, torch.jit.trace, a profiler of FLOPs) sees the calls."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _are_plain(values: Iterable[Any], records: bool) -> bool:
+    """Whether the tensors among `values` hold numbers, are of no subclass, and none gets a gradient."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in PLAIN or value.is_meta or (records and value.requires_grad):
+                return False
+        elif type(value) is list and not _are_plain(value, records):
+            return False
+    return True
