@@ -123,7 +123,7 @@ def test_operands_are_left_alone():
 
 
 def test_a_gpu_without_the_kernel_raises_unless_emulation_is_asked_for(monkeypatch):
-    monkeypatch.setattr(op, "find_backend", lambda *_, **__: Backend("none", "this GPU is a toaster"))
+    monkeypatch.setattr(op, "_find_cached", lambda *_, **__: Backend("none", "this GPU is a toaster"))
     a, b = operands("group64", 3, 64, 5)
     with pytest.raises(RuntimeError, match="no FP8 GEMM here: this GPU is a toaster") as error:
         scaled_mm(a, b)

@@ -28,7 +28,6 @@ from octavo.recipe import FusableRecipe
 # Root-mean-square norms of transformers: weight * x / rms(x), eps in `variance_epsilon`.
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 LONGEST_NORM = 16384  # elements of a row: beyond, the registers of the fused norm spill, and PyTorch's norm is faster
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class NormLinear(nn.Module):
@@ -86,8 +85,9 @@ class NormLinear(nn.Module):
 
 
 def _find(owner: nn.Module, name: tuple[str, ...]) -> nn.Module:
-    for part in name:
-        owner = getattr(owner, part)
+    for part in name:  # by itself, getattr asks Python first, which raises and catches an exception
+        child = owner._modules.get(part)
+        owner = getattr(owner, part) if child is None else child
     return owner
 
 
@@ -109,7 +109,10 @@ def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
 
 def watched(module: nn.Module) -> bool:
     """Whether a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
-    return "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
+    own = module.__dict__
+    return "forward" in own or bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
 
 
 def fused_call(layers: FusableLayers, x: Tensor) -> FusedCall:

@@ -64,6 +64,8 @@ class Granularity:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
+        if self.rows == 1 and self.cols is None:
+            return *shape[:-1], 1
         whole = self.cols is None  # an empty row, or an empty tensor, still has a scale
         sizes = (*shape[:-1], max(shape[-1], 1)) if whole and shape else shape
         sizes = (1,) * len(shape) if self.rows is None else sizes

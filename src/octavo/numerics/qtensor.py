@@ -34,8 +34,8 @@ class QTensor:
             raise TypeError(f"{self.format.name} data must be {self.format.dtype}, got {self.data.dtype}")
         if self.scale.dtype not in SCALE_DTYPES:
             raise TypeError(f"a scale must be float32 or float8_e8m0fnu, got {self.scale.dtype}")
-        required = self.granularity.scale_shape(tuple(self.data.shape))
-        if tuple(self.scale.shape) != required:
+        required = self.granularity.scale_shape(self.data.shape)
+        if self.scale.shape != required:
             raise ValueError(
                 f"{self.granularity.name} scales of data {list(self.data.shape)} must have shape {list(required)}, "
                 f"got {list(self.scale.shape)}"

@@ -35,7 +35,8 @@ def check_row_cast(operation: str, cast: Cast) -> None:
 
     A cast with a history has granularity tensor, so it is refused too.
     """
-    if cast.granularity != ROW or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
+    by_row = cast.granularity is ROW or cast.granularity == ROW  # a comparison of dataclasses is slow
+    if not by_row or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
         raise ValueError(
             f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
             f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"

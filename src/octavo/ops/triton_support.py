@@ -26,6 +26,18 @@ def has_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (`triton.cdiv` takes microseconds, since it serves kernels too.)"""
+    return -(-a // b)
+
+
 def power_of_two_above(n: int) -> int:
     """The smallest power of two that is at least `n`: Triton's tiles have such sizes."""
     return 1 << max(n - 1, 0).bit_length()

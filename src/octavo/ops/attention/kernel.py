@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.ops.attention.splits import splits_of
 from octavo.ops.device_math import SMALLEST_SCALE, add, ceil_power_of_two, inverse
 from octavo.ops.inductor import launcher
-from octavo.ops.triton_support import power_of_two_above
+from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
 TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes of an element -> BLOCK_N, warps, stages
 PROGRAMS_PER_SM = 2  # the memory of two programs fits: three stages of 32 KiB each
@@ -47,8 +47,7 @@ def cached_attention(
     kv_heads, capacity = keys.shape[1:3]
     pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
     block_n, warps, stages = TILES[keys.element_size()]
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors)
+    splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
     result = torch.empty_like(q)
     one_split = splits == 1
     partial = result if one_split else q.new_empty((pairs, splits, num_rows, dim), dtype=torch.float32)
@@ -242,7 +241,7 @@ def append_kv(
     batch, kv_heads, num_new, dim = k.shape
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
-    launcher(_append_kernel, (triton.cdiv(num_new, block_t), batch * kv_heads, 2))(
+    launcher(_append_kernel, (cdiv(num_new, block_t), batch * kv_heads, 2))(
         k, v, keys, values, k_scale, v_scale, length, clipped, *k.stride()[:3], *v.stride()[:3],
         kv_heads, keys.shape[2], num_new,
         HEAD_DIM=dim, LARGEST=limits[0], LIMIT=limits[1], BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 MAX_SPLITS = 128
 
 
+@cache
 def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
     """The number of parts for `pairs` heads of sequences with `capacity` tokens, `programs` running at a time.
 

@@ -11,6 +11,7 @@ sums. It adds them in a fixed order, so the result does not depend on which prog
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.inductor import launcher
-from octavo.ops.triton_support import power_of_two_above
+from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
 COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
 MAX_SPLIT_K = 8
@@ -60,12 +61,12 @@ def scaled_mm(
     tiling = tiling or choose(m, n, k, a.device)
     block_n, block_k, stages, warps, split_k = tiling
     tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps}
-    tiles = triton.cdiv(n, block_n)
+    tiles = cdiv(n, block_n)
     if m == 1:
         launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
         return y
-    k_per_split = triton.cdiv(triton.cdiv(k, block_k), split_k) * block_k
-    split_k = triton.cdiv(k, k_per_split)
+    k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
+    split_k = cdiv(k, k_per_split)
     partials = y.new_empty((split_k, m, n), dtype=torch.float32) if split_k > 1 else None
     promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
     launcher(_tile_kernel, (tiles, split_k))(
@@ -73,19 +74,20 @@ def scaled_mm(
         K=k, K_PER_SPLIT=k_per_split, BLOCK_M=max(16, power_of_two_above(m)), PROMOTE=promote, **strides, **tile,
     )  # fmt: skip
     if partials is not None:
-        launcher(_combine_kernel, (triton.cdiv(n, COMBINE_BLOCK_N), m))(
+        launcher(_combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
             partials, scale_a, scale_b, bias, residual, y, m, n,
             SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
         )  # fmt: skip
     return y
 
 
+@cache
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
         return Tiling(block_n=8, block_k=_block_k(k, 512), stages=4, warps=4)
     block_n, block_k = 64, _block_k(k, 256 if m <= 32 else 128)
-    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = multiprocessors(device)
     tiles, steps = -(-n // block_n), -(-k // block_k)
 
     def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles

@@ -1,5 +1,6 @@
 """The scaled GEMM: checks, the registered operation, and the choice between implementations."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from octavo.ops.gemm.backend import find_backend
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 from octavo.ops.gemm.reference import scaled_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
+
+_find_cached = lru_cache(maxsize=4096)(find_backend)  # torch.compile warns of a cached function and ignores the cache
 
 
 def scaled_mm(
@@ -48,7 +51,8 @@ def scaled_mm(
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
     formats, size = (a.format.name, b.format.name), (a.shape[0], b.shape[0])
     e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
-    backend = find_backend(a.data.device, a.granularity, b.granularity, formats, size, e8m0=e8m0)
+    find = find_backend if torch.compiler.is_compiling() else _find_cached
+    backend = find(a.data.device, a.granularity, b.granularity, formats, size, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "

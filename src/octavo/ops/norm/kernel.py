@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
 from octavo.ops.inductor import launcher
-from octavo.ops.triton_support import row_tile
+from octavo.ops.triton_support import cdiv, multiprocessors, row_tile
 
 PROGRAMS_PER_SM = 2  # of the backward pass
 
@@ -30,7 +30,7 @@ def norm_quantize(
     scale, mean, rstd = (x.new_empty((m, 1), dtype=torch.float32) for _ in range(3))
     block_k, block_m, _ = row_tile(k)
     warps = max(4, block_k // 1024)  # fewer than for quantization alone: there are three sums over the row
-    launcher(_norm_kernel, (triton.cdiv(m, block_m),))(
+    launcher(_norm_kernel, (cdiv(m, block_m),))(
         x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
         EPS=eps, FORMAT_MAX=cast.fmt.max, CENTER=center, POWER_OF_TWO=cast.power_of_two,
         BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
@@ -75,7 +75,7 @@ def norm_backward(
     """Same as `norm_backward_reference`, for contiguous tensors."""
     m, k = x.shape
     dx = torch.empty_like(x)
-    programs = min(m, PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    programs = min(m, PROGRAMS_PER_SM * multiprocessors(x.device))
     partials = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
     dweight, dbias = (weight.new_empty(size) for size in (k, k if center else 0))
     block_k, _, warps = row_tile(k)
@@ -83,7 +83,7 @@ def norm_backward(
         dn, x, weight, mean, rstd, residual, dx, partials, m, k,
         CENTER=center, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    launcher(_sum_kernel, (triton.cdiv(partials.shape[1], 32),))(
+    launcher(_sum_kernel, (cdiv(partials.shape[1], 32),))(
         partials, dweight, dbias, programs, k, CENTER=center, BLOCK_M=32, BLOCK_N=32
     )
     return dx, dweight, dbias

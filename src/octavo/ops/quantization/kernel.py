@@ -32,7 +32,7 @@ from octavo.ops.device_math import (
     store_scale,
 )
 from octavo.ops.inductor import launcher
-from octavo.ops.triton_support import power_of_two_above, row_tile
+from octavo.ops.triton_support import cdiv, power_of_two_above, row_tile
 
 FLAT_BLOCK = 8192  # elements of a program of the kernels for a scale of the whole tensor
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
@@ -85,18 +85,18 @@ def _rows(
     block_k, block_m, warps = row_tile(k)
     constants = {"POWER_OF_TWO": cast.power_of_two, "BLOCK_K": block_k, "num_warps": warps}
     if not cast.relative_floor:
-        launcher(_row_kernel, (triton.cdiv(m, block_m),))(
+        launcher(_row_kernel, (cdiv(m, block_m),))(
             x, data, scale, column_scale, row_scale, first_row, m, k,
             FORMAT_MAX=cast.fmt.max, UNROUNDED=False, E8M0=cast.scale == "e8m0", BLOCK_M=block_m, **constants,
         )  # fmt: skip
         return
     unfloored = torch.empty_like(scale)
-    launcher(_row_kernel, (triton.cdiv(m, block_m),))(
+    launcher(_row_kernel, (cdiv(m, block_m),))(
         x, data, unfloored, column_scale, row_scale, first_row, m, k,
         FORMAT_MAX=cast.fmt.max, UNROUNDED=True, E8M0=False, BLOCK_M=block_m, **constants,
     )  # fmt: skip
-    rows_per_program = power_of_two_above(max(64, triton.cdiv(m, FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (triton.cdiv(m, rows_per_program),))(
+    rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
+    launcher(_floor_kernel, (cdiv(m, rows_per_program),))(
         x, data, unfloored, scale, column_scale, row_scale, first_row, m, k,
         RELATIVE_FLOOR=cast.relative_floor, BLOCK_M=rows_per_program, **constants,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _load(x_ptr, column_scale_ptr, row_scale_ptr, offs_m, offs_k, mask_m, K):
 
 def _tensor(x: Tensor, data: Tensor, scale: Tensor, cast: Cast) -> None:
     bits = x.new_zeros(1, dtype=torch.int32)
-    grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)
+    grid = (cdiv(x.numel(), FLAT_BLOCK),)
     launcher(_amax_kernel, grid)(x, bits, x.numel(), BLOCK=FLAT_BLOCK, num_warps=8)
     launcher(_tensor_kernel, grid)(
         x, data, scale, bits, x.numel(),
@@ -198,7 +198,7 @@ def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tens
     """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
     data = torch.empty_like(x, dtype=fmt.dtype)
     bits = x.new_zeros((1, 1), dtype=torch.int32)
-    grid = (triton.cdiv(x.numel(), FLAT_BLOCK),)
+    grid = (cdiv(x.numel(), FLAT_BLOCK),)
     launcher(_scaled_kernel, grid)(x, data, scale, bits, x.numel(), FORMAT_MAX=fmt.max, BLOCK=FLAT_BLOCK, num_warps=8)
     launcher(_poison_kernel, (min(grid[0], 132),))(data, bits, x.numel(), BLOCK=FLAT_BLOCK, num_warps=8)
     return data, bits.view(torch.float32)
@@ -228,7 +228,7 @@ def _blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast) -> None:
     rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
     block_m, block_k = power_of_two_above(rows), power_of_two_above(cols)
     blocks = max(1, 8192 // (block_m * block_k))  # adjacent blocks of one program
-    grid = (triton.cdiv(scale.numel(), blocks),)
+    grid = (cdiv(scale.numel(), blocks),)
     launcher(_block_kernel, grid)(
         x, data, scale, m, k, scale.shape[1], scale.numel(), rows, cols,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
@@ -263,7 +263,7 @@ def quantize_transposed(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     block_k = max(1, TRANSPOSED_BLOCK // block_m)
     data = x.new_empty((k, m), dtype=cast.fmt.dtype)
     scale = _new_scale(x, (k, m), cast)
-    launcher(_group_transposed_kernel, (triton.cdiv(k, block_k), scale.shape[1]))(
+    launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
         x, data, scale, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,

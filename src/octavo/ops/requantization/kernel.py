@@ -13,6 +13,7 @@ from octavo.numerics.formats import Format
 from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.device_math import add, inverse
 from octavo.ops.inductor import launcher
+from octavo.ops.triton_support import cdiv
 
 BLOCK_M, BLOCK_K = 64, 64
 _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
@@ -60,7 +61,7 @@ def _launch(
     side: int,
 ) -> None:
     m, k = x.shape
-    launcher(_requantize_kernel, (triton.cdiv(k, BLOCK_K), triton.cdiv(m, BLOCK_M)))(
+    launcher(_requantize_kernel, (cdiv(k, BLOCK_K), cdiv(m, BLOCK_M)))(
         x, mean, rstd, weight, bias, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
         SIDE=side, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=2,
     )  # fmt: skip
