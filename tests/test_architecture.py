@@ -30,6 +30,7 @@ LAYERS = [
     {"kv_cache", "runtime", "folding", "gguf"},
     {"packing", "verification"},
     {"loading"},
+    {"speed"},
     {""},  # octavo/__init__.py
     {"__main__"},
 ]

@@ -2,4 +2,5 @@
 
 from octavo_cli import main
 
-main()
+if __name__ == "__main__":  # not in a process that vLLM starts
+    main()

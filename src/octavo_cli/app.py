@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from octavo_cli.bench import bench_command
 from octavo_cli.calibrate import calibrate_command
 from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
 from octavo_cli.compare import compare_command
@@ -44,6 +45,7 @@ app.command("calibrate", cls=DataCommand)(calibrate_command)
 app.command("fold", cls=Command)(fold_command)
 app.command("pack", cls=DataCommand)(pack_command)
 app.command("verify", cls=DataCommand)(verify_command)
+app.command("bench", cls=Command)(bench_command)
 app.command("inspect", cls=Command)(inspect_command)
 app.command("unpack", cls=Command)(unpack_command)
 app.command("convert-layout", cls=Command)(convert_layout)

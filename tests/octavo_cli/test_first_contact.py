@@ -16,8 +16,8 @@ from octavo_cli.other_names import OTHER_NAMES
 
 SOURCE = Path(__file__).parents[2] / "src"
 COMMANDS = (
-    "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats", "generate",
-    "inspect", "pack", "train", "unpack", "verify",
+    "bench", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
+    "generate", "inspect", "pack", "train", "unpack", "verify",
 )  # fmt: skip
 CALL = """
 import io, json, sys

@@ -34,4 +34,9 @@ def is_language_model(model: Any) -> bool:
     if isinstance(model, Decoder):
         return True
     named = (*(model.config.architectures or ()), type(model).__name__)[0]
-    return bool(named.endswith(("ForCausalLM", "LMHeadModel")))
+    return names_language_model(named)
+
+
+def names_language_model(architecture: str) -> bool:
+    """Whether a class of transformers, such as "LlamaForCausalLM", predicts the next token."""
+    return architecture.endswith(("ForCausalLM", "LMHeadModel"))

@@ -35,6 +35,7 @@ from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import open_local
 from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import model_outputs
+from octavo.hf.quiet import quiet_transformers
 from octavo.runtime.build import fill
 from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.numbers import RoundInput, leave_input, round_input, round_input_by_compressed_tensors
@@ -185,7 +186,7 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
     # transformers widens MX, and the layout fp8 on a CPU, to BF16 whatever the model's dtype.
     float32 = compressed and not any(spec.exponents for spec in probe.layers.values())
-    with _quiet_transformers():
+    with _quiet_loading():
         model, info = open_local(
             _transformers_class(probe.folder), probe.folder,
             dtype=torch.float32 if float32 else "auto", use_safetensors=True,
@@ -223,22 +224,11 @@ def _widen_on_load(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide the progress bars and warnings of loading."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+def _quiet_loading() -> Iterator[None]:
+    """Hide the progress bars, messages and warnings of loading."""
+    with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        try:
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
-            yield
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
+        yield
 
 
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
