@@ -71,7 +71,7 @@ class Runner:
         generator = torch.Generator(device).manual_seed(1)
         x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
         self.x, self.dy = x.to(torch.bfloat16).requires_grad_(), dy.to(torch.bfloat16)
-        self.tables = rope_tables(config, 0, tokens, torch.device(device))
+        self.tables = rope_tables(config, torch.arange(tokens, device=device))
 
     def step(self) -> None:
         """Forward and backward. The gradients are dropped, as `zero_grad` drops them."""

@@ -39,7 +39,7 @@ def generate_command(
 
       octavo generate packed/first --prompt "def main():" --temperature 0
     """
-    from octavo.models.sampling import stream
+    from octavo.generation.sampling import stream
     from octavo.nn import cast_once
     from octavo.runtime import end_tokens, warm_up
     from octavo.train.evaluation import autocast

@@ -83,7 +83,7 @@ def test_blocks_of_transformer_engine_compute_what_the_plain_ones_do(entered: li
     model = Engine(CONFIG)
     for p in model.parameters():
         nn.init.normal_(p, std=0.1, mean=float(p.ndim == 1))
-    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, 0, 16, torch.device("cpu"))
+    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, torch.arange(16))
     expected = Plain.forward(model, x, *tables)
     use_transformer_engine(model, recipe)
     torch.testing.assert_close(model(x, *tables), expected)
@@ -96,7 +96,7 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
     matrices = [[p for p in model.parameters() if p.ndim == 2] for model in (plain, fused)]
     for p, q in zip(*matrices, strict=True):
         q.data.copy_(p.data)
-    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, 0, 16, torch.device("cpu"))
+    x, tables = torch.randn(1, 16, CONFIG.width), rope_tables(CONFIG, torch.arange(16))
     torch.testing.assert_close(fused(x, *tables), plain(x, *tables))
 
 

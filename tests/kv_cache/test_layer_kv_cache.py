@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from octavo.kv_cache.layer import LayerKVCache, prompt_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
@@ -213,7 +214,8 @@ def test_a_scale_found_on_what_is_not_finite_is_nan(bad):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_prompt_attends_to_itself(padded):
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_the_last_tokens_of_a_text_attend_to_those_up_to_them(new, padded):
     q, (k, v) = torch.randn(2, 6, 5, 16), tokens(5)
     first = torch.tensor([0, 2], dtype=torch.int32)
     s = q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) * 0.3
@@ -222,5 +224,15 @@ def test_a_prompt_attends_to_itself(padded):
         seen[1, :, :, :2] = False
         seen[1, :, 0, 0] = seen[1, :, 1, 1] = True
     required = s.masked_fill(~seen, -torch.inf).softmax(3) @ v.double().repeat_interleave(2, 1)
-    found = prompt_attention(q, k, v, first=first if padded else None, scale=0.3)
-    assert torch.allclose(found.double(), required, atol=1e-5)
+    found = prompt_attention(q[:, :, 5 - new :], k, v, first=first if padded else None, scale=0.3)
+    assert torch.allclose(found.double(), required[:, :, 5 - new :], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_attention_over_numbers_that_are_not_quantized_is_that_of_pytorch_on_a_cpu(dtype):
+    cache = LayerKVCache((2, 3, 40, 16), dtype)
+    k, v = (x.to(cache.keys.dtype) for x in tokens(9))
+    q = torch.randn(2, 6, 1, 16, dtype=k.dtype)
+    cache.append(k, v)
+    required = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(cache.attend(q), required)

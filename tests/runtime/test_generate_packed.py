@@ -17,7 +17,7 @@ from verify_examples import change_config, change_tensors
 from octavo import convert
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.models.sampling import stream
+from octavo.generation.sampling import stream
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import quantize
 from octavo.packing.chosen_layers import SCHEME_OF

@@ -117,11 +117,21 @@ class LayerKVCache:
             self.count.advance(k.shape[2])
         if self.warming and k.numel():
             self._widen_scales(k, v)
-        append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
         self.empty = False
+        batch, heads, _, dim = self.keys.shape
+        if self._plain(k) and k.shape == v.shape == (batch, heads, k.shape[2], dim):
+            end = int(self.length)
+            self.keys[:, :, end - k.shape[2] : end] = k
+            self.values[:, :, end - k.shape[2] : end] = v
+        else:
+            append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
 
     def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""
+        if self._plain(q):
+            end = int(self.length)
+            k, v = self.keys[:, :, :end], self.values[:, :, :end]
+            return prompt_attention(q, k, v, first=first, scale=q.shape[3] ** -0.5 if scale is None else scale)
         return cached_attention(
             q, self.keys, self.values, self.k_scale, self.v_scale, self.length, first=first, scale=scale
         )
@@ -159,6 +169,10 @@ class LayerKVCache:
             else:
                 setattr(self, name, chosen.view(DTYPES[self.dtype]))
 
+    def _plain(self, x: Tensor) -> bool:
+        """Whether x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
+        return x.dtype == self.keys.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
         """Raise the scales to cover the new tokens, and cast the stored tokens again with them."""
         largest = LARGEST[DTYPES[self.dtype]]
@@ -175,11 +189,11 @@ class LayerKVCache:
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = None, scale: float) -> Tensor:
-    """Causal attention of a prompt's T tokens to each other, without a cache.
+    """PyTorch's attention of the last T tokens of a text to those up to them.
 
     Args:
         q: [B, H, T, D].
-        k, v: [B, G, T, D].
+        k, v: [B, G, S, D] of all S tokens.
         first: int32 [B], the first token of each sequence that is not padding. A token before it sees only itself. A
             negative one makes the result NaN.
         scale: multiplied into q @ k^T.
@@ -187,14 +201,20 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     Returns:
         [B, H, T, D] in q's dtype.
     """
+    (new, tokens), gqa = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
+    if first is None and new in (1, tokens):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
+    if gqa and q.device.type != "cpu":
+        # With a mask, enable_gqa takes PyTorch's slow path, so keys and values are repeated for each query head.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        gqa = False
+    j = torch.arange(tokens, device=q.device)
+    position = j[tokens - new :].unsqueeze(1)
+    mask = j <= position  # [T, S]
     if first is None:
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    # With a mask, enable_gqa takes PyTorch's slow path, so keys and values are repeated for each query head.
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    pos = torch.arange(q.shape[2], device=q.device)
-    mask = (pos <= pos.unsqueeze(1)) & (pos >= first.view(-1, 1, 1, 1)) | (pos == pos.unsqueeze(1))  # [B, 1, T, T]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
     return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
 
 

@@ -76,7 +76,10 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] of int64 tokens [B, T]; with a cache, of the T tokens that follow those it holds."""
+        """Logits [B, T, V] of int64 tokens [B, T].
+
+        With a cache, the T tokens follow those that it holds, and only the logits [B, 1, V] of the last are computed.
+        """
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's Parameter, if the configuration ties them."""
@@ -104,15 +107,20 @@ class Decoder(nn.Module, ABC):
             return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
         return block(*args)  # type: ignore[no-any-return]
 
-    def check_tokens(self, tokens: Tensor, start: int) -> None:
-        """Raise ValueError unless tokens are int64 [B, T] that fit in the context when the first is at `start`."""
+    def positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        """The positions of the tokens [B, T] in their texts: int64 [1, T], or [B, T] if the cache has padding.
+
+        Raises a ValueError unless the tokens are int64 [B, T] that fit in the context.
+        """
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens must be int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        start = 0 if cache is None else cache.tokens
         if start + tokens.shape[1] > self.config.context:
             raise ValueError(
                 f"the model's context is {self.config.context} tokens, got {tokens.shape[1]} after {start} cached; "
                 "pass fewer tokens"
             )
+        return torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions(tokens)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         # A move from the meta device gives every module its own Parameter, and so undoes the tie.

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from octavo.models.cache import KVCache, causal_attention
@@ -124,10 +123,11 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections, [B, T, width] each."""
         q, k, v = (x.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, head_dim]
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v, dropout=self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
-        return self.dropout(self.out_proj(y))  # type: ignore[no-any-return]
+        if cache is None:
+            y = causal_attention(q, k, v, dropout=self.dropout.now)
+        else:
+            y = cache.append(self.layer, k, v).attend(q, cache.first, q.shape[3] ** -0.5)
+        return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -176,7 +176,7 @@ class Trunk(nn.Module):
 
 
 class GPT2(Decoder):
-    """The language model. `forward(tokens int64 [B, T], cache=None)` returns logits [B, T, vocabulary]."""
+    """The language model, see `Decoder.forward`."""
 
     residual_projections = ("out_proj", "fc2")
     config: GPT2Config
@@ -196,11 +196,10 @@ class GPT2(Decoder):
         return self.model.decoder.embed_tokens
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        start = 0 if cache is None else cache.length
-        self.check_tokens(tokens, start)
         decoder = self.model.decoder
-        positions = POSITION_OFFSET + torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = POSITION_OFFSET + self.positions(tokens, cache)
         x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
         for block in decoder.layers:
             x, delta = self.run_block(block, x, delta, cache)
-        return self.lm_head(decoder.final_layer_norm(x + delta))  # type: ignore[no-any-return]
+        x = x + delta if cache is None else (x + delta)[:, -1:]
+        return self.lm_head(decoder.final_layer_norm(x))  # type: ignore[no-any-return]

@@ -119,22 +119,25 @@ def _rope_theta(hf: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
 
 
-def rope_tables(config: LlamaConfig, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """FP32 cosines and sines [stop - start, head_dim] of the positions start..stop-1, the halves repeated.
+def rope_tables(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 cosines and sines [..., head_dim] of positions [...], the halves repeated.
 
     They are computed in each forward pass, which costs little. As buffers they would be lost when a model on the meta
     device is given its memory.
     """
-    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
     frequency = 1.0 / config.rope_theta ** (pair / config.head_dim)
-    angle = torch.arange(start, stop, dtype=torch.float32, device=device)[:, None] * frequency
+    angle = positions.float().unsqueeze(-1) * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + d/2) of x[B, T, heads, d] by its position's angle, in FP32; returns x's dtype."""
-    cos, sin = cos[:, None], sin[:, None]  # the same for all heads
+    """Turn each pair (i, i + d/2) of x[B, T, heads, d] by its position's angle, in FP32; returns x's dtype.
+
+    The tables are [T, d], or [B or 1, T, d].
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for all heads
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin
     return turned.to(x.dtype)
@@ -163,10 +166,11 @@ class Attention(nn.Module):
         """[B, T, width] from the outputs of the projections: q [B, T, width], k and v [B, T, kv_width]."""
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = causal_attention(q, k, v, dropout=self.dropout.now).transpose(1, 2).flatten(2)  # [B, T, width]
-        return self.dropout(self.o_proj(y))  # type: ignore[no-any-return]
+        if cache is None:
+            y = causal_attention(q, k, v, dropout=self.dropout.now)
+        else:
+            y = cache.append(self.layer, k, v).attend(q, cache.first, self.head_dim**-0.5)
+        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -207,7 +211,7 @@ class Trunk(nn.Module):
 
 
 class Llama(Decoder):
-    """The language model. `forward(tokens int64 [B, T], cache=None)` returns logits [B, T, vocabulary]."""
+    """The language model, see `Decoder.forward`."""
 
     residual_projections = ("o_proj", "down_proj")
     config: LlamaConfig
@@ -224,10 +228,9 @@ class Llama(Decoder):
         return self.model.embed_tokens
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        start = 0 if cache is None else cache.length
-        self.check_tokens(tokens, start)
-        cos, sin = rope_tables(self.config, start, start + tokens.shape[1], tokens.device)
+        cos, sin = rope_tables(self.config, self.positions(tokens, cache))
         x, delta = self.model.dropout(self.model.embed_tokens(tokens)), None
         for block in self.model.layers:
             x, delta = self.run_block(block, x, delta, cos, sin, cache)
-        return self.lm_head(self.model.norm(x + delta))  # type: ignore[no-any-return]
+        x = x + delta if cache is None else (x + delta)[:, -1:]
+        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]

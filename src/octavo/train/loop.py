@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
-from octavo.models.sampling import stream
+from octavo.generation.sampling import stream
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import cast_once, update_scales
 from octavo.text import ReadReport

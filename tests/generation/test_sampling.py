@@ -1,12 +1,11 @@
-"""The KV cache and sampling: cached generation against the same model without a cache."""
+"""Sampling: cached generation against the same model without a cache."""
 
 import model_examples
 import pytest
 import torch
 
+from octavo.generation.sampling import generate, sample
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
-from octavo.models.cache import KVCache, causal_attention
-from octavo.models.sampling import generate, sample
 
 LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16)
 GPT = GPT2Config(vocabulary=53, layers=2, width=24, heads=3, context=16)
@@ -20,32 +19,6 @@ def lively(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
 
 def prompt(batch: int, length: int) -> torch.Tensor:
     return torch.randint(53, (batch, length), generator=torch.Generator().manual_seed(5))
-
-
-def test_attention_is_the_softmax_it_says_with_cached_keys_and_grouped_heads() -> None:
-    torch.manual_seed(4)
-    q = torch.randn(2, 4, 3, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 2, 7, 8, dtype=torch.float64)
-    got = causal_attention(q, k, v)
-    for b in range(2):
-        for h in range(4):
-            for i in range(3):
-                seen = 7 - 3 + i + 1
-                weights = (k[b, h // 2, :seen] @ q[b, h, i] / 8**0.5).softmax(0)
-                torch.testing.assert_close(got[b, h, i], weights @ v[b, h // 2, :seen])
-
-
-@MODELS
-@pytest.mark.parametrize("pieces", [[16], [5, 1, 7, 3], [1] * 16], ids=str)
-def test_pieces_through_the_cache_give_the_logits_of_the_whole(
-    config: LlamaConfig | GPT2Config, pieces: list[int]
-) -> None:
-    model, text = lively(config), prompt(3, 16)
-    cache = KVCache(config.layers, 16)
-    with torch.no_grad():
-        got = torch.cat([model(piece, cache) for piece in text.split(pieces, dim=1)], dim=1)
-        torch.testing.assert_close(got, model(text), rtol=1e-5, atol=1e-5)
-    assert cache.length == 16
 
 
 @MODELS
@@ -117,18 +90,3 @@ def test_arguments_out_of_range_are_refused_at_the_call(change: dict[str, object
     arguments = {"tokens": prompt(1, 2), "count": 1, "context": 16} | change
     with pytest.raises(ValueError, match=r"must be"):
         generate(lively(LLAMA), **arguments)  # type: ignore[arg-type]
-
-
-def test_cache_refuses_what_it_cannot_hold() -> None:
-    k = torch.zeros(2, 1, 3, 4)
-    cache = KVCache(1, 5)
-    cache.append(0, k, k)
-    with pytest.raises(RuntimeError, match="5 tokens is full: it holds 3 and got 3 more"):
-        cache.append(0, k, k)
-    with pytest.raises(ValueError, match="one cache for one batch"):
-        cache.append(0, k[:1, :, :1], k[:1, :, :1])
-    with pytest.raises(RuntimeError, match="no_grad"):
-        cache.append(0, k[:, :, :1].clone().requires_grad_(), k[:, :, :1])
-    assert cache.length == 3
-    with pytest.raises(ValueError, match="layers >= 1"):
-        KVCache(0, 5)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.models.cache import KVCache
+from octavo.kv_cache.model import ModelKVCache
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ def _generate(
 def _next_logits(model: Any, new: Tensor, cache: Any, context: int) -> tuple[Tensor, Any]:
     """The logits [B, V] after the tokens `new` [B, T], and the cache with these tokens; None starts an empty cache."""
     if isinstance(model, Decoder):
-        cache = KVCache(model.config.layers, context) if cache is None else cache
+        cache = ModelKVCache(model.config.layers, context) if cache is None else cache
         return model(new, cache)[:, -1], cache
     output = model(input_ids=new, past_key_values=cache, use_cache=True)
     return output.logits[:, -1], output.past_key_values

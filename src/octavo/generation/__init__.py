@@ -1,0 +1,1 @@
+"""Generating text from a language model, of ours or of transformers."""

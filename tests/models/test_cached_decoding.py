@@ -1,0 +1,102 @@
+"""Our models with a KV cache: the logits of a text in pieces, and of padded batches, against the text as a whole."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import model_examples
+import pytest
+import torch
+from model_examples import BOTH, GPT, GQA, tokens
+
+from octavo.kv_cache import ModelKVCache
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+
+Config = LlamaConfig | GPT2Config
+TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03}  # of the root mean square of the logits
+PRECISIONS = pytest.mark.parametrize("precision", TOLERANCES)
+
+
+def model_of(config: Config, precision: str) -> Llama | GPT2:
+    model = model_examples.lively(config).eval()
+    return model.bfloat16() if precision == "bfloat16" else model
+
+
+def computing(precision: str) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+
+
+def check(found: torch.Tensor, required: torch.Tensor, precision: str) -> None:
+    assert found.shape == required.shape
+    error, size = (x.float().square().mean(-1).sqrt() for x in (found - required, required))
+    assert (error <= TOLERANCES[precision] * size).all()
+
+
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("pieces", [[17], [5, 1, 7, 4], [1] * 17], ids=str)
+@torch.no_grad()
+def test_pieces_give_the_logits_of_the_whole(config: Config, precision: str, pieces: list[int]) -> None:
+    model, text = model_of(config, precision), tokens(3)
+    cache = ModelKVCache(config.layers, 20)
+    with computing(precision):
+        found = torch.cat([model(piece, cache) for piece in text.split(pieces, dim=1)], dim=1)
+        last = torch.tensor(pieces).cumsum(0) - 1
+        check(found, model(text)[:, last], precision)
+    assert cache.tokens == int(cache.length.tensor) == 17
+    wanted = {"float32": torch.float32}.get(precision, torch.bfloat16)
+    assert {store.keys.dtype for store in cache.stores} == {wanted}
+
+
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("pieces", [[12, 1, 1, 1], [4, 8, 1, 2]], ids=str)
+@torch.no_grad()
+def test_each_row_of_a_padded_batch_is_the_row_alone(config: Config, precision: str, pieces: list[int]) -> None:
+    model, text = model_of(config, precision), tokens(4, 15)
+    first = [0, 3, 11, 5]
+    cache = ModelKVCache(config.layers, 15)
+    cache.first = torch.tensor(first, dtype=torch.int32)
+    with computing(precision):
+        found = torch.cat([model(piece, cache) for piece in text.split(pieces, dim=1)], dim=1)
+        last = torch.tensor(pieces).cumsum(0) - 1
+        for row, begin in enumerate(first):
+            seen = last[last >= begin]
+            check(found[row, last >= begin], model(text[row : row + 1, begin:])[0, seen - begin], precision)
+
+
+@BOTH
+@torch.no_grad()
+def test_a_cache_serves_the_next_text_after_reset(config: Config) -> None:
+    model, text = model_of(config, "float32"), tokens(2, 9)
+    cache = ModelKVCache(config.layers, 9)
+    cache.first = torch.tensor([0, 4], dtype=torch.int32)
+    model(text, cache)
+    cache.reset()
+    assert torch.equal(model(text, cache)[:, 0], model(text)[:, -1])
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@torch.no_grad()
+def test_eight_bits_round_the_keys_and_values(dtype: str) -> None:
+    model, text = model_of(GQA, "float32"), tokens(2)
+    cache = ModelKVCache(GQA.layers, 17, dtype)
+    model(text[:, :9], cache)
+    found, required = model(text[:, 9:], cache)[:, 0], model(text)[:, -1]
+    error = (found - required).square().mean().sqrt() / required.square().mean().sqrt()
+    assert 1e-3 < error < 0.1
+
+
+@BOTH
+@torch.no_grad()
+def test_a_text_beyond_the_context_or_the_cache_is_an_error(config: Config) -> None:
+    model = model_of(config, "float32")
+    cache = ModelKVCache(config.layers, 99)
+    model(tokens(1, config.context - 1), cache)
+    with pytest.raises(ValueError, match=f"got 2 after {config.context - 1} cached; pass fewer tokens"):
+        model(tokens(1, 2), cache)
+    with pytest.raises(RuntimeError, match="a cache of 5 tokens is full: it holds 0 and got 6 more"):
+        model(tokens(1, 6), ModelKVCache(config.layers, 5))
+
+
+def test_training_with_a_cache_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="under torch.no_grad"):
+        model_of(GPT, "float32")(tokens(), ModelKVCache(GPT.layers, 17))
