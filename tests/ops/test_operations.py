@@ -6,6 +6,7 @@ from typing import Any
 
 import attention_oracle
 import pytest
+import rotary_examples
 import torch
 from bits import bits
 from gemm_examples import operands
@@ -58,6 +59,14 @@ def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
         k = torch.randn(2, 2, 2, 16).bfloat16()
         yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
+    for kind, keep_k in product(rotary_examples.DTYPES, (False, True)):
+        x, angles = (
+            rotary_examples.projections(2, 3, 4, 2, 16, torch.bfloat16),
+            rotary_examples.tables((1, 3, 16), k.dtype),
+        )
+        cache, weight = rotary_examples.cache(kind, 2, 2, 9, 16, 5), torch.ones(16, dtype=torch.bfloat16)
+        norms = (weight, weight, 1e-6) if keep_k else (None, None, 1e-6)
+        yield "rotate_append", (*x, *angles, *norms, *cache, keep_k)
 
 
 def each(*groups: Iterator[tuple[str, tuple[Any, ...]]]) -> pytest.MarkDecorator:
@@ -74,7 +83,7 @@ def test_every_operation_is_tested_here():
 @each(cases((5, 70)), cases_of_gemm_and_attention())
 def test_opcheck(name, values):
     checks = ["test_autograd_registration", "test_faketensor"]
-    if name != "append_kv":
+    if name not in ("append_kv", "rotate_append"):
         checks.append("test_aot_dispatch_dynamic")
     if all(t.element_size() > 1 for t in tree_leaves(values) if isinstance(t, Tensor)):
         checks.append("test_schema")  # torch has no allclose for eight-bit inputs

@@ -9,6 +9,7 @@ from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.norm import norm_backward, norm_quantize
 from octavo.ops.quantization import quantize, quantize_scaled, quantize_stack, quantize_transposed
 from octavo.ops.requantization import requantize_norm, requantize_transposed
+from octavo.ops.rotary import rotate_append
 from octavo.ops.transposition import transpose
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "quantize_transposed",
     "requantize_norm",
     "requantize_transposed",
+    "rotate_append",
     "scaled_mm",
     "transpose",
 ]

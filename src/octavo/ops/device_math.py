@@ -65,3 +65,20 @@ def row_sum(x):
     """float64 sums of the rows of a float32 tile: groups of 8 are added pairwise in float32, the groups in float64."""
     sums_of_8 = add_pairs(add_pairs(add_pairs(x)))
     return tl.sum(sums_of_8.to(tl.float64), 1)
+
+
+@triton.jit
+def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, INT8: tl.constexpr):
+    """float32 y [R, C] / scale as the numbers of an eight-bit cache. The count of those beyond LIMIT is added."""
+    y = y * inverse(tl.load(scale_ptr + tl.zeros((1,), tl.int32)))[:, None]
+    lost = tl.sum(tl.sum((mask & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
+    if lost > 0:
+        tl.atomic_add(clipped_ptr, lost.to(tl.int64))
+    nan = y != y
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+    if INT8:  # 1.5 * 2^23 + y has no bits for a fraction: rounds to even
+        y = add(add(y, tl.full(y.shape, 12582912.0, tl.float32)), tl.full(y.shape, -12582912.0, tl.float32))
+        y = tl.where(nan, 0.0, y)
+    else:
+        y = tl.where(nan, float("nan"), y)
+    return y

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention.splits import splits_of
-from octavo.ops.device_math import SMALLEST_SCALE, add, ceil_power_of_two, inverse
+from octavo.ops.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
 from octavo.ops.inductor import launcher
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
@@ -277,18 +277,7 @@ def _append(
     mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
     y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask, other=0.0).to(tl.float32)
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + head + tl.zeros((1,), tl.int32))
-        y = y * inverse(scale)[:, None]
-        lost = tl.sum(tl.sum((mask & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
-        if lost > 0:
-            tl.atomic_add(clipped_ptr, lost.to(tl.int64))
-        nan = y != y
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-        if data_ptr.dtype.element_ty == tl.int8:  # 1.5 * 2^23 + y has no bits for a fraction: rounds to even
-            y = tl.where(nan, 0.0, add(add(y, tl.full(y.shape, 12582912.0, tl.float32)),
-                                       tl.full(y.shape, -12582912.0, tl.float32)))  # fmt: skip
-        else:
-            y = tl.where(nan, float("nan"), y)
+        y = to_stored(y, mask, scale_ptr + head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty == tl.int8)
     position = start + offs_t
     offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
     store_mask = mask & ((position >= 0) & (position < capacity))[:, None]

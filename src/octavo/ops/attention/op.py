@@ -49,7 +49,7 @@ def cached_attention(
     Raises:
         ValueError: for another shape or dtype.
     """
-    _check_cache(keys, values, k_scale, v_scale, length)
+    check_cache(keys, values, k_scale, v_scale, length)
     _check(q, keys, first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     result: Tensor = _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
@@ -79,7 +79,7 @@ def append_kv(
     Raises:
         ValueError: for another shape or dtype.
     """
-    _check_cache(keys, values, k_scale, v_scale, length)
+    check_cache(keys, values, k_scale, v_scale, length)
     shape = (keys.shape[0], keys.shape[1], k.shape[2] if k.ndim == 4 else 1, keys.shape[3])
     check_tensor("k", k, shape, *FLOATS)
     check_tensor("v", v, shape, *FLOATS)
@@ -87,7 +87,8 @@ def append_kv(
     _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
 
 
-def _check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor) -> None:
+def check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor) -> None:
+    """Raise ValueError unless these are the tensors of a cache, as `cached_attention` describes them."""
     if keys.ndim != 4 or keys.dtype not in STORED or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
             f"keys must be contiguous [B, G, S, D] of one of {', '.join(map(str, STORED))}, and values alike, got "

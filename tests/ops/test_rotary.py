@@ -1,0 +1,99 @@
+"""`rotate_append` on a CPU, against transformers' own functions and our models'."""
+
+import pytest
+import torch
+from bits import bits
+from rotary_examples import DTYPES, cache, projections, tables
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from octavo.models.llama import rotate
+from octavo.ops import append_kv, rotate_append
+
+BF16 = torch.bfloat16
+SHAPES = [(1, 1, 4, 2, 64), (2, 3, 4, 1, 80), (3, 5, 2, 2, 12), (1, 7, 3, 3, 256)]  # batch, tokens, H, G, D
+
+
+def heads(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.reshape(*x.shape[:2], -1, dim).transpose(1, 2)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual.dtype, actual.shape, actual.is_contiguous()) == (expected.dtype, expected.shape, True)
+    assert torch.equal(bits(actual), bits(expected))
+
+
+@pytest.mark.parametrize("one_table", [False, True])
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_transformers_rotates_and_append_kv_stores(shape, kind, one_table):
+    batch, tokens, _, kv_heads, dim = shape
+    q, k, v = projections(*shape, BF16)
+    cos, sin = tables((1 if one_table else batch, tokens, dim), BF16)
+    expected_q, expected_k = apply_rotary_pos_emb(heads(q, dim), heads(k, dim), cos, sin)
+    store = cache(kind, batch, kv_heads, 11, dim, used=tokens + 2)
+    expected = [None if t is None else t.clone() for t in store]
+    append_kv(expected_k, heads(v, dim), *expected)
+    actual_q, actual_k = rotate_append(q, k, v, cos, sin, *store, keep_k=True)
+    same(actual_q, expected_q.contiguous())
+    same(actual_k, expected_k.contiguous())
+    for one, other in zip(store, expected, strict=True):
+        assert one is other or torch.equal(bits(one), bits(other))
+    assert rotate_append(q, k, v, cos, sin, *store)[1].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_with_tables_in_float32_as_our_models_rotate(dtype):
+    q, k, v = projections(2, 3, 4, 2, 16, dtype)
+    cos, sin = tables((1, 3, 16), torch.float32)
+    actual = rotate_append(q, k, v, cos, sin, *cache("bf16", 2, 2, 4, 16, 3), keep_k=True)
+    for x, y in zip((q, k), actual, strict=True):
+        same(y, rotate(x.view(2, 3, -1, 16), cos[0], sin[0]).transpose(1, 2).contiguous())
+
+
+def test_norms_of_heads_are_qwen3s():
+    """Its sum of squares has another order, so a few results round to the other side."""
+    norms = [Qwen3RMSNorm(64).bfloat16() for _ in range(2)]
+    with torch.no_grad():
+        for norm in norms:
+            norm.weight.copy_(torch.randn(64))
+        q, k, v = projections(4, 32, 4, 2, 64, BF16)
+        cos, sin = tables((4, 32, 64), BF16)
+        q_n, k_n = (norm(x.view(4, 32, -1, 64)).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        expected = apply_rotary_pos_emb(q_n, k_n, cos, sin)
+        weights = {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
+        store = cache("bf16", 4, 2, 32, 64, 32)
+        actual = rotate_append(q, k, v, cos, sin, *store, **weights, eps=1e-6, keep_k=True)
+    for one, other in zip(actual, expected, strict=True):
+        assert (one != other).double().mean() < 1e-4
+        torch.testing.assert_close(one, other, rtol=0, atol=2**-6 * float(other.abs().max()))
+
+
+def test_no_tokens():
+    q, k, v = projections(2, 0, 4, 2, 16, BF16)
+    store = cache("fp8", 2, 2, 4, 16, 2)
+    rotated, kept = rotate_append(q, k, v, *tables((1, 0, 16), BF16), *store, keep_k=True)
+    assert (rotated.shape, kept.shape) == ((2, 4, 0, 16), (2, 2, 0, 16))
+    assert not store[0].float().any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"q": torch.zeros(2, 3, 24, dtype=BF16)}, "q must be"),
+        ({"q": torch.zeros(2, 3, 64, dtype=torch.int32)}, "q must be"),
+        ({"k": torch.zeros(2, 3, 64, dtype=BF16)}, "k must be"),
+        ({"v": torch.zeros(2, 3, 32)}, "v must be"),
+        ({"cos": torch.zeros(1, 2, 16)}, "cos must be"),
+        ({"sin": torch.zeros(2, 3, 16)}, "sin must be"),
+        ({"q_norm": torch.zeros(16)}, "q_norm must be"),
+        ({"clipped": torch.zeros(2)}, "clipped must be"),
+        ({"k_scale": torch.ones(2)}, "k_scale goes with"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed, text):
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "k_scale", "v_scale", "length", "clipped")
+    made = (*projections(2, 3, 4, 2, 16, BF16), *tables((1, 3, 16), torch.float32), *cache("bf16", 2, 2, 4, 16, 3))
+    with pytest.raises(ValueError, match=text):
+        rotate_append(**dict(zip(names, made, strict=True)) | changed)
