@@ -159,10 +159,24 @@ class LayerKVCache:
     def crop(self, tokens: int) -> None:
         self.count.crop(tokens)
 
+    def copy_prefix(self, prefix: "LayerKVCache", tokens: int, first: Tensor | None) -> None:
+        """Begin each sequence at its token `first`, int32 [B], with the `tokens` tokens of `prefix`, a cache of one
+        sequence of the same dtype, as far as they fit in the first `tokens` tokens. None stands for zeros."""
+        for mine, theirs in ((self.keys, prefix.keys), (self.values, prefix.values)):
+            source = _as_bytes(theirs)[0, :, :tokens]  # [G, T, D]
+            if first is not None:
+                place = (torch.arange(tokens, device=source.device) - first[:, None]).clamp_(min=0)  # [B, T]
+                source = source[:, place].transpose(0, 1)  # [B, G, T, D]
+            _as_bytes(mine)[:, :, :tokens] = source
+        for scale, theirs in ((self.k_scale, prefix.k_scale), (self.v_scale, prefix.v_scale)):
+            if scale is not None and theirs is not None:
+                scale.copy_(theirs)
+        self.empty = False
+
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
-            data = getattr(self, name).view(torch.uint8) if self.dtype == "fp8" else getattr(self, name)
+            data = _as_bytes(getattr(self, name))
             chosen = data.index_select(0, sequences.to(data.device))
             if chosen.shape == data.shape:
                 data.copy_(chosen)
@@ -216,6 +230,11 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
     return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+
+
+def _as_bytes(data: Tensor) -> Tensor:
+    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
+    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
 def check_settings(dtype: str, per: str | None, margin: float | None) -> None:

@@ -135,6 +135,20 @@ class ModelKVCache:
         if self.length is not None:
             self.length.crop(tokens)
 
+    def copy_prefix(self, prefix: "ModelKVCache", batch: int) -> None:
+        """Begin each of `batch` sequences, after its padding, with the tokens of `prefix`, a cache of one sequence.
+
+        The sequences of this empty cache then have as many tokens as the prefix, padding included: those with padding
+        lack the last tokens of the prefix.
+        """
+        tokens = prefix.tokens
+        if not self.stores:
+            self._allocate(*(t.expand(batch, -1, -1, -1) for t in (prefix.stores[0].keys, prefix.stores[0].values)))
+        assert self.length is not None
+        self.length.advance(tokens)
+        for mine, theirs in zip(self.stores, prefix.stores, strict=True):
+            mine.copy_prefix(theirs, tokens, self.first)
+
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         batch, heads, _, dim = k.shape
         if v.shape[3] != dim:

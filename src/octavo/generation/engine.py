@@ -1,0 +1,227 @@
+"""Generation with one model: a cache of fixed size, decoding steps as CUDA graphs, and prompts in pieces.
+
+    engine = Engine(model, context=4096)
+    for tokens in engine.generate([[1, 2, 3], [4, 5]], 100, Sampling(temperature=0)):
+        ...                                            one token of each prompt; None after its end
+
+A session (`octavo.generation.session`) belongs to one batch size and has room for a number of tokens. It stays after a
+call, so that the next call of the same batch size replays its graph. On a CPU the same code runs without graphs.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.generation.forward import Pairs, key_shape, make_forward
+from octavo.generation.loop import Choose, Stop, decode
+from octavo.generation.memory import check_memory, free_bytes
+from octavo.generation.prompts import Prompts, pad_prompts
+from octavo.generation.sampling import Sampling
+from octavo.generation.session import Session, prefix_worth_sharing
+from octavo.kv_cache.layer import check_settings
+from octavo.nn.norm_linear import watched
+
+AUTO = "auto"
+SMALLEST = 256  # tokens of the smallest cache
+SESSIONS = 4  # at most; the one unused for the longest time goes first
+
+
+class Engine:
+    """Generates with one language model. One generation runs at a time; another thread waits for its end.
+
+    Args:
+        model: of `octavo.models` or of transformers, in evaluation mode.
+        context: tokens that the model sees.
+        kv_cache: dtype of keys and values: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8" if there are
+            scales for it, else the dtype that the model computes keys in.
+        kv_scales: of an FP8 cache, a pair for each layer (of keys, of values), float32 with one element or one a head.
+            None computes them from each prompt.
+
+    Raises:
+        ValueError: the dtype is unknown, or the attention of the model is of a kind that the cache does not serve.
+    """
+
+    def __init__(self, model: Any, *, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
+        dtype = ("fp8" if kv_scales else None) if kv_cache == AUTO else kv_cache
+        if dtype is not None:
+            check_settings(dtype, None, None)
+        self.model, self.context, self.dtype = model, context, dtype
+        self.scales = kv_scales if dtype == "fp8" else None
+        make_forward(model, 1, self.dtype, self.scales)  # raises for a model that the cache does not serve
+        self.sessions: list[Session] = []  # the one used last is the last
+        self.lock = threading.Lock()
+        self.parts: list[Any] = []
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the model's context."""
+        if prompt > self.context:
+            raise ValueError(
+                f"the model sees {self.context} tokens, and the prompt has {prompt} (padding included): shorten it"
+            )
+        if prompt + new - 1 > self.context:
+            raise ValueError(
+                f"the model sees {self.context} tokens: after a prompt of {prompt} it can generate "
+                f"{self.context + 1 - prompt} more, not {new}. Lower max_new_tokens (or max_length), or shorten the prompt"
+            )
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Generate up to `new` tokens after the prompts.
+
+        Args:
+            prompts: of one batch.
+            new: number of tokens, at least 1.
+            choose, stop, watched: see `octavo.generation.loop.decode`.
+            piece: tokens of a row that one forward pass of the prompt takes; None bounds the tokens of all rows.
+
+        Yields:
+            All ids so far, int64 [B, n], and the last tokens on the host, if `watched`.
+
+        Raises:
+            ValueError: the text would exceed the context.
+            MemoryError: the cache does not fit on the device.
+        """
+        batch, begin = prompts.ids.shape
+        self.check_length(begin, new)
+        with self.lock:
+            session = self._session(batch, begin + new - 1)
+            ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.ids.device)
+            ids[:, :begin] = prompts.ids
+            logits = session.prefill(prompts, self._shared(prompts), piece)
+            self._refresh()
+            for n, tokens in decode(ids, begin, logits, choose, session.step, stop, watched):
+                yield ids[:, :n], tokens
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, stop: Collection[int] = ()
+    ) -> Iterator[list[int | None]]:
+        """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
+
+        A text that outgrows the context continues from its last context // 2 tokens, as if they were the whole text.
+
+        Args:
+            prompts: token ids, one list a prompt, of any lengths.
+            count: number of tokens.
+            sampling: how tokens are drawn.
+            stop: tokens that end a text; they are not yielded.
+
+        Raises:
+            ValueError: no prompt, an empty one, or one longer than the context.
+            MemoryError: the cache does not fit on the device.
+        """
+        batch = pad_prompts(prompts, self.device)
+        self.check_length(batch.ids.shape[1], 1)
+        return self._generate(batch, count, sampling, stop)
+
+    def _generate(
+        self, batch: Prompts, count: int, sampling: Sampling, stop: Collection[int]
+    ) -> Iterator[list[int | None]]:
+        random, rows = sampling.generator(self.device), range(batch.ids.shape[0])
+        ending = torch.tensor(sorted(stop), device=self.device)
+        ended = [False for _ in rows]
+        while count > 0 and not all(ended):
+            new = min(count, self.context + 1 - batch.ids.shape[1])
+            choose = sampling.chooser(random, batch.padding)
+            halt = Stop(lambda ids: torch.isin(ids[:, -1], ending), 0) if stop else None
+            ids = batch.ids
+            for ids, tokens in self.run(batch, new, choose, halt, watched=True):
+                assert tokens is not None
+                found = tokens.tolist()
+                ended = [ended[i] or found[i] in stop for i in rows]
+                if all(ended):
+                    return
+                yield [None if ended[i] else found[i] for i in rows]
+            count -= new
+            batch = _last_tokens(Prompts(ids, batch.padding), self.context // 2)
+
+    def warm_up(self, batch: int = 1, tokens: int = 256) -> None:
+        """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch, as a first call
+        would."""
+        length = max(1, min(tokens, self.context - 3))
+        prompts = pad_prompts([[0] * length] * batch, self.device)
+        for _ in self.run(prompts, min(3, self.context + 1 - length), _most_likely, None, watched=False):
+            pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- Sessions ----------------------------------------------------------------------------------------------
+
+    def _session(self, batch: int, tokens: int) -> Session:
+        """A session with room for `tokens` tokens of each sequence: one of former calls, or a new one."""
+        fitting = [s for s in self.sessions if s.batch == batch and s.capacity >= tokens]
+        if fitting:
+            session = min(fitting, key=lambda s: s.capacity)
+            self.sessions.remove(session)
+        else:
+            self.sessions = [s for s in self.sessions if s.batch != batch][1 - SESSIONS :]
+            session = self._new_session(batch, tokens)
+        self.sessions.append(session)
+        return session
+
+    def _new_session(self, batch: int, tokens: int) -> Session:
+        capacity, shape, device = capacity_for(tokens, self.context), key_shape(self.model), self.device
+        while self.sessions and not _fits(shape, batch, capacity, self.dtype, device):
+            self.sessions.pop(0)
+        if not _fits(shape, batch, capacity, self.dtype, device):
+            capacity = tokens
+        check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        return Session(make_forward(self.model, capacity, self.dtype, self.scales), batch, device, pool)
+
+    def _shared(self, prompts: Prompts) -> Session | None:
+        """A session of one row with the prefix that all prompts share, if that saves time."""
+        prefix = prefix_worth_sharing(prompts)
+        if not prefix:
+            return None
+        shared = Session(make_forward(self.model, prefix, self.dtype, self.scales), 1, self.device, None)
+        begin = prompts.padding[0]
+        shared.prefill(Prompts(prompts.ids[:1, begin : begin + prefix], (0,)))
+        return shared
+
+    def _refresh(self) -> None:
+        """Forget the graphs of a model whose modules, tensors or hooks have changed. One with hooks runs eagerly."""
+        if self.device.type != "cuda":
+            return
+        modules = list(self.model.modules())
+        hooked = any(watched(module) for module in modules)
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        parts = [*map(id, modules), *(t.data_ptr() for t in tensors), hooked]
+        if parts != self.parts:
+            self.parts = parts
+            for session in self.sessions:
+                session.forget_graph(captures=not hooked)
+
+
+def capacity_for(tokens: int, context: int) -> int:
+    """Room of a cache for `tokens` tokens: a power of two, or one and a half, so that few sizes serve all lengths."""
+    size = SMALLEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return max(tokens, min(size, context))
+
+
+def _fits(shape: Any, batch: int, tokens: int, dtype: str | None, device: torch.device) -> bool:
+    try:
+        check_memory(shape, batch, tokens, dtype, free_bytes(device))
+    except MemoryError:
+        return False
+    return True
+
+
+def _most_likely(ids: Tensor, logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _last_tokens(prompts: Prompts, count: int) -> Prompts:
+    dropped = prompts.ids.shape[1] - count
+    return Prompts(prompts.ids[:, dropped:], tuple(max(0, padding - dropped) for padding in prompts.padding))

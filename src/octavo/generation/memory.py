@@ -1,0 +1,43 @@
+"""Whether the memory of the device suffices for a cache."""
+
+import torch
+
+from octavo.generation.forward import KeyShape
+from octavo.kv_cache.layer import DTYPES
+
+GIB = 1 << 30
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a GPU, those that PyTorch holds unused included; None for another device."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, free: int | None) -> None:
+    """Raise an error unless `free` bytes hold the keys and values of `batch` sequences of `tokens` tokens.
+
+    Raises:
+        MemoryError: they do not. The message says which batch and which length fit.
+    """
+    stored = None if dtype is None else DTYPES[dtype]
+    needed = shape.nbytes(batch * tokens, stored)
+    if free is None or needed <= free:
+        return
+    one = shape.nbytes(1, stored)
+    fits = [
+        f"{n} sequences of {tokens} tokens" if n > 1 else f"one sequence of {tokens} tokens"
+        for n in [free // (one * tokens)]
+        if n
+    ]
+    if longest := free // (one * batch):
+        fits.append(f"{longest} tokens for {batch} sequences")
+    advice = f"What fits: {' or '.join(fits)}." if fits else "No sequence fits."
+    if (stored or shape.dtype).itemsize > 1:
+        advice += " kv_cache='fp8' of octavo.load halves the keys and values."
+    raise MemoryError(
+        f"the keys and values of {batch} sequences of {tokens} tokens need {needed / GIB:.1f} GiB in "
+        f"{(stored or shape.dtype)}, and {free / GIB:.1f} GiB are free on the GPU. {advice}"
+    )

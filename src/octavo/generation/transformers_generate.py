@@ -1,0 +1,136 @@
+"""`generate` of transformers, its decoding loop replaced by `octavo.generation.engine.Engine`.
+
+transformers validates the call, and makes the processors of logits, the criteria of stopping and the streamer. Only the
+loop of greedy search and of sampling, `_sample`, is ours. What the engine does not cover runs on transformers' own loop,
+and a warning says so once. Importing this module imports transformers.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from octavo.generation.engine import AUTO, Engine
+from octavo.generation.forward import Pairs
+from octavo.generation.loop import Choose, Stop
+from octavo.generation.prompts import Prompts, first_tokens, read_prompts
+from octavo.nn.mixed_class import mix_classes
+
+KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # inputs of the model
+
+
+def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
+    """Let `model.generate` of a model of transformers run on an engine. The model keeps its class's name.
+
+    Args:
+        model, context, kv_cache, kv_scales: see `Engine`.
+
+    Raises:
+        ValueError: the dtype of the cache is unknown, or the cache does not serve the model's attention.
+    """
+    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+    model.octavo_notices = set()
+    model.__class__ = mix_classes(Accelerated, type(model))
+
+
+class Accelerated:
+    """The class of a model whose `generate` runs on `octavo_engine`."""
+
+    octavo_engine: Engine
+    octavo_notices: set[str]
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Tokens [B, N] of prompts and texts: greedy search or sampling, as transformers' own `_sample`."""
+        engine = self.octavo_engine
+        reason = _uncovered(self, generation_config, model_kwargs, synced_gpus)
+        if reason is None:
+            prompts = read_prompts(input_ids, model_kwargs.get("attention_mask"), engine.device)
+            if not _usual_positions(prompts, model_kwargs.get("position_ids")):
+                reason = "position_ids are given that do not count the tokens"
+        if reason is not None:
+            if reason not in self.octavo_notices:
+                self.octavo_notices.add(reason)
+                warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=4)
+            parent: Any = super()
+            return parent._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus,
+                streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        ids = prompts.ids
+        steps = engine.run(
+            prompts,
+            stopping_criteria.max_length - input_ids.shape[1],
+            _chooser(logits_processor, generation_config.do_sample),
+            _stop(stopping_criteria, generation_config),
+            watched=streamer is not None,
+            piece=generation_config.prefill_chunk_size,
+        )
+        for ids, tokens in steps:
+            if streamer is not None:
+                streamer.put(tokens)
+        if streamer is not None:
+            streamer.end()
+        return ids.to(input_ids.device)
+
+
+def _uncovered(model: Any, config: Any, kwargs: dict[str, Any], synced_gpus: bool) -> str | None:
+    """Why a call cannot run on the engine; None if it can."""
+    cache = kwargs.get("past_key_values")
+    if synced_gpus:
+        return "the GPUs of several processes are synchronized (synced_gpus)"
+    if config.return_dict_in_generate:
+        return "a dictionary is asked for (return_dict_in_generate)"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states are asked for"
+    if config.use_cache is False:
+        return "use_cache is False"
+    if getattr(cache, "_is_user_defined", False):
+        return "a cache is given (past_key_values)"
+    if type(cache) not in (DynamicCache, StaticCache) or config.cache_implementation in ("offloaded", "offloaded_static"):
+        return f"the cache is a {type(cache).__name__} ({config.cache_implementation})"
+    if config.max_length is None:
+        return "no number of new tokens is given"
+    if unknown := sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None):
+        return f"the model takes other inputs ({', '.join(unknown)})"
+    if model.training:
+        return "the model is in training mode"
+    return None
+
+
+def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
+    """Whether `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
+    if positions is None or not any(prompts.padding):
+        usual = torch.arange(prompts.ids.shape[1], device=prompts.ids.device)[None]
+        return positions is None or bool((positions.to(usual.device) == usual).all())
+    first = first_tokens(prompts)[:, None]
+    usual = torch.arange(prompts.ids.shape[1], device=first.device) - first
+    given = positions.to(first.device)
+    return bool(((given == usual) | (usual < 0)).all())
+
+
+def _chooser(processors: Any, draws: bool) -> Choose:
+    def choose(ids: Tensor, logits: Tensor) -> Tensor:
+        scores = processors(ids, logits.to(torch.float32, copy=True))
+        if draws:
+            return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        return scores.argmax(dim=-1)
+
+    return choose
+
+
+def _stop(criteria: Any, config: Any) -> Stop | None:
+    """When sequences end; None if they end at their number of tokens alone."""
+    if all(type(each).__name__ == "MaxLengthCriteria" for each in criteria):
+        return None
+    return Stop(lambda ids: criteria(ids, None), 0 if config._pad_token_tensor is None else config._pad_token_tensor)
