@@ -159,6 +159,8 @@ def test_no_import_hides_in_a_function(name):
     # An operation imports its kernels, and with them Triton, when the first CUDA tensor comes.
     package, _, module = name.rpartition(".")
     allowed = {f"{package}.kernel"} if package in OPERATIONS and module == "op" else set()
+    if name == "octavo.generation.forward":  # transformers is an extra, which only its own models need
+        allowed = {"octavo.generation.transformers_forward"}
     assert hidden_imports(SOURCES[name], set(SOURCES)) <= allowed
 
 

@@ -51,9 +51,11 @@ def main() -> None:
 def judge(run: Path, trained: float) -> dict[str, float]:
     """Pack a run whose final loss is `trained`; returns the loss of the packed model and the size of its weights."""
     report = pack(run, run.with_name(f"{run.name} packed"))
-    model, tokenizer, _ = load_packed(report.folder)
+    packed = load_packed(report.folder)
     count = read_settings(RunFolder(run)).evaluate_batches
-    loss, _ = mean_loss(model, held_out(run, tokenizer)[0], torch.device("cpu"), precision="fp32", count=count)
+    loss, _ = mean_loss(
+        packed.model, held_out(run, packed.tokenizer)[0], torch.device("cpu"), precision="fp32", count=count
+    )
     return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
 
 

@@ -3,13 +3,17 @@
 import os
 from typing import Any
 
+from octavo.extras import import_extra
 
-def load(folder: str | os.PathLike[str], device: Any = "cpu") -> Any:
+
+def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str = "auto") -> Any:
     """The transformers model of a packed folder, in evaluation mode, its linear layers running on the packed bytes.
 
     Args:
         folder: what `octavo pack` wrote.
         device: where the model shall be: a torch.device, or its name; "auto" is the GPU where there is one.
+        kv_cache: dtype of the keys and values in `generate`: "bf16", "fp8" or "int8". "auto" is "fp8" if the folder has
+            scales for it, else that of the model.
 
     Returns:
         The model: its own modeling code, `generate` and `config`; no BF16 copy of a packed weight.
@@ -22,6 +26,7 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu") -> Any:
     """
     # `import octavo` alone does not load the packages that run a packed folder. This import is the one exception to
     # the rule that imports stand at the top of a file (tests/test_architecture.py).
-    from octavo.runtime import load_transformers
+    import_extra("transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers")
+    from octavo.runtime.transformers_model import load_transformers
 
-    return load_transformers(os.fspath(folder), device)
+    return load_transformers(os.fspath(folder), device, kv_cache)

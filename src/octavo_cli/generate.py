@@ -41,11 +41,10 @@ def generate_command(
     """
     from octavo.generation.sampling import stream
     from octavo.nn import cast_once
-    from octavo.runtime import end_tokens, warm_up
+    from octavo.runtime import end_tokens
     from octavo.train.evaluation import autocast
 
     opened = open_source(source, step, device)
-    warm_up(opened.model, opened.context)
     console = Console()
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         pieces = stream(

@@ -182,7 +182,7 @@ def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path
 
 def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
     """With its cache, against one forward over the whole text, in float32 so that rounding turns no choice."""
-    model, tokenizer, context = load_packed(example.packed)
+    model, tokenizer, context, _ = load_packed(example.packed)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     ids = tokenizer.encode(PROMPT)
@@ -196,7 +196,7 @@ def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_text_goes_on_past_the_context(packed: dict[str, Example], name: str) -> None:
-    model, tokenizer, context = load_packed(packed[name].packed)
+    model, tokenizer, context, _ = load_packed(packed[name].packed)
     assert context == 48
 
     def text(seed: int) -> str:
@@ -212,7 +212,7 @@ def test_text_goes_on_past_the_context(packed: dict[str, Example], name: str) ->
 @pytest.mark.parametrize(("prompt", "count"), [("", 1), ("a", -1)])
 def test_arguments_out_of_range(packed: dict[str, Example], prompt: str, count: int) -> None:
     for name in ("llama", "qwen2"):
-        model, tokenizer, context = load_packed(packed[name].packed)
+        model, tokenizer, context, _ = load_packed(packed[name].packed)
         with pytest.raises(ValueError, match=r"prompt must hold|must be 0 or more"):
             stream(model, tokenizer, context, prompt, count=count)
 

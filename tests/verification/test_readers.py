@@ -58,10 +58,10 @@ def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypa
     fill = readers.fill
 
     def misread(*arguments: Any) -> Any:
-        model = fill(*arguments)
+        model, scales = fill(*arguments)
         *_, layer = (module for module in model.modules() if isinstance(module, PackedLinear))
         layer.weight_scale.copy_(1 / layer.weight_scale)
-        return model
+        return model, scales
 
     monkeypatch.setattr(readers, "fill", misread)
     result = results(model, packed)
@@ -76,7 +76,7 @@ def test_a_reader_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return torch.full((*ids.shape, 256), torch.nan)
 
-    monkeypatch.setattr(readers, "fill", lambda *_: Nan())
+    monkeypatch.setattr(readers, "fill", lambda *_: (Nan(), None))
     assert results(model, packed)["octavo"].outcome == "disagrees"
 
 

@@ -9,20 +9,21 @@ call, so that the next call of the same batch size replays its graph. On a CPU t
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from octavo.generation.forward import Pairs, key_shape, make_forward
+from octavo.generation.forward import key_shape, make_forward
 from octavo.generation.loop import Choose, Stop, decode
-from octavo.generation.memory import check_memory, free_bytes
+from octavo.generation.memory import check_memory, fits, free_bytes
 from octavo.generation.prompts import Prompts, pad_prompts
-from octavo.generation.sampling import Sampling
 from octavo.generation.session import Session, prefix_worth_sharing
 from octavo.kv_cache.layer import check_settings
+from octavo.kv_cache.model import Pairs
 from octavo.nn.norm_linear import watched
 
 AUTO = "auto"
@@ -42,7 +43,11 @@ class Engine:
             None computes them from each prompt.
 
     Raises:
-        ValueError: the dtype is unknown, or the attention of the model is of a kind that the cache does not serve.
+        UnservedError: the attention of the model is of a kind that the cache does not serve.
+        ValueError: the dtype is unknown, or the scales do not fit.
+
+    Attributes:
+        limit: tokens that the cache may hold: the context, or the sliding window of the model.
     """
 
     def __init__(self, model: Any, *, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
@@ -51,31 +56,41 @@ class Engine:
             check_settings(dtype, None, None)
         self.model, self.context, self.dtype = model, context, dtype
         self.scales = kv_scales if dtype == "fp8" else None
-        make_forward(model, 1, self.dtype, self.scales)  # raises for a model that the cache does not serve
+        most = make_forward(model, 1, self.dtype, self.scales).most_tokens
+        self.limit = context if most is None else min(most, context)
         self.sessions: list[Session] = []  # the one used last is the last
         self.lock = threading.Lock()
-        self.parts: list[Any] = []
+        self.owner: int | None = None  # the thread that generates
+        self.parts: list[Any] = []  # of the model, when graphs were last captured
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of the model: all but the sessions, whose graphs are of this model's memory."""
+        return self.__dict__ | {"sessions": [], "lock": None, "owner": None, "parts": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"lock": threading.Lock()})
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the model's context."""
-        if prompt > self.context:
+        """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the cache."""
+        if prompt > self.limit:
             raise ValueError(
-                f"the model sees {self.context} tokens, and the prompt has {prompt} (padding included): shorten it"
+                f"the model sees {self.limit} tokens, and the prompt has {prompt} (padding included): shorten it"
             )
-        if prompt + new - 1 > self.context:
+        if prompt + new - 1 > self.limit:
             raise ValueError(
-                f"the model sees {self.context} tokens: after a prompt of {prompt} it can generate "
-                f"{self.context + 1 - prompt} more, not {new}. Lower max_new_tokens (or max_length), or shorten the prompt"
+                f"the model sees {self.limit} tokens: after a prompt of {prompt} it can generate "
+                f"{self.limit + 1 - prompt} more, not {new}. Lower max_new_tokens or max_length, or shorten the prompt"
             )
 
     @torch.no_grad()
     def run(
         self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+    ) -> Generator[tuple[Tensor, Tensor | None], None, None]:
         """Generate up to `new` tokens after the prompts.
 
         Args:
@@ -93,7 +108,7 @@ class Engine:
         """
         batch, begin = prompts.ids.shape
         self.check_length(begin, new)
-        with self.lock:
+        with self._alone():
             session = self._session(batch, begin + new - 1)
             ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.ids.device)
             ids[:, :begin] = prompts.ids
@@ -103,11 +118,11 @@ class Engine:
                 yield ids[:, :n], tokens
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, stop: Collection[int] = ()
-    ) -> Iterator[list[int | None]]:
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Any, stop: Collection[int] = ()
+    ) -> Generator[list[int | None], None, None]:
         """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
 
-        A text that outgrows the context continues from its last context // 2 tokens, as if they were the whole text.
+        A text that outgrows the context continues from its last `limit` // 2 tokens, as if they were the whole text.
 
         Args:
             prompts: token ids, one list a prompt, of any lengths.
@@ -124,35 +139,52 @@ class Engine:
         return self._generate(batch, count, sampling, stop)
 
     def _generate(
-        self, batch: Prompts, count: int, sampling: Sampling, stop: Collection[int]
-    ) -> Iterator[list[int | None]]:
+        self, batch: Prompts, count: int, sampling: Any, stop: Collection[int]
+    ) -> Generator[list[int | None], None, None]:
         random, rows = sampling.generator(self.device), range(batch.ids.shape[0])
         ending = torch.tensor(sorted(stop), device=self.device)
         ended = [False for _ in rows]
         while count > 0 and not all(ended):
-            new = min(count, self.context + 1 - batch.ids.shape[1])
+            new = min(count, self.limit + 1 - batch.ids.shape[1])
             choose = sampling.chooser(random, batch.padding)
             halt = Stop(lambda ids: torch.isin(ids[:, -1], ending), 0) if stop else None
-            ids = batch.ids
-            for ids, tokens in self.run(batch, new, choose, halt, watched=True):
-                assert tokens is not None
-                found = tokens.tolist()
-                ended = [ended[i] or found[i] in stop for i in rows]
-                if all(ended):
-                    return
-                yield [None if ended[i] else found[i] for i in rows]
+            with closing(self.run(batch, new, choose, halt, watched=True)) as steps:
+                for text, tokens in steps:
+                    assert tokens is not None
+                    ids = text
+                    found = tokens.tolist()
+                    ended = [ended[i] or found[i] in stop for i in rows]
+                    if all(ended):
+                        return
+                    yield [None if ended[i] else found[i] for i in rows]
             count -= new
-            batch = _last_tokens(Prompts(ids, batch.padding), self.context // 2)
+            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2)
 
     def warm_up(self, batch: int = 1, tokens: int = 256) -> None:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch, as a first call
         would."""
-        length = max(1, min(tokens, self.context - 3))
+        length = max(1, min(tokens, self.limit - 3))
         prompts = pad_prompts([[0] * length] * batch, self.device)
-        for _ in self.run(prompts, min(3, self.context + 1 - length), _most_likely, None, watched=False):
+        for _ in self.run(prompts, min(3, self.limit + 1 - length), _most_likely, None, watched=False):
             pass
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other thread generates.
+
+        Raises:
+            RuntimeError: this thread generates already.
+        """
+        if self.owner == threading.get_ident():
+            raise RuntimeError("this model is generating: finish that generation, or close its iterator, first")
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
 
     # --- Sessions ----------------------------------------------------------------------------------------------
 
@@ -169,10 +201,10 @@ class Engine:
         return session
 
     def _new_session(self, batch: int, tokens: int) -> Session:
-        capacity, shape, device = capacity_for(tokens, self.context), key_shape(self.model), self.device
-        while self.sessions and not _fits(shape, batch, capacity, self.dtype, device):
+        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model), self.device
+        while self.sessions and not fits(shape, batch * capacity, self.dtype, device):
             self.sessions.pop(0)
-        if not _fits(shape, batch, capacity, self.dtype, device):
+        if not fits(shape, batch * capacity, self.dtype, device):
             capacity = tokens
         check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -208,14 +240,6 @@ def capacity_for(tokens: int, context: int) -> int:
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return max(tokens, min(size, context))
-
-
-def _fits(shape: Any, batch: int, tokens: int, dtype: str | None, device: torch.device) -> bool:
-    try:
-        check_memory(shape, batch, tokens, dtype, free_bytes(device))
-    except MemoryError:
-        return False
-    return True
 
 
 def _most_likely(ids: Tensor, logits: Tensor) -> Tensor:

@@ -1,23 +1,24 @@
 """The forward pass over new tokens and a cache of fixed size, for models of `octavo.models` and of transformers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from octavo.kv_cache.model import ModelKVCache
+from octavo.kv_cache.model import ModelKVCache, Pairs
 from octavo.models.decoder import Decoder
-
-Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Forward(Protocol):
     """A model with a cache. A call takes tokens [B, T], stores their keys and values, and returns logits [B, V] of the
-    last one."""
+    last one. `most_tokens` is the largest size of a cache that serves the model, or None."""
 
     cache: ModelKVCache
+
+    @property
+    def most_tokens(self) -> int | None: ...
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
@@ -38,6 +39,8 @@ class KeyShape(NamedTuple):
 class DecoderForward:
     """A model of `octavo.models` with a cache."""
 
+    most_tokens = None
+
     def __init__(self, model: Decoder, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         self.model = model
         self.cache = ModelKVCache(model.config.layers, max_tokens, dtype, scales=scales, freezes=False)
@@ -51,7 +54,8 @@ def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs |
     """The forward pass of a language model over an empty cache. The scales of a warm-up grow until they are frozen.
 
     Raises:
-        ValueError: the attention of the model is of a kind that the cache does not serve, or the scales do not fit.
+        UnservedError: the attention of the model is of a kind that the cache does not serve.
+        ValueError: the scales do not fit.
     """
     if isinstance(model, Decoder):
         return DecoderForward(model, max_tokens, dtype, scales)

@@ -16,6 +16,12 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def fits(shape: KeyShape, tokens: int, dtype: str | None, device: torch.device) -> bool:
+    """Whether the device has memory for the keys and values of `tokens` tokens."""
+    free = free_bytes(device)
+    return free is None or shape.nbytes(tokens, None if dtype is None else DTYPES[dtype]) <= free
+
+
 def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, free: int | None) -> None:
     """Raise an error unless `free` bytes hold the keys and values of `batch` sequences of `tokens` tokens.
 

@@ -56,8 +56,8 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
     if seen.shape != ids.shape or bool(wrong.any()):
         row = int(wrong.int().argmax())
         raise ValueError(
-            f"a batch of prompts needs padding on the left only: row {row} of attention_mask {list(mask.shape)} for "
-            f"input_ids {list(ids.shape)} is not zeros, then ones. Set tokenizer.padding_side = 'left' and tokenize again"
+            f"a batch of prompts needs padding on the left only, and row {row} of attention_mask {list(mask.shape)} "
+            f"for input_ids {list(ids.shape)} is not zeros, then ones: tokenize with tokenizer.padding_side = 'left'"
         )
     return Prompts(ids.to(device), tuple(padding.tolist()))
 

@@ -62,7 +62,7 @@ class Session:
         if shared is not None:
             start = shared.cache.tokens
             self.cache.copy_prefix(shared.cache, self.batch)
-        for part in prompts.ids[:, start:].split(piece or max(1, PIECE // self.batch), dim=1):
+        for part in torch.split(prompts.ids[:, start:], piece or max(1, PIECE // self.batch), dim=1):
             logits = self.forward(part)
         self.cache.freeze()
         self.cache.first = self.first  # a graph serves batches with padding and without

@@ -1,4 +1,4 @@
-"""The forward pass of a model of transformers over a cache of fixed size. Importing this module imports transformers."""
+"""The forward pass of a model of transformers over a cache of fixed size. Importing this imports transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,24 +6,30 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.generation.forward import Pairs
+from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.kv_cache.transformers_attention import ATTENTION
-from octavo.kv_cache.transformers_cache import QuantizedKVCache
+from octavo.kv_cache.transformers_cache import QuantizedKVCache, most_tokens
 
 
 class TransformersForward:
     """A causal language model of transformers with a cache.
 
     Raises:
-        ValueError: the attention of the model is of a kind that the cache does not serve, or the scales do not fit.
+        UnservedError: the attention of the model is of a kind that the cache does not serve.
+        ValueError: the scales do not fit.
     """
 
     def __init__(self, model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
-        check_attention(model)
+        if model.config.is_encoder_decoder or not model._supports_attention_backend:
+            raise UnservedError(f"{type(model).__name__} does not take an attention from outside")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
         self.keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+    @property
+    def most_tokens(self) -> int | None:
+        return most_tokens(self.config)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
@@ -39,13 +45,6 @@ class TransformersForward:
             )
         logits: Tensor = output.logits
         return logits[:, -1]
-
-
-def check_attention(model: Any) -> None:
-    """Raise a ValueError, which says why, if a model of transformers cannot run on the cache."""
-    if model.config.is_encoder_decoder or not model._supports_attention_backend:
-        raise ValueError(f"{type(model).__name__} does not run on an attention of ours")
-    QuantizedKVCache(model.config, 1)
 
 
 @contextmanager

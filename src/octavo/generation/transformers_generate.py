@@ -1,21 +1,23 @@
 """`generate` of transformers, its decoding loop replaced by `octavo.generation.engine.Engine`.
 
 transformers validates the call, and makes the processors of logits, the criteria of stopping and the streamer. Only the
-loop of greedy search and of sampling, `_sample`, is ours. What the engine does not cover runs on transformers' own loop,
-and a warning says so once. Importing this module imports transformers.
+loop of greedy search and of sampling, `_sample`, is ours. A call that the engine does not cover runs on transformers'
+own loop, and a warning says so once. Importing this module imports transformers.
 """
 
 import warnings
+from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MaxLengthCriteria
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from octavo.generation.engine import AUTO, Engine
-from octavo.generation.forward import Pairs
 from octavo.generation.loop import Choose, Stop
 from octavo.generation.prompts import Prompts, first_tokens, read_prompts
+from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.nn.mixed_class import mix_classes
 
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # inputs of the model
@@ -27,18 +29,25 @@ def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scale
     Args:
         model, context, kv_cache, kv_scales: see `Engine`.
 
+    A model whose attention the cache does not serve runs on transformers' own loop.
+
     Raises:
-        ValueError: the dtype of the cache is unknown, or the cache does not serve the model's attention.
+        ValueError: the dtype of the cache is unknown, or is given for a model that the cache does not serve.
     """
-    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
     model.octavo_notices = set()
+    try:
+        model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+    except UnservedError as error:
+        if kv_cache != AUTO:
+            raise
+        model.octavo_engine = str(error)
     model.__class__ = mix_classes(Accelerated, type(model))
 
 
 class Accelerated:
     """The class of a model whose `generate` runs on `octavo_engine`."""
 
-    octavo_engine: Engine
+    octavo_engine: Engine | str  # or why there is none
     octavo_notices: set[str]
 
     def _sample(
@@ -53,8 +62,11 @@ class Accelerated:
     ) -> Any:
         """Tokens [B, N] of prompts and texts: greedy search or sampling, as transformers' own `_sample`."""
         engine = self.octavo_engine
-        reason = _uncovered(self, generation_config, model_kwargs, synced_gpus)
+        reason = engine if isinstance(engine, str) else _uncovered(self, generation_config, model_kwargs, synced_gpus)
         if reason is None:
+            assert isinstance(engine, Engine)
+            if engine.limit < min(engine.context, generation_config.max_length - 1):
+                reason = f"the text may exceed the sliding window of {engine.limit} tokens"
             prompts = read_prompts(input_ids, model_kwargs.get("attention_mask"), engine.device)
             if not _usual_positions(prompts, model_kwargs.get("position_ids")):
                 reason = "position_ids are given that do not count the tokens"
@@ -67,18 +79,21 @@ class Accelerated:
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus,
                 streamer=streamer, **model_kwargs,
             )  # fmt: skip
+        assert isinstance(engine, Engine)
         ids = prompts.ids
         steps = engine.run(
             prompts,
-            stopping_criteria.max_length - input_ids.shape[1],
+            generation_config.max_length - input_ids.shape[1],
             _chooser(logits_processor, generation_config.do_sample),
             _stop(stopping_criteria, generation_config),
             watched=streamer is not None,
             piece=generation_config.prefill_chunk_size,
         )
-        for ids, tokens in steps:
-            if streamer is not None:
-                streamer.put(tokens)
+        with closing(steps):
+            for text, tokens in steps:
+                ids = text
+                if streamer is not None:
+                    streamer.put(tokens)
         if streamer is not None:
             streamer.end()
         return ids.to(input_ids.device)
@@ -97,7 +112,8 @@ def _uncovered(model: Any, config: Any, kwargs: dict[str, Any], synced_gpus: boo
         return "use_cache is False"
     if getattr(cache, "_is_user_defined", False):
         return "a cache is given (past_key_values)"
-    if type(cache) not in (DynamicCache, StaticCache) or config.cache_implementation in ("offloaded", "offloaded_static"):
+    offloaded = str(config.cache_implementation).startswith("offloaded")
+    if offloaded or type(cache) not in (DynamicCache, StaticCache):
         return f"the cache is a {type(cache).__name__} ({config.cache_implementation})"
     if config.max_length is None:
         return "no number of new tokens is given"
@@ -124,13 +140,14 @@ def _chooser(processors: Any, draws: bool) -> Choose:
         scores = processors(ids, logits.to(torch.float32, copy=True))
         if draws:
             return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
-        return scores.argmax(dim=-1)
+        best: Tensor = scores.argmax(dim=-1)
+        return best
 
     return choose
 
 
 def _stop(criteria: Any, config: Any) -> Stop | None:
     """When sequences end; None if they end at their number of tokens alone."""
-    if all(type(each).__name__ == "MaxLengthCriteria" for each in criteria):
+    if all(isinstance(each, MaxLengthCriteria) for each in criteria):
         return None
     return Stop(lambda ids: criteria(ids, None), 0 if config._pad_token_tensor is None else config._pad_token_tensor)

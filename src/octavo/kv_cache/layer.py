@@ -168,9 +168,9 @@ class LayerKVCache:
                 place = (torch.arange(tokens, device=source.device) - first[:, None]).clamp_(min=0)  # [B, T]
                 source = source[:, place].transpose(0, 1)  # [B, G, T, D]
             _as_bytes(mine)[:, :, :tokens] = source
-        for scale, theirs in ((self.k_scale, prefix.k_scale), (self.v_scale, prefix.v_scale)):
-            if scale is not None and theirs is not None:
-                scale.copy_(theirs)
+        for scale, given in ((self.k_scale, prefix.k_scale), (self.v_scale, prefix.v_scale)):
+            if scale is not None and given is not None:
+                scale.copy_(given)
         self.empty = False
 
     def select(self, sequences: Tensor) -> None:

@@ -7,6 +7,7 @@ The buffers are allocated by the first keys, which set the batch size, heads, he
 batch end at the same place: a shorter one has padding on its left, and `first` says how much.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,13 @@ from torch import Tensor
 from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings, prompt_attention
 from octavo.kv_cache.length import Length
 
-Scales = Sequence[tuple[Tensor, Tensor]] | Mapping[str, tuple[Tensor, Tensor]]
+Pairs = Sequence[tuple[Tensor, Tensor]]  # of keys and of values, for each layer
+Scales = Pairs | Mapping[str, tuple[Tensor, Tensor]]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class UnservedError(ValueError):
+    """The cache does not serve the attention of a model; the message says why."""
 
 
 class Appended(NamedTuple):
@@ -60,7 +66,7 @@ class ModelKVCache:
         max_tokens: int,
         dtype: str | None = None,
         *,
-        scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+        scales: Pairs | None = None,
         per: str | None = None,
         margin: float | None = None,
         freezes: bool = True,
@@ -171,3 +177,10 @@ class ModelKVCache:
                 for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
                     if t is not None:
                         torch._dynamo.mark_static_address(t)
+
+
+def pairs_in_order(scales: Scales | None) -> Pairs | None:
+    """The scales in the order of the layers: by the numbers in names such as model.layers.11.self_attn."""
+    if not isinstance(scales, Mapping):
+        return scales
+    return [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]

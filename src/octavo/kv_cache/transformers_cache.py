@@ -13,8 +13,6 @@ It serves Llama, Mistral, Qwen2, Qwen3 and models with the same attention: causa
 none. Importing this module imports transformers; `import octavo` does not import it.
 """
 
-import re
-from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from octavo.calibration.folder import Calibration
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
-from octavo.kv_cache.model import Appended, ModelKVCache, Scales
+from octavo.kv_cache.model import Appended, ModelKVCache, Scales, UnservedError, pairs_in_order
 from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops.attention import LARGEST
@@ -98,7 +96,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     Args:
         config: of the model.
         max_tokens: room for each sequence, prompt and padding included.
-        dtype: "bf16", "fp8" (e4m3) or "int8".
+        dtype: "fp8" (e4m3), "int8", "bf16", "fp16" or "fp32"; None takes that of the first keys.
         scales: pairs (of keys, of values), one pair a layer in order, or by the name of its attention. Each is float32
             with one element or one a head, as in `scales_from_calibration` and packed folders. None computes them in a
             warm-up, in which padding counts.
@@ -107,15 +105,16 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             the stored tokens again each time they grow.
 
     Raises:
-        ValueError: the settings do not fit each other or the model: layers that do not attend to all tokens, a sliding
-            window shorter than the cache, or another number of scales than of layers.
+        UnservedError: the model has layers that do not attend to all tokens, or a sliding window shorter than the
+            cache.
+        ValueError: the settings do not fit each other, or the scales are of another number of layers.
     """
 
     def __init__(
         self,
         config: Any,
         max_tokens: int,
-        dtype: str = "fp8",
+        dtype: str | None = "fp8",
         *,
         scales: Scales | None = None,
         per: str | None = None,
@@ -128,9 +127,9 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         _check_model(text, max_tokens)
         register_attention()
         self.config = text
-        layers = text.num_hidden_layers
+        layers, pairs, freezes = text.num_hidden_layers, pairs_in_order(scales), warm_up == "prompt"
         self.model_cache = ModelKVCache(
-            layers, max_tokens, dtype, scales=in_order(scales), per=per, margin=margin, freezes=warm_up == "prompt"
+            layers, max_tokens, dtype, scales=pairs, per=per, margin=margin, freezes=freezes
         )
         super().__init__(layers=[QuantizedKVCacheLayer(self.model_cache, i) for i in range(layers)])
 
@@ -197,23 +196,26 @@ def scales_from_calibration(
     return found
 
 
-def _check_model(config: Any, max_tokens: int) -> None:
+def most_tokens(config: Any) -> int | None:
+    """The tokens that a cache of the text model of `config` may hold: those of its sliding window, or any number, None.
+
+    Raises:
+        UnservedError: it has layers that do not attend to all tokens.
+    """
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise UnservedError(
             f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
         )
-    window: Any = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None
-    if slides and max_tokens > window:
-        raise ValueError(
+    return window if slides else None
+
+
+def _check_model(config: Any, max_tokens: int) -> None:
+    window = most_tokens(config)
+    if window is not None and max_tokens > window:
+        raise UnservedError(
             f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: use "
             f"max_tokens={window} or less, or transformers' own cache"
         )
-
-
-def in_order(scales: Scales | None) -> Sequence[tuple[Tensor, Tensor]] | None:
-    """The scales in the order of the layers: by the numbers in names such as model.layers.11.self_attn."""
-    if not isinstance(scales, Mapping):
-        return scales
-    return [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]

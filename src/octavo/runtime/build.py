@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.files import ArtifactError, model_tensors, read_json
+from octavo.artifact.packed.kv_scales import KvScales
 from octavo.artifact.packed.layouts import (
     UNQUANTIZED_DTYPE,
     WEIGHT_DTYPE,
@@ -23,17 +24,20 @@ from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.device import choose_device
 from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
+from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.runtime.fused import fuse
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
 
 class Loaded(NamedTuple):
-    """A packed model, ready to run: `context` is the number of tokens it can see."""
+    """A packed model, ready to run: `context` is the number of tokens it can see, and `kv_scales` are the scales of its
+    keys and values, a pair for each layer, if the folder has them."""
 
     model: nn.Module
     tokenizer: Tokenizer
     context: int
+    kv_scales: Pairs | None = None
 
 
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
@@ -56,18 +60,23 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     place = choose_device(device)
     path = Path(folder)
     meta_model = read_meta_model(read_config(path), path)
-    return Loaded(fill(meta_model, path, place), load_tokenizer(path), meta_model.context)
+    model, kv_scales = fill(meta_model, path, place)
+    return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
 
 
-def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.Module:
-    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs."""
+def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> tuple[nn.Module, Pairs | None]:
+    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs.
+
+    Returns:
+        The model, and the scales of its keys and values, a pair for each layer; None if the folder has none.
+    """
     where = folder / "config.json"
     disks = meta_model.linears()
     reader = ShardReader(folder)
     experts = _packed_experts(meta_model, reader)
     packing = read_packing(meta_model.config, [*disks, *experts], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
-    tensors = _read_tensors(packing, reader, disks)
+    tensors, kv_scales = _read_tensors(packing, reader, disks)
     _widen_experts(tensors, packing, experts)
     required = meta_model.split_experts(model_tensors(meta_model.model))
     check_tensors(_rounded(tensors, required), required, folder)
@@ -75,7 +84,7 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> nn.
     _check_scales(model, folder)
     model.to(device)
     fuse(model)
-    return model
+    return model, pairs_in_order(kv_scales) or None
 
 
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:
@@ -108,10 +117,11 @@ def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[s
         )
 
 
-def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> dict[str, Tensor]:
-    """Every tensor that the model takes, by its name in the files, with scales as `PackedLinear` holds them."""
+def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> tuple[dict[str, Tensor], KvScales]:
+    """Every tensor that the model takes, by its name in the files, with scales as `PackedLinear` holds them; and the
+    scales of keys and values."""
     tensors = packing.from_files({name: reader.get(name) for name in reader.specs})
-    packing.take_kv_scales(tensors, disks, reader.folder)
+    kv_scales = packing.take_kv_scales(tensors, disks, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]
@@ -120,7 +130,7 @@ def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> di
             f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
             stacklevel=2,
         )
-    return tensors
+    return tensors, kv_scales
 
 
 def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
