@@ -9,6 +9,7 @@ from kv_cache_examples import DTYPES, Emulated, greedy, model_of, prompts
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
+from octavo.kv_cache.layer import DTYPES as LAYER_DTYPES
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
 
@@ -52,6 +53,16 @@ def test_given_scales(dtype):
     assert torch.equal(cache.stores[1].k_scale, scales[1][0].expand(2))
     assert cache.clipped.shape == (2, 2)
     assert int(cache.clipped.sum()) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_cache_in_the_dtype_of_the_model_equals_transformers_own_bit_for_bit(dtype):
+    model, inputs = model_of("llama").to(LAYER_DTYPES[dtype]), prompts(False)
+    model.set_attn_implementation("sdpa")
+    tokens, logits = greedy(model, inputs, DynamicCache(config=model.config))
+    found = greedy(model, inputs, QuantizedKVCache.for_model(model, 25, dtype))
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], logits)
 
 
 def test_a_bf16_model_with_a_bf16_cache_is_near_transformers_own():
