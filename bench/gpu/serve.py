@@ -21,12 +21,13 @@ from torch import Tensor
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
+from bench.gpu.decoding import decode, runs
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, TOKENS
-from bench.gpu.modes import BASE, SERVE, SERVE_FP8_CACHE, SERVE_GRAPH, SERVE_TORCHAO
+from bench.gpu.modes import BASE, SERVE, SERVE_GRAPH, SERVE_TORCHAO
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.numerics import ROW, Cast, QTensor
-from octavo.ops import find_backend, quantize
+from octavo.ops import quantize
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
 from octavo.runtime.fused import fuse
@@ -54,7 +55,7 @@ def main() -> None:
     note("check", check(wide, packed))
     note("memory", memory(wide, packed))
     for batch in BATCHES:
-        note(f"decode {batch}", decode(wide, packed, batch))
+        note(f"decode {batch}", decode(wide, packed, batch, CONTEXT))
     note("prefill", prefill(wide, packed))
     note("kernels", kernels())
 
@@ -97,30 +98,6 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     steps[SERVE_GRAPH] = Captured(steps[SERVE])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
     return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
-
-
-def decode(wide: Any, packed: Any, batch: int) -> dict[str, Any]:
-    """One token of each of `batch` texts, which is the last that the cache has room for, as CUDA graphs."""
-    ids = torch.randint(0, wide.config.vocab_size, (batch, 1), device="cuda")
-    stores = models.random_stores(wide.config, batch, CONTEXT, "cuda", "bf16", "fp8")
-    plain = [models.PlainCache(store) for store in stores["bf16"]]
-    torch._dynamo.reset()
-    steps: dict[str, Step] = {}
-    for name, model in ((BASE, wide), (SERVE, packed)):
-        models.compile_layers(model)
-        steps[name] = Captured(partial(models.forward, model, ids, CONTEXT - 1, plain))
-    attention = packed.config._attn_implementation
-    steps[SERVE_FP8_CACHE] = Captured(
-        partial(models.forward_again, packed, ids, CONTEXT - 1, models.octavo_caches(packed, stores["fp8"]))
-    )
-    packed.set_attn_implementation(attention)  # for the measurements after this one
-    exact = steps[BASE]().clone()
-    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
-    assert all(db > 10 for db in quality.values()), quality  # NaN is not
-    times = interleaved(dict(steps), rounds=8, repeat=8, warmup=2)
-    backend = " and ".join(sorted({runs(batch, n) for n, _ in SHAPES}))
-    ms = {name: summary(t) for name, t in times.items()}
-    return {"batch": batch, "context": CONTEXT, "gemm": backend, "sqnr": quality, "ms": ms}
 
 
 # --- The GEMM alone --------------------------------------------------------------------------------------------
@@ -167,11 +144,6 @@ def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
             call(weight)
 
     return 1e3 * replayed(step, calls=2) / len(weights)
-
-
-def runs(m: int, n: int) -> str:
-    """The backend that octavo chooses for a GEMM of m rows and n columns."""
-    return find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), (m, n)).name
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from bench.gpu.modes import (
     BASE,
     CACHE_FP8,
+    FP8_CACHE,
     FUSED,
     FUSED_EAGER,
     PLAIN,
@@ -15,8 +16,10 @@ from bench.gpu.modes import (
     SERVE_GRAPH,
     SERVE_TORCHAO,
 )
+from bench.report.generation import eager_speed, figure, graph_share, start_time
 from bench.report.performance import COPY_SHARE, ONLY_IF_FASTER, best_torchao, by_mode, layer_speedups, serve_medians
 from bench.report.tables import MISSING, Result, Row, ratio
+from octavo.speed.programs import OCTAVO
 
 SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 COPY_ELEMENTS = 8192 * 4096  # a kernel on fewer elements has no aim
@@ -47,8 +50,23 @@ class Aim(NamedTuple):
 
 
 def aims(results: dict[str, Result]) -> list[Aim]:
-    parts = (stack, kernels, layer, parity, serving, cache)
+    parts = (generation, stack, kernels, layer, parity, serving, cache)
     return [aim for part in parts for aim in part(results)]
+
+
+def generation(results: dict[str, Result]) -> Iterator[Aim]:
+    """Through `model.generate`, against the faster of BF16's two ways."""
+    for batch, way, bound in ((1, OCTAVO, 1.7), (16, OCTAVO, 1.5), (64, OCTAVO, 1.4), (64, FP8_CACHE, 1.5)):
+        claim = f"generate, batch {batch}, {way}: tokens/s vs the best BF16"
+        yield Aim(claim, figure(results, f"decode {batch}", way, "tokens_per_second_speedup"), "≥", bound)
+    claim = "generate, batch 1: share of the tokens/s of a CUDA graph captured by hand"
+    yield Aim(claim, graph_share(results, 1, OCTAVO), "≥", 0.9, "{:.2f}")
+    for batch in (1, 16, 64):
+        claim = f"generate in transformers' own loop, batch {batch}: tokens/s vs BF16, eager"
+        yield Aim(claim, eager_speed(results, batch), "≥", 1.0)
+    found = figure(results, "prompt", OCTAVO, "first_token_speedup", 2048)
+    yield Aim("generate, first token of 2,048: speed vs BF16", found, "≥", 1.45)
+    yield Aim("octavo.load and the first token: time vs BF16", start_time(results), "≤", 2.0)
 
 
 def stack(results: dict[str, Result]) -> Iterator[Aim]:

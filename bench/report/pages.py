@@ -2,24 +2,25 @@
 
 The words of a page are in its template beside this file. A template may name
 
-    {stack_modes}                               the table that this function of the page's module makes
+    {stack_modes}                               the table that this function of the page's modules makes
     {gpu_stack[floors][cast][total]:.2f}        a number of bench/results/gpu_stack.json
     {machine[gpu_stack]}                        the machine, the versions and the date of that file
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, performance, plots
+from bench.report import accuracy, generation, performance, plots
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGES = {"performance": performance, "accuracy": accuracy}
+PAGES = {"performance": (generation, performance), "accuracy": (accuracy,)}  # the modules of their tables
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
 
 
@@ -50,15 +51,16 @@ def with_gains(readme: str, results: dict[str, Result]) -> str:
 class Values(dict[str, Any]):
     """The values that a template may name."""
 
-    def __init__(self, module: ModuleType, results: dict[str, Result]) -> None:
+    def __init__(self, modules: Sequence[ModuleType], results: dict[str, Result]) -> None:
         super().__init__(results)
         self["machine"] = {name: machine(result) for name, result in results.items()}
         self["aims"] = markdown(aim.row() for aim in aims(results))
         self["gains"] = markdown({**gain.row(), "measured": f"[how](#{gain.link})"} for gain in gains(results))
-        self._module, self._results = module, results
+        self._modules, self._results = modules, results
 
     def __missing__(self, name: str) -> str:
-        found = getattr(self._module, name)(self._results)
+        function = next(getattr(module, name) for module in self._modules if hasattr(module, name))
+        found = function(self._results)
         return found if isinstance(found, str) else markdown(found)
 
 

@@ -60,7 +60,13 @@ def timing(row: Result) -> dict[str, str]:
 def machine(result: Result) -> str:
     """One line that says where, with what and when a result was measured."""
     forms = {"gpu": "{}", "processor": "{}", "threads": "{} threads", "torch": "torch {}", "triton": "Triton {}"}
-    forms |= {"torchao": "torchao {}", "python": "Python {}", "commit": "commit {}", "measured": "{}"}
+    forms |= {
+        "torchao": "torchao {}",
+        "transformers": "transformers {}",
+        "python": "Python {}",
+        "commit": "commit {}",
+        "measured": "{}",
+    }
     facts = result["machine"]
     forms["threads"] = "{} thread" if facts.get("threads") == 1 else forms["threads"]
     return ", ".join(form.format(facts[key]) for key, form in forms.items() if facts.get(key)) + "."

@@ -123,7 +123,7 @@ def _measure_group(programs: Sequence[Program], prompts: Prompts, report: SpeedR
         report.check = report.check or check_tokens(opened, prompts)
         for name, generate in opened.ways.items():
             meter = Meter(prompts.device, start.weight_bytes or 0, apart=program.apart)
-            ways.append(Way(name, generate, program.baseline, meter))
+            ways.append(Way(name, generate, program.baseline, meter, opened.forget))
     for cell in prompts.grid.cells:
         report.rows += measure_cell(ways, cell, prompts, advance)
 

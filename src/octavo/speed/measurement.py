@@ -33,6 +33,7 @@ class Way(NamedTuple):
     generate: Generate
     baseline: bool
     meter: Meter
+    forget: Callable[[], None]
 
 
 def open_program(program: Program, prompts: Prompts) -> tuple[Opened | None, Start]:
@@ -75,6 +76,7 @@ def measure_cell(ways: Sequence[Way], cell: Cell, prompts: Prompts, advance: Adv
     rows: dict[str, Row] = {}
     for way in ways:
         advance(f"{way.name}: batch {cell.batch}, prompt {cell.prompt}, first call")
+        way.forget()
         way.meter.reset()
         rows[way.name] = _first_call(way, cell, ids, prompts)
     running, drawn = [way for way in ways if not rows[way.name].problem], random.Random(0)

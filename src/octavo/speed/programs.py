@@ -1,8 +1,10 @@
 """The programs that generate text from a model folder, called as their users call them: Octavo, transformers, vLLM."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,17 @@ LOOP = "transformers' loop"
 
 @dataclass(frozen=True)
 class Opened:
-    """The ways to generate from an open model, by name, and a slower reference for the first of them."""
+    """An open model.
+
+    Attributes:
+        ways: the ways to generate from it, by name.
+        reference: a slower way, with whose tokens those of the first way are compared.
+        forget: drops the caches that calls left, so that a size does not count the memory of the one before.
+    """
 
     ways: Mapping[str, Generate]
     reference: Generate | None = None
+    forget: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def octavo_program(folder: Path, device: torch.device) -> Program:
 
     def open_model() -> Opened:
         model = load(folder, device)
-        return Opened({OCTAVO: generation(model)}, own_loop(model))
+        return Opened({OCTAVO: generation(model)}, own_loop(model), partial(drop_caches, model))
 
     return Program(OCTAVO, (OCTAVO,), folder, open_model)
 
@@ -115,6 +124,13 @@ def own_loop(model: Any) -> Generate:
     transformers = import_extra("transformers", "hf", "a packed model is a model of transformers")
 
     def generate(ids: Tensor, tokens: int) -> Tensor:
-        return generation(model, past_key_values=transformers.DynamicCache(config=model.config))(ids, tokens)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "generate runs on transformers' own loop")
+            return generation(model, past_key_values=transformers.DynamicCache(config=model.config))(ids, tokens)
 
     return generate
+
+
+def drop_caches(model: Any) -> None:
+    """Drop the caches of a model of `octavo.load`, with their CUDA graphs."""
+    getattr(getattr(model, "octavo_engine", None), "sessions", []).clear()

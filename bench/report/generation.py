@@ -1,0 +1,109 @@
+"""The first tables of docs/performance.md: generating text as users do, from the results of bench.gpu.generate."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.gpu.modes import BASE, ENGINE_OFF, FP8_CACHE, SERVE, SERVE_FP8_CACHE
+from bench.report.tables import Result, Row, machine, number, ratio
+from octavo.speed.programs import EAGER, OCTAVO, STATIC
+
+NAME = "gpu_generate"
+GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
+BF16 = "transformers, BF16"
+
+
+def generation_decode(results: dict[str, Result]) -> Iterator[Row]:
+    for batch in batches(results):
+        for row in rows(results, f"decode {batch}"):
+            yield {
+                "batch": str(batch),
+                "way": row["way"],
+                "tokens/s": number(row["tokens_per_second"], "{:,.0f}") if not row["problem"] else row["problem"],
+                "vs the best BF16": number(row["tokens_per_second_speedup"], "{:.2f}x"),
+                "share of a CUDA graph captured by hand": number(graph_share(results, batch, row["way"]), "{:.0%}"),
+                "peak GB": gigabytes(row["peak_bytes"]),
+                "first call, s": number(row["warm_up_seconds"], "{:.1f}"),
+            }
+
+
+def generation_first_token(results: dict[str, Result]) -> Iterator[Row]:
+    for row in rows(results, "prompt"):
+        seconds = row["first_token_seconds"]
+        yield {
+            "prompt": f"{row['prompt']:,} tokens",
+            "way": row["way"],
+            "ms": number(None if seconds is None else 1e3 * seconds, "{:.1f}"),
+            "vs BF16": number(row["first_token_speedup"], "{:.2f}x"),
+        }
+
+
+def generation_start(results: dict[str, Result]) -> Iterator[Row]:
+    for start in results.get(NAME, {}).get("starts", []):
+        yield {
+            "program": start["program"],
+            "load, s": number(start["load_seconds"], "{:.1f}"),
+            "first token, s": number(start["first_token_seconds"], "{:.1f}"),
+            "weights, GB": gigabytes(start["weight_bytes"]),
+        }
+
+
+def generation_check(results: dict[str, Result]) -> str:
+    """A sentence on the tokens; nothing where it was not measured."""
+    check = results.get(NAME, {}).get(f"check of {OCTAVO}")
+    if check is None:
+        return ""
+    equal = " and ".join(map(str, check["equal"]))
+    return (
+        f"Of {check['tokens']} greedy tokens, the first {equal} are those of transformers' own loop on the same packed "
+        f"model, for {len(check['equal'])} prompts."
+    )
+
+
+def generation_machine(results: dict[str, Result]) -> str:
+    found = results.get(NAME)
+    return "" if found is None else f"{found['layers']} layers. {machine(found)}"
+
+
+# --- Figures, for the aims too ---------------------------------------------------------------------------------
+
+
+def batches(results: dict[str, Result]) -> list[int]:
+    """The batches that decoding was measured for."""
+    return [int(part.split()[1]) for part in results.get(NAME, {}) if part.startswith("decode ")]
+
+
+def rows(results: dict[str, Result], section: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = results.get(NAME, {}).get(section, [])
+    return found
+
+
+def figure(results: dict[str, Result], section: str, way: str, key: str, prompt: int | None = None) -> float | None:
+    """A figure of a way; None where it was not measured."""
+    for row in rows(results, section):
+        if row["way"] == way and prompt in (None, row["prompt"]):
+            value: float | None = row[key]
+            return value
+    return None
+
+
+def graph_share(results: dict[str, Result], batch: int, way: str) -> float | None:
+    """The tokens a second of a way over those of its decoding step as a CUDA graph that was captured by hand."""
+    rates = results.get(NAME, {}).get(f"graphs {batch}", {}).get("tokens_per_second", {})
+    return ratio(figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way)))
+
+
+def eager_speed(results: dict[str, Result], batch: int) -> float | None:
+    """The tokens a second of a packed model in transformers' own loop over those of BF16."""
+    section, key = f"decode {batch}", "tokens_per_second"
+    return ratio(figure(results, section, ENGINE_OFF, key), figure(results, section, EAGER, key))
+
+
+def start_time(results: dict[str, Result]) -> float | None:
+    """The time to load and to the first token over BF16's."""
+    starts = results.get(NAME, {}).get("starts", [])
+    seconds = {start["program"]: start["load_seconds"] + start["first_token_seconds"] for start in starts}
+    return ratio(seconds.get(OCTAVO), seconds.get(BF16))
+
+
+def gigabytes(count: int | None) -> str:
+    return number(None if count is None else count / 1e9, "{:.1f}")
