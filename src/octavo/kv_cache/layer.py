@@ -13,6 +13,7 @@ later steps, and no step waits for the device.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from octavo.kv_cache.length import Length
 from octavo.numerics.scaling import SMALLEST_SCALE
+from octavo.ops import rotate_append
 from octavo.ops.attention import LARGEST, append_kv, cached_attention, from_stored, to_stored
 
 DTYPES = {
@@ -125,6 +127,18 @@ class LayerKVCache:
             self.values[:, :, end - k.shape[2] : end] = v
         else:
             append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
+
+    def rotate_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`append` after rotary embedding, see `octavo.ops.rotate_append`. The scales must be frozen."""
+        if self.warming:
+            raise RuntimeError("the scales of a warm-up depend on the rotated keys: rotate them, then call `append`")
+        if self._counts:
+            self.count.advance(q.shape[1])
+        self.empty = False
+        stored = self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped
+        return rotate_append(q, k, v, cos, sin, *stored, **settings)
 
     def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""

@@ -9,7 +9,7 @@ batch end at the same place: a shorter one has padding on its left, and `first` 
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +115,31 @@ class ModelKVCache:
             assert self.length is not None
             self.length.advance(k.shape[2])
         return self.stores[layer]
+
+    def is_frozen(self, layer: int) -> bool:
+        """Whether the layer's buffers are allocated and its scales no longer change: `rotate_append` requires it."""
+        return bool(self.stores) and not self.stores[layer].warming
+
+    def rotate_append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
+    ) -> tuple[Tensor, Appended]:
+        """Apply rotary embedding to the queries and keys of new tokens, and store keys and values, with one kernel.
+
+        Args:
+            q, k, v: [B, T, H * D] and twice [B, T, G * D].
+            cos, sin, norms: as in `octavo.ops.rotate_append`.
+
+        Returns:
+            The rotated queries [B, H, T, D], and what `append` returns.
+        """
+        store = self.stores[layer]
+        if layer == 0:
+            assert self.length is not None
+            self.length.advance(q.shape[1])
+        was_empty = store.empty
+        q, k = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
+        batch, _, tokens, dim = q.shape
+        return q, Appended(store, k, v.view(batch, tokens, -1, dim).transpose(1, 2), was_empty)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""

@@ -12,6 +12,7 @@ training, so the packed model of a run gives the same bits as the run.
 from torch import Tensor, nn
 
 from octavo.artifact.packed.scheme import CHANNEL
+from octavo.kv_cache.served_attention import serve_attention
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import wider_first
 from octavo.nn.linear import compute_dtype
@@ -79,6 +80,7 @@ def fuse(model: nn.Module) -> None:
     The layers' weights move into stacks on their device, so move the model to its device first.
     """
     fuse_decoder_layers(model)
+    serve_attention(model)
     for module in list(model.modules()):
         if isinstance(module, NormLinear) and (layers := stackable(module.linears)) is not None:
             module.stack = PackedStack(layers)
