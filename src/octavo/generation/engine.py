@@ -62,6 +62,7 @@ class Engine:
         self.lock = threading.Lock()
         self.owner: int | None = None  # the thread that generates
         self.parts: list[Any] = []  # of the model, when graphs were last captured
+        self.hooked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of the model: all but the sessions, whose graphs are of this model's memory."""
@@ -207,15 +208,15 @@ class Engine:
         if not fits(shape, batch * capacity, self.dtype, device):
             capacity = tokens
         check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        return Session(make_forward(self.model, capacity, self.dtype, self.scales), batch, device, pool)
+        forward = make_forward(self.model, capacity, self.dtype, self.scales)
+        return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
 
     def _shared(self, prompts: Prompts) -> Session | None:
         """A session of one row with the prefix that all prompts share, if that saves time."""
         prefix = prefix_worth_sharing(prompts)
         if not prefix:
             return None
-        shared = Session(make_forward(self.model, prefix, self.dtype, self.scales), 1, self.device, None)
+        shared = Session(make_forward(self.model, prefix, self.dtype, self.scales), 1, self.device, captures=False)
         begin = prompts.padding[0]
         shared.prefill(Prompts(prompts.ids[:1, begin : begin + prefix], (0,)))
         return shared
@@ -225,13 +226,13 @@ class Engine:
         if self.device.type != "cuda":
             return
         modules = list(self.model.modules())
-        hooked = any(watched(module) for module in modules)
+        self.hooked = any(watched(module) for module in modules)
         tensors = chain(self.model.parameters(), self.model.buffers())
-        parts = [*map(id, modules), *(t.data_ptr() for t in tensors), hooked]
+        parts = [*map(id, modules), *(t.data_ptr() for t in tensors), self.hooked]
         if parts != self.parts:
             self.parts = parts
             for session in self.sessions:
-                session.forget_graph(captures=not hooked)
+                session.forget_graph(captures=not self.hooked)
 
 
 def capacity_for(tokens: int, context: int) -> int:

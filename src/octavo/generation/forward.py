@@ -88,7 +88,7 @@ def key_dtype(model: nn.Module) -> torch.dtype:
 def uncached_autocast(device: torch.device) -> Iterator[None]:
     """Autocast as it is, without its cache of cast weights: a CUDA graph must not read memory that autocast frees."""
     kind = device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "cpu" or not torch.is_autocast_enabled(kind):
         yield
         return
     with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):

@@ -6,7 +6,6 @@ some 0.1 ms, where an eager step costs 0.5 ms a layer.
 """
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +23,17 @@ class Session:
     Args:
         forward: the model with an empty cache.
         batch: number of sequences.
-        pool: of the memory of CUDA graphs; None where steps are not captured.
+        captures: whether steps become a CUDA graph.
     """
 
-    def __init__(self, forward: Forward, batch: int, device: torch.device, pool: Any | None) -> None:
-        self.forward, self.batch, self.device, self.pool = forward, batch, device, pool
+    def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
+        self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
         self.cache = forward.cache
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None  # of the graph
-        self.captures, self.eager_steps = pool is not None, 0
+        self.eager_steps = 0
 
     @property
     def capacity(self) -> int:
@@ -43,7 +42,7 @@ class Session:
     def forget_graph(self, captures: bool) -> None:
         """Drop the graph; `captures` says whether later steps become one."""
         self.graph, self.logits, self.eager_steps = None, None, 0
-        self.captures = captures and self.pool is not None
+        self.captures = captures
 
     # --- A prompt ----------------------------------------------------------------------------------------------
 
@@ -95,7 +94,7 @@ class Session:
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream), uncached_autocast(self.device):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     logits = self.forward(self.token)
                 finally:
