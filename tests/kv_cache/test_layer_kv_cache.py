@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kv_cache.layer import LayerKVCache, prompt_attention
+from octavo.kv_cache.layer import LayerKVCache
+from octavo.kv_cache.prompts import prompt_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}

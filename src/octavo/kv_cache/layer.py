@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kv_cache.length import Length
+from octavo.kv_cache.prompts import prompt_attention, widened
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops import rotate_append
-from octavo.ops.attention import LARGEST, append_kv, cached_attention, from_stored, to_stored
+from octavo.ops.attention import LARGEST, MAX_ROWS, append_kv, cached_attention, from_stored, to_stored
 
 DTYPES = {
     "fp32": torch.float32,
@@ -146,9 +146,28 @@ class LayerKVCache:
             end = int(self.length)
             k, v = self.keys[:, :, :end], self.values[:, :, :end]
             return prompt_attention(q, k, v, first=first, scale=q.shape[3] ** -0.5 if scale is None else scale)
+        if self._is_piece(q):
+            return self._attend_piece(q, first, q.shape[3] ** -0.5 if scale is None else scale)
         return cached_attention(
             q, self.keys, self.values, self.k_scale, self.v_scale, self.length, first=first, scale=scale
         )
+
+    def _is_piece(self, q: Tensor) -> bool:
+        """Whether q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
+        rows = q.shape[1] // self.keys.shape[1] * q.shape[2]
+        eager = rows > MAX_ROWS and q.is_cuda and not torch.compiler.is_compiling()
+        return eager and not torch.cuda.is_current_stream_capturing()
+
+    def _attend_piece(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
+        """PyTorch's attention over the tokens in use, so that no memory grows with the room of the cache.
+
+        The result is NaN if replays of a CUDA graph moved the device's count of tokens away from the host's.
+        """
+        end = self.count.host
+        k = widened(self.keys[:, :, :end], self.k_scale, q.dtype)
+        v = widened(self.values[:, :, :end], self.v_scale, q.dtype)
+        y = prompt_attention(q, k, v, first=first, scale=scale)
+        return y.masked_fill_(self.length != end, torch.nan)
 
     def freeze(self) -> None:
         """End the warm-up: the scales no longer change, and `reset` keeps them.
@@ -216,41 +235,6 @@ class LayerKVCache:
             scale.copy_(needed)
 
 
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = None, scale: float) -> Tensor:
-    """PyTorch's attention of the last T tokens of a text to those up to them.
-
-    Args:
-        q: [B, H, T, D].
-        k, v: [B, G, S, D] of all S tokens.
-        first: int32 [B], the first token of each sequence that is not padding. A token before it sees only itself. A
-            negative one makes the result NaN.
-        scale: multiplied into q @ k^T.
-
-    Returns:
-        [B, H, T, D] in q's dtype.
-    """
-    (new, tokens), gqa = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
-    if first is None and new in (1, tokens):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
-    if gqa and q.device.type != "cpu":
-        # With a mask, enable_gqa takes PyTorch's slow path, so keys and values are repeated for each query head.
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        gqa = False
-    j = torch.arange(tokens, device=q.device)
-    position = j[tokens - new :].unsqueeze(1)
-    mask = j <= position  # [T, S]
-    if first is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
-
-
-def _as_bytes(data: Tensor) -> Tensor:
-    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
-    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
-
-
 def check_settings(dtype: str, per: str | None, margin: float | None) -> None:
     """Raise a ValueError unless these are settings of a cache."""
     if dtype not in DTYPES:
@@ -272,3 +256,8 @@ def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tens
             f"{given.tolist()}"
         )
     return scale.expand(heads).clone()
+
+
+def _as_bytes(data: Tensor) -> Tensor:
+    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
+    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data

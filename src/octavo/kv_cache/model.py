@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings, prompt_attention
+from octavo.kv_cache.layer import DTYPES, LayerKVCache, check_settings
 from octavo.kv_cache.length import Length
+from octavo.kv_cache.prompts import prompt_attention
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # of keys and of values, for each layer
 Scales = Pairs | Mapping[str, tuple[Tensor, Tensor]]

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from octavo.kv_cache.layer import prompt_attention
 from octavo.kv_cache.model import Appended
+from octavo.kv_cache.prompts import prompt_attention
 from octavo.ops import cached_attention
 
 ATTENTION = "octavo"
