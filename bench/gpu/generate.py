@@ -45,7 +45,6 @@ from octavo.speed.programs import EAGER, OCTAVO, drop_caches, generation, own_lo
 NAME = "gpu_generate"
 PROMPTS, PROMPT, TOKENS = (128, 2048), 1024, 64
 END = 128_001  # Llama's end token: `generate` looks for it in every step
-FP8: dict[str, Any] = {"kv_cache": "fp8"}
 STARTED = time.perf_counter()
 
 
@@ -156,7 +155,7 @@ def programs(wide: Path, packed: Path, device: torch.device) -> list[Program]:
         return Opened(ways, own_loop(model), partial(drop_caches, model))
 
     def with_fp8_cache() -> Opened:
-        model = load(packed, device, **FP8)
+        model = load(packed, device, kv_cache="fp8")
         return Opened({FP8_CACHE: generation(model)}, forget=partial(drop_caches, model))
 
     return [

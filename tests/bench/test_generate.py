@@ -23,7 +23,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "Bench", lambda shape, folder, _: original(shape, folder, "cpu"))
     monkeypatch.setattr(llama, "CONFIG", SMALL)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    for name, value in {"PROMPTS": (8, 16), "PROMPT": 16, "TOKENS": 4, "FP8": {}}.items():
+    for name, value in {"PROMPTS": (8, 16), "PROMPT": 16, "TOKENS": 4}.items():
         monkeypatch.setattr(generate, name, value)
 
     def run(*words: str) -> dict:

@@ -56,6 +56,17 @@ def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how:
     assert said["distance"] > 0  # it rounds in BF16, the reference does not
 
 
+def test_its_speed_is_measured(made: Folders) -> None:
+    helper = Path(__file__).parent.parent / "support" / "verify_with_vllm.py"
+    sizes = ["--prompt", "16", "--batch", "2", "--tokens", "4", "--rounds", "1", "--device", "cpu", "--json"]
+    command = ["bench", str(made("llama", scheme="channel")), "--against", str(made("llama")), *sizes]
+    ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout[ran.stdout.index("{") :])
+    rates = {row["way"]: row["tokens_per_second"] for row in found["rows"]}
+    assert rates["vLLM, packed"] > 0, found["starts"]
+    assert rates["vLLM, BF16"] > 0, found["starts"]
+
+
 @pytest.mark.parametrize("scheme", ["group32", "group128"])
 def test_groups_it_refuses(made: Folders, tmp_path: Path, scheme: str) -> None:
     said = vllm_says(made("llama", scheme=scheme), made("llama"), tmp_path / "found.json")

