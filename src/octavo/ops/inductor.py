@@ -31,6 +31,7 @@ from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from octavo.ops.eager import Operation, on_device_of_first
+from octavo.ops.launching import launch
 
 # With this, Inductor launches the kernels of users from C++, as it does its own. It must be set before the first
 # compilation, which starts the processes that compile.
@@ -79,7 +80,7 @@ def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
     """A function that launches `kernel` on `grid`: call it with the kernel's arguments."""
-    return (wrap_triton(kernel) if _lowering else kernel)[grid]
+    return wrap_triton(kernel)[grid] if _lowering else partial(launch, kernel, grid)
 
 
 @cache

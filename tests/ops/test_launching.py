@@ -1,0 +1,106 @@
+"""A second launch with the same key calls the compiled kernel; any other property of an argument does not."""
+
+import pytest
+import torch
+
+from octavo.ops import launching as module
+from octavo.ops.launching import _kind, launch
+
+
+class CompiledKernel:
+    """Has the name and the interface of Triton's class."""
+
+    def __init__(self, calls: list[object], fails: bool) -> None:
+        self.calls, self.fails = calls, fails
+
+    def __getitem__(self, grid):
+        def run(*args):
+            if self.fails:
+                raise TypeError("function takes exactly 12 arguments")
+            self.calls.append(("compiled", grid, args))
+
+        return run
+
+
+class Kernel:
+    arg_names = ("x_ptr", "y_ptr", "M", "BLOCK", "EVEN")
+
+    def __init__(self, returns: bool = True, fails: bool = False) -> None:
+        self.calls, self.returns, self.fails = [], returns, fails
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.calls.append(("searched", grid, args, constants))
+            return CompiledKernel(self.calls, self.fails) if self.returns else None
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _empty(monkeypatch):
+    monkeypatch.setattr(module, "_known", {})
+
+
+def test_the_second_launch_is_direct_with_the_constants_in_order():
+    kernel, x = Kernel(), torch.zeros(8)
+    launch(kernel, (3, 2), x, None, 5, EVEN=True, BLOCK=4, num_warps=8)
+    launch(kernel, (3, 2), x, None, 7, EVEN=True, BLOCK=4, num_warps=8)
+    assert kernel.calls[0] == ("searched", (3, 2), (x, None, 5), {"EVEN": True, "BLOCK": 4, "num_warps": 8})
+    assert kernel.calls[1] == ("compiled", (3, 2, 1), (x, None, 7, 4, True))
+
+
+@pytest.mark.parametrize(
+    ("args", "constants", "grid"),
+    [
+        ((torch.zeros(8).bfloat16(), None, 5), {}, (3,)),
+        ((torch.zeros(9)[1:], None, 5), {}, (3,)),
+        ((torch.zeros(8), torch.zeros(8), 5), {}, (3,)),
+        ((torch.zeros(8), None, 1), {}, (3,)),
+        ((torch.zeros(8), None, 32), {}, (3,)),
+        ((torch.zeros(8), None, 2**31 + 1), {}, (3,)),
+        ((torch.zeros(8), None, 5), {"BLOCK": 8}, (3,)),
+        ((torch.zeros(8), None, 5), {"num_warps": 4}, (3,)),
+        ((torch.zeros(8), None, 5), {}, (4,)),
+    ],
+)
+def test_another_key_is_searched(args, constants, grid):
+    kernel = Kernel()
+    given = {"BLOCK": 4, "EVEN": True, "num_warps": 8}
+    launch(kernel, (3,), torch.zeros(8), None, 5, **given)
+    launch(kernel, grid, *args, **given | constants)
+    assert [kind for kind, *_ in kernel.calls] == ["searched", "searched"]
+
+
+def test_what_is_no_compiled_kernel_is_not_kept():
+    kernel = Kernel(returns=False)
+    for _ in range(2):
+        launch(kernel, (1,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
+    assert [kind for kind, *_ in kernel.calls] == ["searched", "searched"]
+
+
+def test_another_interface_falls_back():
+    kernel = Kernel(fails=True)
+    for _ in range(3):
+        launch(kernel, (1,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
+    assert [kind for kind, *_ in kernel.calls] == ["searched"] * 3
+
+
+def test_the_memory_of_launches_is_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    for size in range(9):
+        launch(Kernel(), (size,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
+    assert len(module._known) <= 3
+
+
+def test_kinds_part_where_triton_compiles_anew():
+    """Triton's own function decides; without Triton, this test has no oracle."""
+    triton = pytest.importorskip("triton")
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    values = [None, *(n for k in (0, 4, 15, 16, 31, 32, 62) for n in (2**k, 2**k - 1, 2**k + 16, -(2**k)))]
+    values += [x, x[1:], x[8:], x.float(), x.view(torch.int16), x.view(torch.float8_e4m3fn), x.view(torch.uint8)]
+    base = triton.backends.compiler.BaseBackend
+    for one in values:
+        for other in values:
+            if _kind(one) == _kind(other):
+                assert specialize(base, one, False, True, True) == specialize(base, other, False, True, True)
