@@ -6,7 +6,8 @@ turns in one process (`octavo.speed`): the first token of prompts, and 64 new to
 decoding is also timed as CUDA graphs that are captured by hand, of models in memory: the share of their speed that
 `generate` reaches is the cost of its loop. Each section is printed and written when it is done.
 
-    python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--only "decode 1,prompt"] [--folder FOLDER]
+    python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
+                                [--folder FOLDER]
 
 --only keeps the other sections of the result. --folder is where the models lie; they are made if they are not there.
 """
@@ -53,7 +54,7 @@ def main() -> None:
     shape = replace(llama.CONFIG, layers=options.layers)
     batches = [int(batch) for batch in options.batches.split(",")]
     named: dict[str, Callable[[Bench], Any]] = {"prompt": prompt}
-    named |= {f"decode {batch}": partial(decode, batch=batch) for batch in batches}
+    named |= {f"decode {batch}": partial(decode, batch=batch, rounds=options.rounds) for batch in batches}
     named |= {f"graphs {batch}": partial(graphs, batch=batch) for batch in batches}
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
@@ -71,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=llama.CONFIG.layers)
     parser.add_argument("--batches", default="1,16,64")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--folder", type=Path)
     return parser.parse_args()
@@ -195,8 +197,8 @@ def prompt(bench: Bench) -> list[dict[str, Any]]:
     return measured(bench.ways(OCTAVO, FP8_CACHE, EAGER), bench.prompts(1, PROMPTS, 1, 10))
 
 
-def decode(bench: Bench, batch: int) -> list[dict[str, Any]]:
-    return measured(bench.ways(), bench.prompts(batch, [PROMPT], TOKENS, 3))
+def decode(bench: Bench, batch: int, rounds: int) -> list[dict[str, Any]]:
+    return measured(bench.ways(), bench.prompts(batch, [PROMPT], TOKENS, rounds))
 
 
 def measured(ways: Sequence[Way], prompts: Prompts) -> list[dict[str, Any]]:
@@ -214,6 +216,7 @@ def measured(ways: Sequence[Way], prompts: Prompts) -> list[dict[str, Any]]:
 
 def graphs(bench: Bench, batch: int) -> dict[str, Any]:
     """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context that `decode` covers."""
+    torch._dynamo.config.recompile_limit = 64  # each layer has a cache of its own
     wide, packed = bench.in_memory()
     found = decoding.decode(wide, packed, batch, PROMPT + TOKENS // 2)
     rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
