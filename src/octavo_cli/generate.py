@@ -1,65 +1,122 @@
 """octavo generate: text from a model."""
 
-import sys
-import unicodedata
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from time import perf_counter
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from octavo_cli.choices import KV_CACHES
+from octavo_cli.display import progress, say
 from octavo_cli.opened import SOURCE_HELP, open_source
-from octavo_cli.options import Device, Step
+from octavo_cli.options import AsJson, Device, Step
+from octavo_cli.prompts import read_prompts
+from octavo_cli.texts import Printer, Text, continue_texts, tokenize
 
 
 def generate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.")],
-    count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate.")] = 200,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="The text to continue; can be repeated.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Prompts, one a line, or JSON lines such as {"prompt": "text"}; - is standard input.',
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to generate from at once.")] = 16,
+    count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate after each prompt.")] = 200,
     temperature: Annotated[
         float, typer.Option(metavar="NUMBER", help="0 takes the most likely token; higher is more varied.")
     ] = 0.8,
     top_k: Annotated[
         int, typer.Option(metavar="NUMBER", help="Draw from so many most likely tokens; 0 draws from all.")
     ] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="NUMBER", help="Draw from the most likely tokens of this total probability.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="NUMBER", help="Above 1, tokens that the text holds become less likely.")
+    ] = 1.0,
     seed: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="The seed of the draws: the same seed, the same text.")
     ] = None,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Dtype of keys and values: {', '.join(KV_CACHES)}. auto is fp8 for a folder with scales for it.",
+        ),
+    ] = "auto",
     step: Step = None,
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Generate text from a prompt.
+    """Generate text from prompts.
 
     A packed model computes with its eight-bit weights, the model of a run in the recipe that it was trained in, and
-    any other model in BF16. The text is printed as it comes.
+    any other model in BF16. The text of one prompt is printed as it comes. Several prompts are a batch, and the text of
+    each is printed once it is whole, in the order of the prompts.
+
+    Without --prompt and --file, prompts are read from standard input. A text that outgrows the model's context goes on
+    from its last half.
 
     Examples:
 
       octavo generate runs/first --prompt "def main():" --count 100 --seed 1
 
       octavo generate packed/first --prompt "def main():" --temperature 0
+
+      octavo generate packed/first --file prompts.txt --json
     """
-    from octavo.generation.sampling import stream
+    from octavo.generation import Sampling
+    from octavo.generation.own_cache import open_engine
     from octavo.nn import cast_once
     from octavo.runtime import end_tokens
     from octavo.train.evaluation import autocast
+    from octavo.words import plural
 
-    opened = open_source(source, step, device)
-    console = Console()
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    if count < 1 or batch < 1:
+        raise ValueError(f"--count and --batch must be at least 1, got {count} and {batch}")
+    if kv_cache not in KV_CACHES:
+        raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
+    texts = [Text(each) for each in read_prompts(prompt, file)]
+    with progress("reading the model"):
+        opened = open_source(source, step, device)
+    longest = tokenize(texts, opened.tokenizer, opened.context)
     with cast_once(opened.model), autocast(opened.precision, opened.device):
-        pieces = stream(
-            opened.model, opened.tokenizer, opened.context, prompt, count=count, temperature=temperature, top_k=top_k,
-            seed=seed, stop=end_tokens(opened.description),
-        )  # fmt: skip
-        console.out(printable(prompt), end="", style="bold", highlight=False)
-        for piece in pieces:
-            console.out(printable(piece), end="", highlight=False)
-            sys.stdout.flush()
-    console.out("")
-
-
-def printable(text: str) -> str:
-    """`text` with U+FFFD for control characters, which a terminal would obey, other than tabs and ends of lines."""
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+        engine = open_engine(
+            opened.model, context=opened.context, tokens=longest + count, kv_cache=kv_cache, kv_scales=opened.kv_scales
+        )
+        if opened.device.type == "cuda":
+            with progress("compiling kernels"):
+                engine.warm_up(min(batch, len(texts)), longest, count)
+        printer, stop, begin = Printer(texts), end_tokens(opened.description), perf_counter()
+        for start in range(0, len(texts), batch):
+            some = texts[start : start + batch]
+            for _ in continue_texts(some, engine, opened.tokenizer, count, sampling, stop):
+                if not as_json:
+                    printer.update()
+    found = _totals(texts, perf_counter() - begin)
+    if as_json:
+        print(json.dumps({"source": str(source), **found, "texts": [text.to_dict() for text in texts]}, indent=2))
+        return
+    say(
+        f"{plural(found['tokens'], 'token')}, {found['tokens_per_second']:,.1f} tokens/s, "
+        f"the first after {found['first_token_seconds']:.3f} s",
+        "dim",
+        error=True,
     )
+
+
+def _totals(texts: Sequence[Text], seconds: float) -> dict[str, Any]:
+    tokens = sum(text.tokens for text in texts)
+    first = min((s for text in texts if (s := text.first_token_seconds) is not None), default=seconds)
+    return {"tokens": tokens, "tokens_per_second": tokens / seconds, "first_token_seconds": first}

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from octavo.kv_cache.model import Pairs
     from octavo.models.tokenizer import Tokenizer
 
 _SOURCES = "run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
@@ -19,6 +20,7 @@ class Opened(NamedTuple):
     """A language model in evaluation mode, with its tokenizer, context, device and precision.
 
     `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
+    `kv_scales` are the scales of keys and values, a pair for each layer, if a packed folder has them.
     """
 
     model: nn.Module
@@ -28,6 +30,7 @@ class Opened(NamedTuple):
     precision: str
     description: Path
     title: str
+    kv_scales: Pairs | None = None
 
 
 def open_source(source: Path, step: int | None, device: str) -> Opened:
@@ -52,4 +55,4 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     if step is not None:
         raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
     loaded, place = open_model(source, device), choose_device(device)
-    return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source))
+    return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source), loaded.kv_scales)

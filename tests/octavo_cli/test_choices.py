@@ -3,7 +3,9 @@
 from octavo import FORMATS
 from octavo.artifact.packed.layouts import LAYOUTS
 from octavo.artifact.packed.scheme import SCHEMES
+from octavo.generation.engine import AUTO
 from octavo.gguf.export import WEIGHTS
+from octavo.kv_cache.layer import DTYPES
 from octavo.train.config import describe
 from octavo_cli import choices
 
@@ -11,6 +13,7 @@ from octavo_cli import choices
 def test_help_lists_what_the_library_takes():
     assert tuple(FORMATS) == choices.FORMATS
     assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
+    assert {AUTO, *DTYPES} - {"fp32", "fp16"} == set(choices.KV_CACHES)
     assert tuple(LAYOUTS) == choices.LAYOUTS
     assert tuple(SCHEMES) == choices.SCHEMES
     kinds = {name.replace("_", "-"): kind for name, kind, *_ in describe()}

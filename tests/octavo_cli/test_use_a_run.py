@@ -105,7 +105,8 @@ def llama(tmp_path_factory):
 def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
     words = ("generate", made / "fp8", "--prompt", "folio ", "--count", 12, "--device", "cpu", "--seed")
     code, out, err = octavo(*words, 1)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("12 tokens, ")
     assert out.startswith("folio ")
     assert out == octavo(*words, 1)[1] != octavo(*words, 2)[1]
     earlier = octavo(*words, 1, "--step", 2)[1]
@@ -114,8 +115,8 @@ def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
 
 def test_a_hugging_face_folder_goes_on_as_transformers_does(octavo, llama):
     words = ("generate", llama, "--prompt", "It was", "--count", 10, "--temperature", 0, "--device", "cpu")
-    code, out, err = octavo(*words)
-    assert (code, err) == (0, "")
+    code, out, _ = octavo(*words)
+    assert code == 0
     model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).eval()
     prompt = torch.tensor([list(b"It was")])
     ids = model.generate(prompt, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(prompt))

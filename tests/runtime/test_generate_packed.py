@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from verify_examples import change_config, change_tensors
 from octavo import convert
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.generation.sampling import stream
-from octavo.models.tokenizer import ByteTokenizer
+from octavo.generation import Engine, Sampling
 from octavo.ops import quantize
 from octavo.packing.chosen_layers import SCHEME_OF
 from octavo.runtime import PackedLinear, end_tokens, load_packed
@@ -138,40 +136,6 @@ def test_wrong_settings(copy_of: Callable[[str], Path], settings: dict[str, Any]
 # --- The text ----------------------------------------------------------------------------------------------------
 
 
-class Scripted(nn.Module):
-    """Says `ids` one after the other, with the interface of a model of transformers."""
-
-    def __init__(self, ids: list[int]) -> None:
-        super().__init__()
-        self.ids, self.here = ids, nn.Parameter(torch.zeros(()))
-
-    def forward(self, input_ids: Tensor, past_key_values: int | None, use_cache: bool) -> SimpleNamespace:
-        said = past_key_values or 0
-        logits = torch.zeros(1, input_ids.shape[1], 256)
-        logits[0, -1, self.ids[said]] = 1
-        return SimpleNamespace(logits=logits, past_key_values=said + 1)
-
-
-def say(ids: list[int], **options: Any) -> list[str]:
-    model, tokenizer = Scripted(ids), ByteTokenizer()
-    return list(stream(model, tokenizer, 999, "é", count=len(ids), temperature=0, **options))
-
-
-def test_characters_come_whole_and_at_once() -> None:
-    assert say(list("aé€😀z".encode())) == ["a", "é", "€", "😀", "z"]
-
-
-def test_any_bytes_come_as_their_decoding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        ids = torch.randint(0x60, 256, (12,), generator=generator).tolist()
-        assert "".join(say(ids)) == bytes(ids).decode(errors="replace")
-
-
-def test_a_stop_token_ends_the_text() -> None:
-    assert say(list(b"abc\0def"), stop={0}) == ["a", "b", "c"]
-
-
 def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path: Path) -> None:
     assert end_tokens(packed["qwen2"].packed) == {0}
     assert end_tokens(packed["llama"].packed) == set()
@@ -190,31 +154,24 @@ def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
         with torch.no_grad():
             out = model(torch.tensor([ids]))
         ids.append(int((out if isinstance(out, Tensor) else out.logits)[0, -1].argmax()))
-    text = "".join(stream(model, tokenizer, context, PROMPT, count=6, temperature=0))
-    assert PROMPT + text == tokenizer.decode(ids)
+    prompt = tokenizer.encode(PROMPT)
+    steps = Engine(model, context=context).generate([prompt], 6, Sampling(temperature=0))
+    assert prompt + [token for [token] in steps] == ids
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_text_goes_on_past_the_context(packed: dict[str, Example], name: str) -> None:
     model, tokenizer, context, _ = load_packed(packed[name].packed)
     assert context == 48
+    prompt, engine = tokenizer.encode(PROMPT), Engine(model, context=context)
+    assert len(prompt) + 44 > context
 
-    def text(seed: int) -> str:
-        pieces = stream(model, tokenizer, context, PROMPT, count=44, temperature=1.0, top_k=50, seed=seed)
-        return "".join(pieces)
+    def tokens(seed: int) -> list[list[int | None]]:
+        return list(engine.generate([prompt], 44, Sampling(top_k=50, seed=seed)))
 
-    assert len(PROMPT.encode()) + 44 > context
-    first = text(5)
-    assert len(first.encode()) >= 44
-    assert first == text(5) != text(6)
-
-
-@pytest.mark.parametrize(("prompt", "count"), [("", 1), ("a", -1)])
-def test_arguments_out_of_range(packed: dict[str, Example], prompt: str, count: int) -> None:
-    for name in ("llama", "qwen2"):
-        model, tokenizer, context, _ = load_packed(packed[name].packed)
-        with pytest.raises(ValueError, match=r"prompt must hold|must be 0 or more"):
-            stream(model, tokenizer, context, prompt, count=count)
+    first = tokens(5)
+    assert len(first) == 44
+    assert first == tokens(5) != tokens(6)
 
 
 # --- The commands ------------------------------------------------------------------------------------------------
@@ -236,9 +193,9 @@ def test_pack_and_generate_from_the_command_line(tmp_path: Path, packed: dict[st
     options = ("--prompt", "Hello [b]you", "--count", 12, "--seed", 1, "--device", "cpu")
     texts = [command(generate_command, out, *options) for _ in range(2)]
     assert texts[0].exit_code == 0, texts[0].output
-    assert texts[0].output == texts[1].output
-    assert texts[0].output.startswith("Hello [b]you")
-    assert len(texts[0].output) > len("Hello [b]you") + 3
+    assert texts[0].stdout == texts[1].stdout
+    assert texts[0].stdout.startswith("Hello [b]you")
+    assert len(texts[0].stdout) > len("Hello [b]you") + 3
     assert not set(texts[0].output) & {chr(code) for code in range(32) if chr(code) not in "\n\t"}
 
 

@@ -31,7 +31,7 @@ def test_it_trains_under_its_own_names_and_packs(begin, go_on, records, source, 
     saved = load_file(tmp_path / "run" / "step-00000005" / "model.safetensors")
     assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in published.items()}
     pack(tmp_path / "run", tmp_path / "packed")
-    packed, _, _ = load_packed(tmp_path / "packed")
+    packed = load_packed(tmp_path / "packed").model
     tokens = torch.arange(32)[None] + 97
     with torch.no_grad():
         found, trained = packed(tokens), trainer.model.eval()(tokens).logits

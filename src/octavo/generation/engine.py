@@ -11,7 +11,7 @@ call, so that the next call of the same batch size replays its graph. On a CPU t
 import threading
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from octavo.generation.forward import key_shape, make_forward
 from octavo.generation.loop import Choose, Stop, decode
 from octavo.generation.memory import check_memory, fits, free_bytes
 from octavo.generation.prompts import Prompts, pad_prompts
+from octavo.generation.sampling import Sampling
 from octavo.generation.session import Session, prefix_worth_sharing
 from octavo.kv_cache.layer import check_settings
 from octavo.kv_cache.model import Pairs
@@ -119,7 +120,7 @@ class Engine:
                 yield ids[:, :n], tokens
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: Any, stop: Collection[int] = ()
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, stop: Collection[int] = ()
     ) -> Generator[list[int | None], None, None]:
         """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
 
@@ -140,7 +141,7 @@ class Engine:
         return self._generate(batch, count, sampling, stop)
 
     def _generate(
-        self, batch: Prompts, count: int, sampling: Any, stop: Collection[int]
+        self, batch: Prompts, count: int, sampling: Sampling, stop: Collection[int]
     ) -> Generator[list[int | None], None, None]:
         random, rows = sampling.generator(self.device), range(batch.ids.shape[0])
         ending = torch.tensor(sorted(stop), device=self.device)
@@ -161,13 +162,14 @@ class Engine:
             count -= new
             batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2)
 
-    def warm_up(self, batch: int = 1, tokens: int = 256) -> None:
-        """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch, as a first call
-        would."""
+    def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
+        """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
+        `new` more, as a first call would."""
         length = max(1, min(tokens, self.limit - 3))
-        prompts = pad_prompts([[0] * length] * batch, self.device)
-        for _ in self.run(prompts, min(3, self.limit + 1 - length), _most_likely, None, watched=False):
-            pass
+        prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
+        with closing(self.run(prompts, room, _most_likely, None, watched=False)) as steps:
+            for _ in islice(steps, 3):
+                pass
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -22,6 +22,8 @@ class TransformersForward:
     def __init__(self, model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         if model.config.is_encoder_decoder or not model._supports_attention_backend:
             raise UnservedError(f"{type(model).__name__} does not take an attention from outside")
+        if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+            raise UnservedError(f"{type(model).__name__} has attention sinks, which the cache does not serve")
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache

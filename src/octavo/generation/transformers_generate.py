@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from octavo.generation.engine import AUTO, Engine
 from octavo.generation.loop import Choose, Stop
 from octavo.generation.prompts import Prompts, first_tokens, read_prompts
+from octavo.generation.sampling import draw
 from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.nn.mixed_class import mix_classes
 
@@ -139,7 +140,7 @@ def _chooser(processors: Any, draws: bool) -> Choose:
     def choose(ids: Tensor, logits: Tensor) -> Tensor:
         scores = processors(ids, logits.to(torch.float32, copy=True))
         if draws:
-            return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            return draw(scores)
         best: Tensor = scores.argmax(dim=-1)
         return best
 

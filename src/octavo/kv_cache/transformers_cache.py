@@ -200,8 +200,10 @@ def most_tokens(config: Any) -> int | None:
     """The tokens that a cache of the text model of `config` may hold: those of its sliding window, or any number, None.
 
     Raises:
-        UnservedError: it has layers that do not attend to all tokens.
+        UnservedError: it has layers that do not attend to all tokens, or a softcap.
     """
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnservedError("QuantizedKVCache serves attention without a softcap (attn_logit_softcapping)")
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise UnservedError(

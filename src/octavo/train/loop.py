@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
-from octavo.generation.sampling import stream
+from octavo.generation import Engine, Sampling
+from octavo.generation.text import stream_texts
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import cast_once, update_scales
 from octavo.text import ReadReport
@@ -144,7 +145,9 @@ class Trainer:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
         with own_random(self.state.device), autocast(self.config.precision, self.state.device):
-            return "".join(stream(self.model, self.tokenizer, self.config.context, "\n", count=count, seed=0))
+            prompts = [self.tokenizer.encode("\n")]
+            steps = Engine(self.model, context=self.config.context).generate(prompts, count, Sampling(seed=0))
+            return "".join(piece for [piece] in stream_texts(self.tokenizer, prompts, steps))
 
     def _loss(self, model: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(model, (inputs, targets), self.state.device, self.config.precision)

@@ -1,0 +1,77 @@
+"""Generation on transformers' own cache, for models whose attention `octavo.kv_cache` does not serve."""
+
+import inspect
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.generation.engine import AUTO, Engine
+from octavo.generation.loop import Choose, Stop, decode
+from octavo.generation.prompts import Prompts
+from octavo.kv_cache.model import Pairs, UnservedError
+
+
+def open_engine(
+    model: Any, *, context: int, tokens: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None
+) -> Engine:
+    """An engine for texts of up to `tokens` tokens.
+
+    With `kv_cache="auto"`, transformers' own cache serves models and lengths that ours does not: a text longer than the
+    sliding window of the model, for example.
+
+    Args:
+        model, context, kv_cache, kv_scales: see `Engine`.
+        tokens: of the longest text, its prompt included. It may exceed the context.
+
+    Raises:
+        UnservedError: our cache does not serve the attention of the model, and `kv_cache` asks for it.
+        ValueError: the dtype is unknown, or the scales do not fit.
+    """
+    try:
+        engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+    except UnservedError:
+        if kv_cache != AUTO:
+            raise
+        return OwnCacheEngine(model, context)
+    enough = kv_cache != AUTO or engine.limit >= min(context, tokens)
+    return engine if enough else OwnCacheEngine(model, context)
+
+
+class OwnCacheEngine(Engine):
+    """An engine whose keys and values are in the cache that a model of transformers makes for itself."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        self.model, self.context, self.limit = model, context, context
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in accepted
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
+    ) -> Generator[tuple[Tensor, Tensor | None], None, None]:
+        """As `Engine.run`, without pieces: a prompt is one forward pass."""
+        batch, begin = prompts.ids.shape
+        self.check_length(begin, new)
+        device = prompts.ids.device
+        ids = torch.empty(batch, begin + new, dtype=torch.int64, device=device)
+        ids[:, :begin] = prompts.ids
+        mask = torch.arange(begin + new, device=device) >= torch.tensor(prompts.padding, device=device)[:, None]
+        cache: Any = None
+        end = 0
+
+        def forward(tokens: Tensor) -> Tensor:
+            nonlocal cache, end
+            start, end = end, end + tokens.shape[1]
+            padded = {"attention_mask": mask[:, :end].long()} if any(prompts.padding) else {}
+            if padded and self.takes_positions:
+                padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, start:]
+            output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **padded)
+            cache = output.past_key_values
+            logits: Tensor = output.logits
+            return logits[:, -1]
+
+        logits = forward(prompts.ids)
+        for n, tokens in decode(ids, begin, logits, choose, lambda t: forward(t[:, None]), stop, watched):
+            yield ids[:, :n], tokens

@@ -1,0 +1,217 @@
+"""octavo generate: where prompts come from, batches, JSON, and what is refused before anything runs."""
+
+import io
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from calibration_examples import write_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+GREEDY = ("--temperature", 0, "--count", 7, "--device", "cpu")
+PROMPTS = ["It was", "the clerk", "a", "7 times 3 is 21"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "llama", "llama", max_position_embeddings=40)
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """piped(bytes): these are on standard input."""
+
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content), isatty=lambda: False))
+
+    return pipe
+
+
+def greedy(folder, prompt: str, count: int = 7) -> list[int]:
+    """The tokens of transformers' own loop."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    ids = torch.tensor([list(prompt.encode())])
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids))
+    return out[0, ids.shape[1] :].tolist()
+
+
+def generated(octavo, *words):
+    code, out, err = octavo("generate", *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_each_prompt_of_a_batch_has_the_text_of_transformers(octavo, llama):
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    found = generated(octavo, llama, *words, *GREEDY)
+    assert [text["prompt"] for text in found["texts"]] == PROMPTS
+    for text in found["texts"]:
+        assert text["text"] == bytes(greedy(llama, text["prompt"])).decode(errors="replace")
+        assert (text["tokens"], text["finished"]) == (7, "length")
+        assert 0 < text["first_token_seconds"] < 60
+    assert found["tokens"] == 28
+    assert found["tokens_per_second"] > 0
+    assert found["source"] == str(llama)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 99])
+@pytest.mark.parametrize("place", ["lines", "json lines", "standard input", "-"])
+def test_prompts_come_from_a_file_in_batches_of_any_size(octavo, llama, tmp_path, piped, place, batch):
+    lines = [json.dumps({"prompt": p, "id": 3}) for p in PROMPTS] if place == "json lines" else PROMPTS
+    content = ("\n\n".join(lines) + "\r\n").encode()
+    (tmp_path / "prompts").write_bytes(content)
+    piped(content)
+    file = {"standard input": (), "-": ("--file", "-")}.get(place, ("--file", tmp_path / "prompts"))
+    found = generated(octavo, llama, *file, *GREEDY, "--batch", batch)
+    assert [text["prompt"] for text in found["texts"]] == PROMPTS
+    assert [text["text"] for text in found["texts"]] == [
+        bytes(greedy(llama, prompt)).decode(errors="replace") for prompt in PROMPTS
+    ]
+
+
+def test_texts_are_printed_in_order_and_times_go_to_standard_error(octavo, llama):
+    words = ("--prompt", PROMPTS[0], "--prompt", PROMPTS[1], *GREEDY)
+    texts = generated(octavo, llama, *words)["texts"]
+    code, out, err = octavo("generate", llama, *words)
+    assert code == 0
+    shown = [text["prompt"] + re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text["text"]) for text in texts]
+    assert out == f"--- 1 of 2\n{shown[0]}\n--- 2 of 2\n{shown[1]}\n"
+    assert re.fullmatch(r"14 tokens, [\d,.]+ tokens/s, the first after \d+\.\d{3} s\n", err)
+    code, alone, err = octavo("generate", llama, *words[:2], *GREEDY)
+    assert alone == f"{shown[0]}\n"
+    assert err.startswith("7 tokens, ")
+
+
+def test_a_text_ends_at_the_stop_token_of_the_folder(octavo, tmp_path, llama):
+    text = greedy(llama, PROMPTS[0])
+    config = {"eos_token_id": text[3]}
+    folder = tmp_path / "ending"
+    folder.mkdir()
+    for path in llama.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    [found] = generated(octavo, folder, "--prompt", PROMPTS[0], *GREEDY)["texts"]
+    end = text.index(text[3])
+    assert found["text"] == bytes(text[:end]).decode(errors="replace")
+    assert (found["tokens"], found["finished"]) == (end, "stop")
+
+
+def test_drawing_follows_its_settings_and_seed(octavo, llama):
+    def drawn(*words):
+        return generated(octavo, llama, "--prompt", "It was", "--count", 12, "--device", "cpu", *words)["texts"]
+
+    def tokens(*words):
+        return [text["text"] for text in drawn(*words)]
+
+    best = tokens("--temperature", 0)
+    hot = ("--temperature", 9, "--seed", 1)
+    assert tokens(*hot) == tokens(*hot) != tokens("--temperature", 9, "--seed", 2)
+    assert tokens(*hot) != best
+    assert tokens(*hot, "--top-k", 1) == tokens(*hot, "--top-p", 1e-9) == best
+    assert tokens("--temperature", 0, "--repetition-penalty", 9) != best
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8"])
+def test_the_cache_has_the_dtype_that_is_asked_for(octavo, llama, monkeypatch, name):
+    from octavo.kv_cache.layer import LayerKVCache
+
+    made = []
+    init = LayerKVCache.__init__
+    monkeypatch.setattr(LayerKVCache, "__init__", lambda self, *a, **k: (init(self, *a, **k), made.append(self))[0])
+    generated(octavo, llama, "--prompt", "It was", *GREEDY, "--kv-cache", name)
+    assert {store.dtype for store in made} == {name}
+
+
+def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, tmp_path):
+    """Gemma 2 has a softcap. The prompts have different lengths."""
+    folder = make_model(tmp_path / "gemma2", "gemma2")
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    for text in generated(octavo, folder, *words, *GREEDY)["texts"]:
+        assert text["text"] == bytes(greedy(folder, text["prompt"])).decode(errors="replace")
+    code, _, err = octavo("generate", folder, "--prompt", "a", *GREEDY, "--kv-cache", "fp8")
+    assert code == 1
+    assert "error: QuantizedKVCache serves attention without a softcap" in err
+
+
+@pytest.mark.parametrize("count", [5, 20])
+def test_a_text_may_exceed_the_sliding_window_of_the_model(octavo, tmp_path, count):
+    folder = make_model(tmp_path / "mistral", "mistral", sliding_window=12)
+    words = ("--prompt", "the", "--temperature", 0, "--device", "cpu", "--count", count)
+    [text] = generated(octavo, folder, *words)["texts"]
+    assert text["text"] == bytes(greedy(folder, "the", count)).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--temperature", -1), "temperature must be 0 or more, got -1.0"),
+        (("--top-k", -1), "top_k must be 0 or more"),
+        (("--top-p", 0), "top_p must be above 0 and at most 1, got 0.0"),
+        (("--top-p", 1.5), "top_p must be above 0 and at most 1, got 1.5"),
+        (("--repetition-penalty", 0), "repetition_penalty must be above 0"),
+        (("--count", 0), "--count and --batch must be at least 1, got 0 and 16"),
+        (("--batch", 0), "--count and --batch must be at least 1, got 200 and 0"),
+        (("--kv-cache", "fp4"), "--kv-cache must be one of auto, bf16, fp8, int8, got 'fp4'"),
+        (("--file", "prompts.txt"), "--prompt and --file both give prompts"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_the_model_is_read(octavo, tmp_path, words, message):
+    code, out, err = octavo("generate", tmp_path / "no model", "--prompt", "a", *words)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no prompt: give one a line"),
+        (b" \n\n", "holds no prompt: give one a line"),
+        (b"good\nb\xffd\n", "must hold text in UTF-8, and byte 6 is not"),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2 must be a JSON object such as {"prompt": "text"}'),
+        (b'{"prompt": "a"}\n\nb\n', 'line 3 must be a JSON object such as {"prompt": "text"}'),
+        (b'{"prompt": 3}', "line 1 must be a JSON object"),
+    ],
+)
+def test_files_that_hold_no_prompts(octavo, tmp_path, piped, content, message):
+    (tmp_path / "prompts").write_bytes(content)
+    for place in ((), ("--file", tmp_path / "prompts")):
+        piped(content)
+        code, out, err = octavo("generate", tmp_path / "no model", *place)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert err.startswith("error: " + ("standard input" if not place else str(place[1])))
+
+
+def test_a_terminal_is_not_waited_for(octavo, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    code, _, err = octavo("generate", tmp_path)
+    assert (code, err) == (
+        1,
+        "error: no prompt: give --prompt TEXT, --file FILE, or prompts on standard input, one a line\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["x" * 41], "the prompt has 41 tokens, and the model sees 40: shorten it"),
+        (["a", "x" * 41], "prompt 2 of 2 has 41 tokens, and the model sees 40: shorten it"),
+        (["a", ""], "prompt 2 of 2 must hold at least one token, got an empty one"),
+    ],
+)
+def test_prompts_that_do_not_fit_the_model(octavo, llama, prompts, message):
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    code, out, err = octavo("generate", llama, *words, *GREEDY)
+    assert (code, out) == (1, "")
+    assert err == f"error: {message}" + (": give some text to continue\n" if "empty" in message else "\n")
+
+
+def test_a_text_goes_on_past_the_context(octavo, llama):
+    [text] = generated(octavo, llama, "--prompt", "x" * 30, "--count", 60, "--device", "cpu")["texts"]
+    assert text["tokens"] == 60
