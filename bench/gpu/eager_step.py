@@ -68,28 +68,32 @@ def step_of(model: Any, ours: bool, batch: int) -> Step:
 
     run(ids)
     step = partial(run, ids[:, :1].clone())
-    for _ in range(3):
-        step()
+    step()
     return step
 
 
 def measure(model: Any, ours: bool, batch: int, layers: int) -> tuple[float, float, float, float]:
     """Microseconds of the host and of the step per layer, of the host outside the layers, and kernels per layer."""
-    step = step_of(model, ours, batch)
-    count = _kernels(step)
+    step = partial(step_of, model, ours, batch)
     host, whole = timed(step)
+    count = _kernels(step())
     model.config.num_hidden_layers = 0  # transformers' forward runs so many of the layers
     try:
-        none, rest = _kernels(step), timed(step)
+        none, rest = _kernels(step()), timed(step)
     finally:
         model.config.num_hidden_layers = layers
     return (host - rest[0]) / layers, (whole - rest[1]) / layers, rest[0], (count - none) / layers
 
 
-def timed(step: Step) -> tuple[float, float]:
-    """Median microseconds of a step: until the host has launched it, and until the device has run it."""
+def timed(make: Callable[[], Step]) -> tuple[float, float]:
+    """Median microseconds of a step: until the host has launched it, and until the device has run it.
+
+    Each round decodes the same tokens, after the same prompt. For each new length of the context, PyTorch's attention
+    of BF16 makes a plan, which takes tens of milliseconds; the first round makes them.
+    """
     host, whole = [], []
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
+        step = make()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(STEPS):
@@ -98,7 +102,7 @@ def timed(step: Step) -> tuple[float, float]:
         torch.cuda.synchronize()
         host.append((launched - begin) / STEPS * 1e6)
         whole.append((time.perf_counter() - begin) / STEPS * 1e6)
-    return statistics.median(host), statistics.median(whole)
+    return statistics.median(host[1:]), statistics.median(whole[1:])
 
 
 def _events(step: Step) -> Any:
