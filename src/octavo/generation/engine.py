@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.generation.forward import key_shape, make_forward
+from octavo.generation.forward import key_shape, make_forward, most_tokens
 from octavo.generation.loop import Choose, Stop, decode
 from octavo.generation.memory import check_memory, fits, free_bytes
 from octavo.generation.prompts import Prompts, pad_prompts
@@ -44,10 +44,10 @@ class Engine:
             None computes them from each prompt.
 
     Raises:
-        UnservedError: the attention of the model is of a kind that the cache does not serve.
-        ValueError: the dtype is unknown, or the scales do not fit.
+        ValueError: the dtype is unknown.
 
     Attributes:
+        asked: whether a dtype of the cache was asked for.
         limit: tokens that the cache may hold: the context, or the sliding window of the model.
     """
 
@@ -57,7 +57,8 @@ class Engine:
             check_settings(dtype, None, None)
         self.model, self.context, self.dtype = model, context, dtype
         self.scales = kv_scales if dtype == "fp8" else None
-        most = make_forward(model, 1, self.dtype, self.scales).most_tokens
+        self.asked = kv_cache != AUTO
+        most = most_tokens(model)
         self.limit = context if most is None else min(most, context)
         self.sessions: list[Session] = []  # the one used last is the last
         self.lock = threading.Lock()
@@ -105,6 +106,7 @@ class Engine:
             All ids so far, int64 [B, n], and the last tokens on the host, if `watched`.
 
         Raises:
+            UnservedError: the attention of the model is of a kind that the cache does not serve.
             ValueError: the text would exceed the context.
             MemoryError: the cache does not fit on the device.
         """
@@ -242,7 +244,7 @@ def capacity_for(tokens: int, context: int) -> int:
     size = SMALLEST
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return max(tokens, min(size, context))
+    return min(size, context)
 
 
 def _most_likely(ids: Tensor, logits: Tensor) -> Tensor:

@@ -13,12 +13,9 @@ from octavo.models.decoder import Decoder
 
 class Forward(Protocol):
     """A model with a cache. A call takes tokens [B, T], stores their keys and values, and returns logits [B, V] of the
-    last one. `most_tokens` is the largest size of a cache that serves the model, or None."""
+    last one."""
 
     cache: ModelKVCache
-
-    @property
-    def most_tokens(self) -> int | None: ...
 
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
@@ -38,8 +35,6 @@ class KeyShape(NamedTuple):
 
 class DecoderForward:
     """A model of `octavo.models` with a cache."""
-
-    most_tokens = None
 
     def __init__(self, model: Decoder, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         self.model = model
@@ -62,6 +57,15 @@ def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs |
     from octavo.generation.transformers_forward import TransformersForward
 
     return TransformersForward(model, max_tokens, dtype, scales)
+
+
+def most_tokens(model: Any) -> int | None:
+    """The tokens that a cache of the model may hold: those of its sliding window, or any number, None."""
+    if isinstance(model, Decoder):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    return window if window is not None and (not kinds or "sliding_attention" in kinds) else None
 
 
 def key_shape(model: Any) -> KeyShape:

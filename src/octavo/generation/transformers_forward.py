@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.kv_cache.transformers_attention import ATTENTION
-from octavo.kv_cache.transformers_cache import QuantizedKVCache, most_tokens
+from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
 
 class TransformersForward:
@@ -28,10 +28,6 @@ class TransformersForward:
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
         self.keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-
-    @property
-    def most_tokens(self) -> int | None:
-        return most_tokens(self.config)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.

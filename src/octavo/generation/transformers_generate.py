@@ -21,7 +21,8 @@ from octavo.generation.sampling import draw
 from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.nn.mixed_class import mix_classes
 
-KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # inputs of the model
+# Inputs of the model that transformers prepares.
+KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus"}
 
 
 def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
@@ -30,25 +31,21 @@ def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scale
     Args:
         model, context, kv_cache, kv_scales: see `Engine`.
 
-    A model whose attention the cache does not serve runs on transformers' own loop.
+    A model whose attention the cache does not serve runs on transformers' own loop, unless a dtype of the cache is
+    asked for.
 
     Raises:
-        ValueError: the dtype of the cache is unknown, or is given for a model that the cache does not serve.
+        ValueError: the dtype of the cache is unknown.
     """
     model.octavo_notices = set()
-    try:
-        model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
-    except UnservedError as error:
-        if kv_cache != AUTO:
-            raise
-        model.octavo_engine = str(error)
+    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
     model.__class__ = mix_classes(Accelerated, type(model))
 
 
 class Accelerated:
     """The class of a model whose `generate` runs on `octavo_engine`."""
 
-    octavo_engine: Engine | str  # or why there is none
+    octavo_engine: Engine
     octavo_notices: set[str]
 
     def _sample(
@@ -63,66 +60,70 @@ class Accelerated:
     ) -> Any:
         """Tokens [B, N] of prompts and texts: greedy search or sampling, as transformers' own `_sample`."""
         engine = self.octavo_engine
-        reason = engine if isinstance(engine, str) else _uncovered(self, generation_config, model_kwargs, synced_gpus)
-        if reason is None:
-            assert isinstance(engine, Engine)
-            if engine.limit < min(engine.context, generation_config.max_length - 1):
-                reason = f"the text may exceed the sliding window of {engine.limit} tokens"
-            prompts = read_prompts(input_ids, model_kwargs.get("attention_mask"), engine.device)
-            if not _usual_positions(prompts, model_kwargs.get("position_ids")):
-                reason = "position_ids are given that do not count the tokens"
-        if reason is not None:
-            if reason not in self.octavo_notices:
-                self.octavo_notices.add(reason)
-                warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=4)
-            parent: Any = super()
-            return parent._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=synced_gpus,
-                streamer=streamer, **model_kwargs,
-            )  # fmt: skip
-        assert isinstance(engine, Engine)
-        ids = prompts.ids
-        steps = engine.run(
-            prompts,
-            generation_config.max_length - input_ids.shape[1],
-            _chooser(logits_processor, generation_config.do_sample),
-            _stop(stopping_criteria, generation_config),
-            watched=streamer is not None,
-            piece=generation_config.prefill_chunk_size,
-        )
-        with closing(steps):
-            for text, tokens in steps:
-                ids = text
-                if streamer is not None:
-                    streamer.put(tokens)
-        if streamer is not None:
-            streamer.end()
-        return ids.to(input_ids.device)
+        settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        try:
+            return _run(self, engine, input_ids, logits_processor, stopping_criteria, generation_config, **settings)
+        except UnservedError as error:
+            if engine.asked:
+                raise
+            reason = str(error)
+        if reason not in self.octavo_notices:
+            self.octavo_notices.add(reason)
+            warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=4)
+        parent: Any = super()
+        return parent._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)
 
 
-def _uncovered(model: Any, config: Any, kwargs: dict[str, Any], synced_gpus: bool) -> str | None:
-    """Why a call cannot run on the engine; None if it can."""
+def _run(
+    model: Any, engine: Engine, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, **kwargs: Any
+) -> Tensor:
+    """`_sample` on the engine.
+
+    Raises:
+        UnservedError: the engine does not cover the call or the model; nothing was generated.
+    """
+    _check_covered(model, config, kwargs)
+    prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
+    if not _usual_positions(prompts, kwargs.get("position_ids")):
+        raise UnservedError("position_ids are given that do not count the tokens")
+    if engine.limit < min(engine.context, config.max_length - 1):
+        raise UnservedError(f"the text may exceed the sliding window of {engine.limit} tokens")
+    steps = engine.run(
+        prompts,
+        config.max_length - ids.shape[1],
+        _chooser(processors, config.do_sample),
+        _stop(criteria, config),
+        watched=streamer is not None,
+        piece=config.prefill_chunk_size,
+    )
+    text = prompts.ids
+    with closing(steps):
+        for text, tokens in steps:  # noqa: B007
+            if streamer is not None:
+                streamer.put(tokens)
+    if streamer is not None:
+        streamer.end()
+    return text.to(ids.device)
+
+
+def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise an UnservedError, which says why, for a call that the engine does not cover."""
     cache = kwargs.get("past_key_values")
-    if synced_gpus:
-        return "the GPUs of several processes are synchronized (synced_gpus)"
-    if config.return_dict_in_generate:
-        return "a dictionary is asked for (return_dict_in_generate)"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions or hidden states are asked for"
-    if config.use_cache is False:
-        return "use_cache is False"
-    if getattr(cache, "_is_user_defined", False):
-        return "a cache is given (past_key_values)"
-    offloaded = str(config.cache_implementation).startswith("offloaded")
-    if offloaded or type(cache) not in (DynamicCache, StaticCache):
-        return f"the cache is a {type(cache).__name__} ({config.cache_implementation})"
-    if config.max_length is None:
-        return "no number of new tokens is given"
-    if unknown := sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None):
-        return f"the model takes other inputs ({', '.join(unknown)})"
-    if model.training:
-        return "the model is in training mode"
-    return None
+    unknown = sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None)
+    reasons = {
+        "the GPUs of several processes are synchronized (synced_gpus)": kwargs["synced_gpus"],
+        "a dictionary is asked for (return_dict_in_generate)": config.return_dict_in_generate,
+        "attentions or hidden states are asked for": config.output_attentions or config.output_hidden_states,
+        "use_cache is False": config.use_cache is False,
+        "a cache is given (past_key_values)": getattr(cache, "_is_user_defined", False),
+        f"the cache is a {type(cache).__name__}": type(cache) not in (DynamicCache, StaticCache),
+        "the cache is offloaded": str(config.cache_implementation).startswith("offloaded"),
+        f"the model takes other inputs ({', '.join(unknown)})": unknown,
+        "the model is in training mode": model.training,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnservedError(reason)
 
 
 def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:

@@ -184,7 +184,7 @@ class ModelKVCache:
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         batch, heads, _, dim = k.shape
         if v.shape[3] != dim:
-            raise ValueError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
+            raise UnservedError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
         self.length = Length(self.max_tokens, k.device)
         self.stores = [
             LayerKVCache(

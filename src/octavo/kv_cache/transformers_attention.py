@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from octavo.kv_cache.model import Appended
+from octavo.kv_cache.model import Appended, UnservedError
 from octavo.kv_cache.prompts import prompt_attention
 from octavo.ops import cached_attention
 
@@ -37,7 +37,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls; returns [B, T, H, D]."""
     if dropout or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("the attention 'octavo' has no dropout, no softcap and no sinks: use 'sdpa' or 'eager'")
+        raise UnservedError("the attention 'octavo' has no dropout, no softcap and no sinks: use 'sdpa' or 'eager'")
     if attention_mask is not None and (attention_mask.dtype, *attention_mask.shape[1:]) != (torch.int32, 1, 1, 1):
         raise ValueError(
             "the attention 'octavo' takes a two-dimensional attention_mask (left padding), not a mask of queries by "
@@ -73,7 +73,7 @@ def left_padding(
     """
     causal = mask_function is causal_mask_function or (local_size is not None and kv_length <= local_size)
     if use_vmap or not causal:
-        raise ValueError(
+        raise UnservedError(
             "the attention 'octavo' is causal over all tokens, without sliding windows, chunks or packed sequences: "
             "use 'sdpa' or 'eager'"
         )

@@ -196,12 +196,7 @@ def scales_from_calibration(
     return found
 
 
-def most_tokens(config: Any) -> int | None:
-    """The tokens that a cache of the text model of `config` may hold: those of its sliding window, or any number, None.
-
-    Raises:
-        UnservedError: it has layers that do not attend to all tokens, or a softcap.
-    """
+def _check_model(config: Any, max_tokens: int) -> None:
     if getattr(config, "attn_logit_softcapping", None):
         raise UnservedError("QuantizedKVCache serves attention without a softcap (attn_logit_softcapping)")
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -209,14 +204,9 @@ def most_tokens(config: Any) -> int | None:
         raise UnservedError(
             f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
         )
-    window: int | None = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None
-    return window if slides else None
-
-
-def _check_model(config: Any, max_tokens: int) -> None:
-    window = most_tokens(config)
-    if window is not None and max_tokens > window:
+    if slides and max_tokens > window:
         raise UnservedError(
             f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: use "
             f"max_tokens={window} or less, or transformers' own cache"

@@ -1,0 +1,37 @@
+"""Tiny models of transformers, one of each pair with its `generate` on the engine, and prompts for them."""
+
+import copy
+from typing import Any
+
+import torch
+from kv_cache_examples import model_of
+from torch import Tensor
+
+from octavo.generation.transformers_generate import accelerate_generate
+
+END = 7  # the token that ends a text
+
+
+def pair(name: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[Any, Any]:
+    """A model, and the same with an engine."""
+    model = model_of(name).to(dtype)
+    model.generation_config.eos_token_id = END
+    fast = copy.deepcopy(model)
+    accelerate_generate(fast, 128, **settings)
+    return model, fast
+
+
+def batch(rows: int = 3, length: int = 11, padding: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    """Random prompts, whose first `padding[i]` tokens are padding, and their mask."""
+    ids = torch.randint(8, 97, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        mask[row, :count] = 0
+        ids[row, :count] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def answers(model: Any, inputs: dict[str, Tensor], seed: int = 0, **settings: Any) -> Tensor:
+    torch.manual_seed(seed)
+    found: Tensor = model.generate(**inputs, **{"max_new_tokens": 24} | settings)
+    return found
