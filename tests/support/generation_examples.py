@@ -7,6 +7,8 @@ import torch
 from kv_cache_examples import model_of
 from torch import Tensor
 
+from octavo.generation import Engine
+from octavo.generation.session import Session
 from octavo.generation.transformers_generate import accelerate_generate
 
 END = 7  # the token that ends a text
@@ -35,3 +37,8 @@ def answers(model: Any, inputs: dict[str, Tensor], seed: int = 0, **settings: An
     torch.manual_seed(seed)
     found: Tensor = model.generate(**inputs, **{"max_new_tokens": 24} | settings)
     return found
+
+
+def sessions(model: Any) -> list[Session]:
+    engine: Engine = model.octavo_engine
+    return engine.sessions
