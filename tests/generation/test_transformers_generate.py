@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair
+from generation_examples import answers, batch, pair, sessions
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
 from octavo.generation.transformers_generate import Accelerated, accelerate_generate
