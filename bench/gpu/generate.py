@@ -41,7 +41,7 @@ from octavo.speed import Grid, Opened, Program, SpeedReport
 from octavo.speed.grid import Prompts
 from octavo.speed.measurement import Way, check_tokens, measure_cell, open_program
 from octavo.speed.memory import Meter
-from octavo.speed.programs import EAGER, OCTAVO, drop_caches, generation, own_loop, transformers_program
+from octavo.speed.programs import EAGER, LOOP, OCTAVO, drop_caches, generation, own_loop, transformers_program
 
 NAME = "gpu_generate"
 PROMPTS, PROMPT, TOKENS = (128, 2048), 1024, 64
@@ -154,7 +154,7 @@ def programs(wide: Path, packed: Path, device: torch.device) -> list[Program]:
     def ours() -> Opened:
         model = load(packed, device)
         ways = {OCTAVO: generation(model), ENGINE_OFF: own_loop(model)}
-        return Opened(ways, own_loop(model), partial(drop_caches, model))
+        return Opened(ways, own_loop(model), LOOP, partial(drop_caches, model))
 
     def with_fp8_cache() -> Opened:
         model = load(packed, device, kv_cache="fp8")

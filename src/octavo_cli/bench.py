@@ -1,4 +1,4 @@
-"""octavo bench: the speed of a packed folder, beside the model that it was packed from."""
+"""octavo bench: the speed of generating text, beside the model in BF16."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo_cli.display import print_table, progress, say
+from octavo_cli.opened import SOURCE_HELP
 from octavo_cli.options import AsJson, Device
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def bench_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that octavo pack wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help=SOURCE_HELP)],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="The Hugging Face folder in BF16 that it was packed from, to compare with."),
+        typer.Option(metavar="MODEL", help="A Hugging Face folder in BF16, such as that which FOLDER was packed from."),
     ] = None,
     batch: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Prompts that are generated from at once, such as 1,16,64.")
@@ -34,13 +35,15 @@ def bench_command(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast a packed folder generates text.
+    """Measure how fast a model generates text.
 
-    Prompts are random tokens of equal length, and new tokens are greedy. octavo is `model.generate` of octavo.load. Of
-    MODEL, "BF16, eager" is transformers' generate, and "BF16, static" is generate(cache_implementation="static"),
-    which transformers compiles on a GPU. Both folders are also measured in vLLM where it is installed.
+    Prompts are random tokens of equal length, and new tokens are greedy. octavo is `model.generate` of octavo.load for
+    a packed folder, and what octavo generate runs for a run or another model. Of MODEL, "BF16, eager" is transformers'
+    generate, and "BF16, static" is generate(cache_implementation="static"), which transformers compiles on a GPU. vLLM
+    runs a packed folder and MODEL where it is installed.
 
-    First, Octavo's tokens are compared with those of transformers' own loop. All ways then take turns.
+    First, Octavo's tokens are compared with those of a slower way: transformers' own loop with the packed model, or the
+    model without a cache. All ways then take turns.
 
     Example:
 

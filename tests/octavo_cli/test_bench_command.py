@@ -70,19 +70,15 @@ def encoder(made: Folders) -> Path:
 
 
 def test_errors_are_one_line(folders: tuple[Any, ...], encoder: Path, octavo: Octavo, tmp_path: Path) -> None:
-    packed, _, model = folders
+    packed = folders[0]
     (tmp_path / "run" / "model").mkdir(parents=True)
     for path in (tmp_path / "run", tmp_path / "run" / "model"):
         (path / "config.json").write_text("{}")
     for words, message in (
-        ((tmp_path,), "holds no config.json: a folder that octavo pack wrote is required"),
-        ((model,), f"{model} is not quantized, and a folder that octavo pack wrote is required: --against MODEL takes"),
-        ((tmp_path / "run",), "is a run of octavo train, and a folder that octavo pack wrote is required: pack it"),
-        ((packed, "--against", packed), f"{packed} is quantized, and a Hugging Face model folder in BF16 is required"),
-        (
-            (packed, "--against", tmp_path / "no"),
-            "holds no config.json: a Hugging Face model folder in BF16 is required",
-        ),
+        ((tmp_path,), "holds no config.json: give a packed folder, a run or a Hugging Face folder"),
+        ((packed, "--against", packed), f"{packed} is quantized: --against takes a Hugging Face model folder in BF16"),
+        ((packed, "--against", tmp_path / "run"), "is a run of octavo train: --against takes a Hugging Face model"),
+        ((packed, "--against", tmp_path / "no"), "no holds no config.json"),
         ((packed, "--prompt", "60", "--tokens", 8), "are 68 tokens, and the model of"),
         ((packed, "--batch", "1,x"), "--batch takes numbers, such as 1,16,64, got '1,x'"),
         ((packed, "--batch", "0"), "batch must be at least 1, got 0"),

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from speed_examples import counting, program, too_large, unopened
 from tiny_models import Folders
 from torch import Tensor
 
 from octavo.speed import Grid, compare_speed, measure_programs
 from octavo.speed.grid import ModelSizes
+from octavo.train.config import Config
+from octavo.train.start import start_run
 
 CPU = torch.device("cpu")
 GRID = Grid([1, 4], [8, 16], tokens=4, rounds=2)
@@ -157,6 +160,27 @@ def test_the_packed_folder_alone(made: Folders) -> None:
     report = compare_speed(made("llama", scheme="channel"), None, Grid([1], [8], 4, 1), "cpu")
     assert [row.way for row in report.rows] == ["octavo"]
     assert report.speedups(report.rows[0]) == (None, None)
+
+
+def test_a_model_that_is_not_packed_runs_on_the_engine(made: Folders) -> None:
+    report = compare_speed(made("llama"), made("llama"), Grid([2], [8], 6, 1), "cpu")
+    assert [row.way for row in report.rows] == ["octavo", "BF16, eager", "BF16, static"]
+    assert report.check is not None
+    assert (report.check.reference, report.check.equal) == ("the model without a cache", [6, 6])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_a_run_of_octavo_train(tmp_path: Path, recipe: str) -> None:
+    (tmp_path / "text.txt").write_text("folio quarto octavo duodecimo " * 60)
+    sizes = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 2, "steps": 2, "warmup": 1, "device": "cpu"}
+    config = Config(**sizes, data=(str(tmp_path / "text.txt"),), recipe=recipe, out=str(tmp_path / "run"))
+    start_run(config, Console(quiet=True)).run()
+    report = compare_speed(tmp_path / "run", None, Grid([1, 2], [4], 6, 1), "cpu")
+    assert [(row.way, row.batch, row.problem) for row in report.rows] == [("octavo", 1, ""), ("octavo", 2, "")]
+    assert report.check is not None
+    assert report.check.ok
+    with pytest.raises(ValueError, match=r"16 tokens and 1 new ones are 17 tokens, and the model of .* sees 16"):
+        compare_speed(tmp_path / "run", None, Grid([1], [16], 1, 1), "cpu")
 
 
 VLLM = """

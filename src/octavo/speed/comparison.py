@@ -1,6 +1,7 @@
 """Comparing the speed of generating text from a packed folder with that of the model that it was packed from."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import torch
 
 from octavo.artifact.packed.layouts import read_config
-from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.hf.quiet import quiet_transformers
 from octavo.progress import Progress, no_progress
+from octavo.speed.engine_program import engine_program, is_run
 from octavo.speed.grid import Grid, ModelSizes, Prompts
 from octavo.speed.machine import facts
 from octavo.speed.measurement import Advance, Way, check_tokens, measure_cell, open_program
@@ -30,18 +31,19 @@ def compare_speed(
     device: str | torch.device = "auto",
     progress: Progress = no_progress,
 ) -> SpeedReport:
-    """Measure a packed folder in Octavo and in vLLM, and the model that it was packed from in transformers and in vLLM.
+    """Measure a folder in Octavo, and the model in BF16 that it was made from in transformers. vLLM runs both.
 
     Args:
-        folder: a folder that `octavo pack` wrote.
-        against: the Hugging Face folder in BF16 that it was packed from; None measures the packed folder alone.
+        folder: a folder that `octavo pack` wrote, a run of `octavo train`, or a Hugging Face model folder. vLLM runs
+            only the first.
+        against: a Hugging Face folder in BF16; None measures `folder` alone.
         grid: the sizes.
         device: as `octavo.device.choose_device` takes it.
         progress: called when a piece of work begins.
 
     Returns:
-        The report. It compares Octavo's greedy tokens with those of transformers' own loop before anything is timed. A
-        size that does not fit in memory has a row that says so.
+        The report. Octavo's greedy tokens are compared with those of a slower way before anything is timed. A size that
+        does not fit in memory has a row that says so.
 
     Raises:
         FileNotFoundError, ArtifactError: a folder is incomplete.
@@ -58,29 +60,25 @@ def compare_speed(
     return report
 
 
-def _programs(
-    folder: Path, against: Path | None, grid: Grid, device: torch.device, has_vllm: bool
-) -> Iterator[Program]:
-    _require_kind(folder, "--against MODEL takes the model that it was packed from", packed=True)
-    yield octavo_program(folder, device)
-    if has_vllm:
+def _programs(folder: Path, against: Path | None, grid: Grid, device: torch.device, vllm: bool) -> Iterator[Program]:
+    packed = _is_packed(folder)
+    yield octavo_program(folder, device) if packed else engine_program(folder, grid, device)
+    if vllm and packed:
         yield vllm_program(folder, grid)
-    if against is not None:
-        _require_kind(against, "give the model in BF16 that FOLDER was packed from", packed=False)
-        yield transformers_program(against, device)
-        if has_vllm:
-            yield vllm_program(against, grid, baseline=True)
+    if against is None:
+        return
+    if is_run(against) or _is_packed(against):
+        found = "a run of octavo train" if is_run(against) else "quantized"
+        raise ValueError(f"{against} is {found}: --against takes a Hugging Face model folder in BF16")
+    yield transformers_program(against, device)
+    if vllm:
+        yield vllm_program(against, grid, baseline=True)
 
 
-def _require_kind(folder: Path, advice: str, *, packed: bool) -> None:
-    required = "a folder that octavo pack wrote" if packed else "a Hugging Face model folder in BF16"
+def _is_packed(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: {required} is required")
-    if (RunFolder(folder).model / "config.json").is_file():
-        raise ValueError(f"{folder} is a run of octavo train, and {required} is required: pack it, {advice}")
-    if bool(read_config(folder).get("quantization_config")) != packed:
-        found = "not quantized" if packed else "quantized"
-        raise ValueError(f"{folder} is {found}, and {required} is required: {advice}")
+        raise FileNotFoundError(f"{folder} holds no config.json: give a packed folder, a run or a Hugging Face folder")
+    return not is_run(folder) and bool(read_config(folder).get("quantization_config"))
 
 
 def measure_programs(
@@ -111,7 +109,16 @@ def measure_programs(
 
 def _measure_group(programs: Sequence[Program], prompts: Prompts, report: SpeedReport, advance: Advance) -> None:
     """Open programs, check their tokens and measure all sizes. Nothing refers to the models afterwards."""
-    ways: list[Way] = []
+    with ExitStack() as stack:
+        ways = list(_open_ways(programs, prompts, report, advance, stack))
+        for cell in prompts.grid.cells:
+            report.rows += measure_cell(ways, cell, prompts, advance)
+
+
+def _open_ways(
+    programs: Sequence[Program], prompts: Prompts, report: SpeedReport, advance: Advance, stack: ExitStack
+) -> Iterator[Way]:
+    """The ways of all programs that fit in memory. The stack closes the programs."""
     for program in programs:
         advance(f"loading: {program.name}")
         opened, start = open_program(program, prompts)
@@ -120,12 +127,11 @@ def _measure_group(programs: Sequence[Program], prompts: Prompts, report: SpeedR
             cells = [(way, cell) for cell in prompts.grid.cells for way in program.ways]
             report.rows += [Row(way, program.baseline, *cell, problem=start.problem) for way, cell in cells]
             continue
+        stack.callback(opened.close)
         report.check = report.check or check_tokens(opened, prompts)
         for name, generate in opened.ways.items():
             meter = Meter(prompts.device, start.weight_bytes or 0, apart=program.apart)
-            ways.append(Way(name, generate, program.baseline, meter, opened.forget))
-    for cell in prompts.grid.cells:
-        report.rows += measure_cell(ways, cell, prompts, advance)
+            yield Way(name, generate, program.baseline, meter, opened.forget)
 
 
 def _fit_together(programs: Sequence[Program], sizes: Sequence[ModelSizes], prompts: Prompts) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from octavo.artifact.run import RunFolder
 from octavo.extras import import_extra, open_local
 from octavo.hf.outputs import names_language_model
 
@@ -83,14 +84,16 @@ class ModelSizes(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Of a Hugging Face folder, packed or not.
+        """Of a Hugging Face folder, packed or not, or of a run of octavo train.
 
         Raises:
             ValueError: the model is an encoder.
             ImportError: transformers is not installed.
         """
         transformers = import_extra("transformers", "hf", "octavo bench runs models of transformers")
-        described = open_local(transformers.AutoConfig, folder)
+        run = RunFolder(folder)
+        is_run = (run.model / "config.json").is_file()
+        described = open_local(transformers.AutoConfig, run.model if is_run else folder)
         if described.architectures and not names_language_model(described.architectures[0]):
             raise ValueError(
                 f"{folder} holds an encoder ({described.architectures[0]}), which generates no text: a causal language "
@@ -100,7 +103,7 @@ class ModelSizes(NamedTuple):
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        files = folder.glob("*.safetensors")
+        files = (run.newest() if is_run else folder).glob("*.safetensors")
         return cls(
             config.vocab_size,
             getattr(config, "max_position_embeddings", None),

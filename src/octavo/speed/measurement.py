@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.speed.grid import Cell, Prompts
 from octavo.speed.memory import Meter, allocated, release
-from octavo.speed.programs import LOOP, Generate, Opened, Program
+from octavo.speed.programs import Generate, Opened, Program
 from octavo.speed.result import Check, Row, Start
 
 Advance = Callable[[str], None]
@@ -66,8 +66,9 @@ def check_tokens(opened: Opened, prompts: Prompts) -> Check | None:
         return None
     name, generate = next(iter(opened.ways.items()))
     ids, tokens = prompts.draw(Cell(_CHECKED, min(prompts.grid.prompts))), prompts.grid.tokens
-    same = (opened.reference(ids, tokens) == generate(ids, tokens)).long()
-    return Check(name, LOOP, tokens, same.cummin(1).values.sum(1).tolist())  # 0 from the first that differs
+    same = (opened.reference(ids, tokens).cpu() == generate(ids, tokens).cpu()).long()
+    leading = same.cummin(1).values  # 0 from the first that differs
+    return Check(name, opened.reference_name, tokens, leading.sum(1).tolist())
 
 
 def measure_cell(ways: Sequence[Way], cell: Cell, prompts: Prompts, advance: Advance = lambda _: None) -> list[Row]:

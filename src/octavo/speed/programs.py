@@ -31,12 +31,16 @@ class Opened:
     Attributes:
         ways: the ways to generate from it, by name.
         reference: a slower way, with whose tokens those of the first way are compared.
+        reference_name: such as "transformers' loop".
         forget: drops the caches that calls left, so that a size does not count the memory of the one before.
+        close: ends the use of the model.
     """
 
     ways: Mapping[str, Generate]
     reference: Generate | None = None
+    reference_name: str = ""
     forget: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def octavo_program(folder: Path, device: torch.device) -> Program:
 
     def open_model() -> Opened:
         model = load(folder, device)
-        return Opened({OCTAVO: generation(model)}, own_loop(model), partial(drop_caches, model))
+        return Opened({OCTAVO: generation(model)}, own_loop(model), LOOP, partial(drop_caches, model))
 
     return Program(OCTAVO, (OCTAVO,), folder, open_model)
 
