@@ -12,11 +12,11 @@ from octavo.artifact.packed.layouts import read_config
 from octavo.device import choose_device
 from octavo.hf.quiet import quiet_transformers
 from octavo.progress import Progress, no_progress
-from octavo.speed.engine_program import engine_program, is_run
 from octavo.speed.grid import Grid, ModelSizes, Prompts
 from octavo.speed.machine import facts
 from octavo.speed.measurement import Advance, Way, check_tokens, measure_cell, open_program
 from octavo.speed.memory import Meter, release
+from octavo.speed.own_engine import engine_program, is_run
 from octavo.speed.programs import Program, octavo_program, transformers_program, vllm_program
 from octavo.speed.result import Row, SpeedReport
 from octavo.train.memory import peak_memory
