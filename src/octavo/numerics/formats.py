@@ -18,14 +18,14 @@ Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `dtype` is the torch dtype with the same bits."""
+    """One number format. `dtype` is the torch dtype with the same bits, `max` the largest finite number."""
 
     name: str
     bits: int
@@ -34,6 +34,12 @@ class Format:
     bias: int
     family: str
     dtype: torch.dtype
+    max: float = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
+        largest = (1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (exponent - self.bias)
+        object.__setattr__(self, "max", float(largest))  # the dataclass is frozen
 
     @property
     def signed(self) -> bool:
@@ -64,11 +70,6 @@ class Format:
     def inf_code(self) -> int:
         """The code of +inf, or of NaN if the format has no inf."""
         return self.max_code + 1 if self.has_inf else self.nan_code
-
-    @property
-    def max(self) -> float:
-        exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
-        return float((1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (exponent - self.bias))
 
     @property
     def smallest_normal(self) -> float:

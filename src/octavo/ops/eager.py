@@ -37,7 +37,7 @@ class Operation:
             return self.overload(*args)
         if self.mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self.mutated if not args[i].is_inference()])
-        return self.function(*args)
+        return on_device_of_first(self.function, *args)
 
 
 def on_device_of_first(function: Callable[..., Any], *args: Any) -> Any:

@@ -65,7 +65,7 @@ def operation(
         if not mutates:
             op.register_autograd(partial(_no_gradient, name))
         parameters = list(inspect.signature(function).parameters)
-        return Operation(run, op, tuple(map(parameters.index, mutates)))
+        return Operation(function, op, tuple(map(parameters.index, mutates)))
 
     return register
 

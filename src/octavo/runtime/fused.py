@@ -9,12 +9,13 @@ This holds for layers of the scheme `channel`, in our models and in the decoder 
 training, so the packed model of a run gives the same bits as the run.
 """
 
+import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.served_attention import serve_attention
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.fused import wider_first
+from octavo.nn.fused import Norm, wider_first
 from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import read_norm, watched
@@ -30,11 +31,12 @@ class PackedNormLinear(NormLinear):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
-        if x.numel() == 0 or read_norm(self.norm) is None or not self.stack.holds(self.linears):
+        norm, stack = read_norm(self.norm), self.stack
+        if x.numel() == 0 or norm is None or not stack.holds(self.linears):
             return None
-        total, n_q = _normed(x, residual, self.norm)
-        y = self.stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
-        return y.split(self.stack.sizes, dim=-1), total
+        total, n_q = _normed(x, residual, norm)
+        y = stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
+        return torch.split_with_sizes(y, stack.sizes, -1), total
 
 
 class PackedMLP(FusedMLP):
@@ -58,19 +60,19 @@ class PackedMLP(FusedMLP):
 
     def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
         """x + residual, and the input [T, F] of the last layer; None if the layers cannot run fused."""
-        known = norm is None or read_norm(norm) is not None
-        if x.numel() == 0 or not known or not self.stack.holds(self.inner) or not _is_alone(self.outer):
+        known, stack = None if norm is None else read_norm(norm), self.stack
+        unknown = norm is not None and known is None
+        if x.numel() == 0 or unknown or not stack.holds(self.inner) or not _is_alone(self.outer):
             return None
-        total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if norm is None else _normed(x, residual, norm)
-        u = self.stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
+        total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if known is None else _normed(x, residual, known)
+        u = stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
         return total, activation_quantize(u, self.activation, CHANNEL.inputs)
 
     def _last(self, h_q: QTensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
         outer = self.outer
         assert isinstance(outer, PackedLinear)
-        w_q = outer.scheme.packed_weight(outer.weight, outer.weight_scale)
-        y = outer.product(h_q, w_q, compute_dtype(x), residual)  # [T,F] @ [K,F]^T
+        y = outer.product(h_q, outer.packed_weight(), compute_dtype(x), residual)  # [T,F] @ [K,F]^T
         return y.view(*x.shape[:-1], -1)
 
 
@@ -97,11 +99,9 @@ def _is_alone(layer: nn.Module) -> bool:
     return isinstance(layer, PackedLinear) and layer.by_channel and not watched(layer)
 
 
-def _normed(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tensor, QTensor]:
+def _normed(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, QTensor]:
     """x + residual [..., K] (x itself without a residual), and its norm, quantized by row [T, K]."""
-    found = read_norm(norm)
-    assert found is not None
-    how, gamma, beta = found
+    how, gamma, beta = norm
     x, residual = wider_first(x, residual)
     rest = None if residual is None else _rows(residual)
     total, n_q, _, _ = norm_quantize(_rows(x), rest, gamma, beta, how.eps, CHANNEL.inputs, center=how.center)

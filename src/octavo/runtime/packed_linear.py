@@ -27,7 +27,22 @@ class PackedModule(nn.Module):
     weights and round the scales.
     """
 
+    _weight: tuple[Tensor, Tensor, QTensor] | None = None
+
+    def cached_weight(self, data: Tensor, scale: Tensor, make: Callable[[Tensor, Tensor], QTensor]) -> QTensor:
+        """make(data, scale), cached while the buffers are these tensors: its checks take as long as a launch."""
+        if torch.compiler.is_compiling():
+            return make(data, scale)
+        known = self._weight
+        if known is not None and known[0] is data and known[1] is scale:
+            return known[2]
+        made = make(data, scale)
+        if made.scale.data_ptr() == scale.data_ptr():  # a copy would not see new numbers in the buffer
+            self.__dict__["_weight"] = data, scale, made
+        return made
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.__dict__.pop("_weight", None)  # it would hold the former buffers
         before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, t in before.items():
@@ -80,9 +95,13 @@ class PackedLinear(PackedModule):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
-        w_q = self.scheme.packed_weight(self.weight, self.weight_scale)
+        w_q = self.packed_weight()
         x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale)
         return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+
+    def packed_weight(self) -> QTensor:
+        """The weight [N, K]."""
+        return self.cached_weight(self.weight, self.weight_scale, self.scheme.packed_weight)
 
     def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """y [T, N] of the quantized input [T, K] and weight [N, K]; plus a residual [T, N]."""

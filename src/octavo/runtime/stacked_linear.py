@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.nn.norm_linear import watched
 from octavo.nn.stacked_weights import Stack
-from octavo.numerics import ROW, QTensor
+from octavo.numerics import QTensor
 from octavo.ops import scaled_mm
 from octavo.runtime.packed_linear import PackedLinear, PackedModule
 
@@ -54,7 +54,7 @@ class PackedStack(PackedModule):
 
     def forward(self, x_q: QTensor, dtype: torch.dtype) -> Tensor:
         """y [T, sum of N] of x_q [T, K]."""
-        w_q = QTensor(self.weight, self.weight_scale, CHANNEL.weight.fmt, ROW)
+        w_q = self.cached_weight(self.weight, self.weight_scale, CHANNEL.packed_weight)
         return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
 
     def extra_repr(self) -> str:

@@ -52,7 +52,7 @@ def scaled_mm(
     tiling: None chooses one.
     """
     (m, k), n = a.shape, b.shape[0]
-    a, b, scale_a, scale_b = (t.contiguous() for t in (a, b, scale_a, scale_b))
+    a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
     y = a.new_empty((m, n), dtype=out_dtype)
     if y.numel() == 0 or k == 0:
         y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
