@@ -34,7 +34,10 @@ def check(shape, kind, dtype, table, *, norm: bool = False, one_table: bool = Fa
     whole = torch.cat(x, -1).cuda().split([part.shape[2] for part in x], -1)  # views of one buffer, as in a model
     actual = rotate_append(*whole, *on_gpu(angles), *on_device, **moved, keep_k=keep_k)
     expected = rotate_append(*x, *angles, *store, **norms, keep_k=keep_k)
-    for one, other in zip((*actual, *on_device), (*expected, *store), strict=True):
+    if keep_k:
+        assert_same(*(found[1].transpose(1, 2) for found in (actual, expected)))
+    assert_same(*(found[0].transpose(1, 2) for found in (actual, expected)))  # in memory of [B, T, H, D]
+    for one, other in zip(on_device, store, strict=True):
         if other is not None:
             assert_same(one, other)
 

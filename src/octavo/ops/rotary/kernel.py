@@ -42,8 +42,8 @@ def rotate_append(
     batch, tokens, width = q.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim
-    rotated = q.new_empty((batch, heads, tokens, dim))
-    kept = k.new_empty((batch, kv_heads, tokens, dim)) if keep_k else None
+    rotated = q.new_empty((batch, tokens, heads, dim))
+    kept = k.new_empty((batch, tokens, kv_heads, dim)) if keep_k else None
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
     launcher(_rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
@@ -75,13 +75,15 @@ def _rotate_append_kernel(
     if head < HEADS:
         source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
         y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
-        _store_new(q_out_ptr, y, batch * HEADS + head, num_new, offs_t, offs_d, mask, HEAD_DIM)
+        offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(q_out_ptr + offs, y, mask)
     elif head < HEADS + KV_HEADS:
         kv_head = head - HEADS
         source_ptr = k_ptr + batch * stride_kb + kv_head * HEAD_DIM
         y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
         if k_out_ptr is not None:
-            _store_new(k_out_ptr, y, batch * KV_HEADS + kv_head, num_new, offs_t, offs_d, mask, HEAD_DIM)
+            offs = ((batch * num_new + offs_t) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(k_out_ptr + offs, y, mask)
         _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
                 capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
     else:
@@ -117,11 +119,6 @@ def _rotated(
         cosine = cosine.to(dtype).to(tl.float32)
         sine = sine.to(dtype).to(tl.float32)
     return add(cosine, sine).to(dtype)
-
-
-@triton.jit
-def _store_new(out_ptr, y, pair, num_new, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr):
-    tl.store(out_ptr + (pair * num_new + offs_t)[:, None] * HEAD_DIM + offs_d[None, :], y, mask)
 
 
 @triton.jit

@@ -44,15 +44,16 @@ def rotate_append(
         keep_k: also return the rotated keys.
 
     Returns:
-        The rotated queries [B, H, T, D] and keys [B, G, T, D], contiguous. Without `keep_k` the second is empty.
+        The rotated queries [B, H, T, D] and keys [B, G, T, D], views of contiguous [B, T, H, D] and [B, T, G, D]: so
+        the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is empty.
 
     Raises:
         ValueError: for another shape or dtype.
     """
     _check(q, k, v, cos, sin, q_norm, k_norm, keys, values, k_scale, v_scale, length, clipped)
     stored = keys, values, k_scale, v_scale, length, clipped
-    result: tuple[Tensor, Tensor] = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
-    return result
+    q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
+    return q.transpose(1, 2), k.transpose(1, 2) if keep_k else k
 
 
 def _check(
@@ -129,5 +130,5 @@ def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     keys, keep_k = rest[6], rest[12]
     batch, tokens, width = q.shape
     dim = keys.shape[3]
-    rotated = q.new_empty((batch, width // dim, tokens, dim))
-    return rotated, k.new_empty((batch, keys.shape[1], tokens, dim) if keep_k else 0)
+    rotated = q.new_empty((batch, tokens, width // dim, dim))
+    return rotated, k.new_empty((batch, tokens, keys.shape[1], dim) if keep_k else 0)
