@@ -122,6 +122,6 @@ class ModelSizes(NamedTuple):
             )
         if self.vocabulary != vocabulary:
             raise ValueError(
-                f"{folder} has {self.vocabulary} tokens, and the packed folder has {vocabulary}: --against takes the "
-                "model that the folder was packed from"
+                f"{folder} has {self.vocabulary} tokens, and FOLDER has {vocabulary}: --against takes the "
+                "model that FOLDER was packed from"
             )
