@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from octavo.generation import Engine, Sampling
+from octavo.generation.prompts import pad_prompts
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16)
@@ -78,3 +79,15 @@ def test_a_seed_repeats_the_text() -> None:
     assert drawn(7) == drawn(7) != drawn(8)
     assert drawn(None) != drawn(None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
+    engine = Engine(lively(LLAMA), context=16)
+    batch = pad_prompts([prompt(6)], torch.device("cpu"))
+    for _ in range(2):
+        found = [token for [token] in engine.generate([prompt(6)], 5, GREEDY)]
+        for text, _tokens in engine.run(batch, 5, lambda ids, logits: logits.argmax(-1), None, watched=False):
+            ids = text
+        assert ids[0, 6:].tolist() == found
+        assert not ids.is_inference()
+    assert len(engine.sessions) == 1

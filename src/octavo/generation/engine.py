@@ -142,6 +142,7 @@ class Engine:
         self.check_length(batch.ids.shape[1], 1)
         return self._generate(batch, count, sampling, stop)
 
+    @torch.inference_mode()
     def _generate(
         self, batch: Prompts, count: int, sampling: Sampling, stop: Collection[int]
     ) -> Generator[list[int | None], None, None]:

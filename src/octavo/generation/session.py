@@ -29,8 +29,9 @@ class Session:
     def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
         self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
         self.cache = forward.cache
-        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # a later generation may run outside of inference mode
+            self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.first = torch.zeros(batch, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None  # of the graph
         self.eager_steps = 0
@@ -64,7 +65,8 @@ class Session:
         for part in torch.split(prompts.ids[:, start:], piece or max(1, PIECE // self.batch), dim=1):
             logits = self.forward(part)
         self.cache.freeze()
-        self.cache.first = self.first  # a graph serves batches with padding and without
+        if self.device.type == "cuda":
+            self.cache.first = self.first  # a graph serves batches with padding and without
         return logits
 
     # --- A step ------------------------------------------------------------------------------------------------

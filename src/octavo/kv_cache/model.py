@@ -9,6 +9,7 @@ batch end at the same place: a shorter one has padding on its left, and `first` 
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -185,19 +186,21 @@ class ModelKVCache:
         batch, heads, _, dim = k.shape
         if v.shape[3] != dim:
             raise UnservedError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
-        self.length = Length(self.max_tokens, k.device)
-        self.stores = [
-            LayerKVCache(
-                (batch, heads, self.max_tokens, dim),
-                self.dtype or NAMES[k.dtype],
-                scales=None if self.scales is None else self.scales[i],
-                per=self.per,
-                margin=self.margin,
-                device=k.device,
-                length=self.length,
-            )
-            for i in range(self.layers)
-        ]
+        # Buffers of inference mode could not be written outside of it later.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            self.length = Length(self.max_tokens, k.device)
+            self.stores = [
+                LayerKVCache(
+                    (batch, heads, self.max_tokens, dim),
+                    self.dtype or NAMES[k.dtype],
+                    scales=None if self.scales is None else self.scales[i],
+                    per=self.per,
+                    margin=self.margin,
+                    device=k.device,
+                    length=self.length,
+                )
+                for i in range(self.layers)
+            ]
         if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
             for store in self.stores:
                 for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
