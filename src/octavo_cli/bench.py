@@ -37,10 +37,14 @@ def bench_command(
 ) -> None:
     """Measure how fast a model generates text.
 
-    Prompts are random tokens of equal length, and new tokens are greedy. octavo is `model.generate` of octavo.load for
-    a packed folder, and what octavo generate runs for a run or another model. Of MODEL, "BF16, eager" is transformers'
-    generate, and "BF16, static" is generate(cache_implementation="static"), which transformers compiles on a GPU. vLLM
-    runs a packed folder and MODEL where it is installed.
+    Prompts are random tokens of equal length, and new tokens are greedy. The ways to generate are:
+
+    "octavo", which is model.generate of octavo.load for a packed folder, and what octavo generate runs for others;
+
+    "BF16, eager" and "BF16, static", which are transformers' generate of MODEL, the second with
+    cache_implementation="static", which transformers compiles on a GPU;
+
+    "vLLM, packed" and "vLLM, BF16", where vLLM is installed.
 
     First, Octavo's tokens are compared with those of a slower way: transformers' own loop with the packed model, or the
     model without a cache. All ways then take turns.

@@ -82,10 +82,23 @@ def test_a_model_that_does_not_fit_leaves_the_others(folder: Path) -> None:
     assert all(row.prompt_seconds for row in report.rows if row.way == "a")
 
 
+def dies_of(error: Exception) -> Callable[[Tensor, int], Tensor]:
+    """Generates the first token, and no more."""
+
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        if tokens > 1:
+            raise error
+        return counting(ids, tokens)
+
+    return generate
+
+
 def test_only_a_program_that_runs_apart_may_fail(folder: Path) -> None:
     broken = RuntimeError("engine died\nstack")
     report = measure_programs([program(folder, "a"), unopened(folder, "vLLM", broken, apart=True)], GRID, CPU)
     assert report.starts[1].problem == "failed: RuntimeError: engine died"
+    late = program(folder, "vLLM", dies_of(broken), apart=True)
+    assert {row.problem for row in measure_programs([late], GRID, CPU).rows} == {"failed: RuntimeError: engine died"}
     with pytest.raises(RuntimeError, match="engine died"):
         measure_programs([unopened(folder, "a", broken)], GRID, CPU)
 

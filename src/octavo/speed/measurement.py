@@ -50,12 +50,8 @@ def open_program(program: Program, prompts: Prompts) -> tuple[Opened | None, Sta
         held = allocated(device) - before if device.type == "cuda" and not program.apart else None
         first, _ = timed(partial(next(iter(opened.ways.values())), ids, 1), device)
         return opened, Start(program.name, seconds, first, ids.shape[1], held)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        problem = does_not_fit(error)
     except Exception as error:
-        if not program.apart:
-            raise
-        problem = f"failed: {type(error).__name__}: {_first_line(error)}"
+        problem = _problem(error, program.apart)
     release(device)
     return None, Start(program.name, problem=problem)
 
@@ -101,9 +97,10 @@ def _first_call(way: Way, cell: Cell, ids: Tensor, prompts: Prompts) -> Row:
     try:
         row.warm_up_seconds = _seconds(way, ids, prompts.grid.tokens, prompts.device)
         _seconds(way, ids, 1, prompts.device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        row.problem = does_not_fit(error)
+    except Exception as error:
+        row.problem = _problem(error, way.meter.apart)
     if row.problem:
+        way.forget()
         release(prompts.device)  # here, where the exception and its frames no longer hold tensors
     return row
 
@@ -125,12 +122,15 @@ def timed(call: Callable[[], _Result], device: torch.device) -> tuple[float, _Re
     return time.perf_counter() - begin, result
 
 
-def does_not_fit(error: BaseException) -> str:
-    return f"does not fit: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _problem(error: Exception, apart: bool) -> str:
+    """The reason why something was not measured: memory, or any failure of a program that runs apart. Another error is
+    raised again."""
+    words = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"does not fit: {words}"
+    if not apart:
+        raise error
+    return f"failed: {type(error).__name__}: {words}"
 
 
 def _synchronize(device: torch.device) -> None:
