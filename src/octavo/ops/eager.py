@@ -6,7 +6,7 @@ more than many kernels run, and it would decide the time of a decoding step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-PLAIN = (Tensor, Parameter)
+TENSORS = frozenset((Tensor, Parameter))
+OTHERS = frozenset((int, float, bool, str, torch.dtype, type(None)))
+PLAIN = TENSORS | OTHERS
 
 
 class Operation:
@@ -33,7 +35,7 @@ class Operation:
         self.overload = registered._opoverload
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_traced() or not _are_plain(args, torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or _is_traced() or not _are_plain(args):
             return self.overload(*args)
         if self.mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self.mutated if not args[i].is_inference()])
@@ -58,12 +60,13 @@ def _is_traced() -> bool:
     )
 
 
-def _are_plain(values: Iterable[Any], records: bool) -> bool:
-    """Whether the tensors among `values` hold numbers, are of no subclass, and none gets a gradient."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if type(value) not in PLAIN or value.is_meta or (records and value.requires_grad):
-                return False
-        elif type(value) is list and not _are_plain(value, records):
-            return False
-    return True
+def _are_plain(args: tuple[Any, ...]) -> bool:
+    """Whether the tensors among the arguments hold numbers, are of no subclass, and none gets a gradient.
+
+    The first argument is a tensor or a list of tensors, on the device of all.
+    """
+    if type(args[0]) is list:
+        return _are_plain((*args[0], *args[1:]))
+    if args[0].is_meta or not PLAIN.issuperset(map(type, args)):
+        return False
+    return not (torch.is_grad_enabled() and any(type(arg) in TENSORS and arg.requires_grad for arg in args))

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 MOST = 10_000  # launches known at a time; a grid depends on the number of tokens
 _known: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], Any]] = {}
 
@@ -26,7 +24,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         args: tensors, integers and None for its first parameters; the first is a tensor on the current device.
         constants: its constants, and options of the compiler such as `num_warps`.
     """
-    key = (id(kernel), args[0].get_device(), grid, *map(_kind, args), *constants.values())
+    key = (id(kernel), args[0].get_device(), grid, *[_kind(arg) for arg in args], *constants.values())
     found = _known.get(key)
     if found is not None:
         run, rest, _ = found
@@ -46,11 +44,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def _kind(arg: Any) -> Any:
     """What Triton's choice of a compiled kernel depends on, of an argument that is not a constant."""
-    if isinstance(arg, Tensor):
-        return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
-    if arg is None or arg == 1:
-        return arg
-    return arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63
+    if arg is None:
+        return None
+    if type(arg) is int:
+        return arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63)
+    return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
 
 
 def _constants_in_order(kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:

@@ -40,7 +40,8 @@ def scaled_mm_cublaslt(
         y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     else:
         y = _block_scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b)
-    y = y[:m, :n].contiguous()
+    if y.shape != (m, n):
+        y = y[:m, :n].contiguous()
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)
