@@ -50,18 +50,18 @@ def cached_attention(
     splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
     result = torch.empty_like(q)
     one_split = splits == 1
-    partial = result if one_split else q.new_empty((pairs, splits, num_rows, dim), dtype=torch.float32)
-    m_i, l_i = (None if one_split else q.new_empty((pairs, splits, num_rows), dtype=torch.float32) for _ in range(2))
+    # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
+    partial = result if one_split else q.new_empty(pairs * splits * num_rows * (dim + 2), dtype=torch.float32)
     block_d = max(power_of_two_above(dim), 16)
     launcher(_part_kernel, (splits, pairs))(
-        q, keys, values, k_scale, v_scale, length, first, partial, m_i, l_i, kv_heads, capacity, num_rows, num_new,
+        q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
         HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=max(power_of_two_above(num_rows), 16), BLOCK_N=block_n,
         BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if one_split:
         return result
     launcher(_combine_kernel, (num_rows, pairs))(
-        partial, m_i, l_i, length, first, result, kv_heads, capacity, num_rows, splits,
+        partial, length, first, result, kv_heads, capacity, num_rows, splits,
         HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
@@ -106,7 +106,7 @@ def _widen_words(x, E4M3: tl.constexpr):
 
 @triton.jit
 def _part_kernel(
-    q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr, m_ptr, l_ptr,
+    q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr,
     kv_heads, capacity, num_rows, num_new,
     HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
@@ -151,8 +151,9 @@ def _part_kernel(
     if ONE_SPLIT:
         acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
     else:
-        tl.store(m_ptr + offs_out, m_i, offs_m < num_rows)
-        tl.store(l_ptr + offs_out, l_i, offs_m < num_rows)
+        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
+        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
+        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
     tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
 
 
@@ -197,15 +198,16 @@ def _attend_block(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, m_ptr, l_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
+    partial_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
     HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
     offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row
-    m_i = tl.load(m_ptr + offs, offs_split < splits, other=-1e30)
+    parts = tl.num_programs(1).to(tl.int64) * splits * num_rows
+    m_i = tl.load(partial_ptr + parts * HEAD_DIM + offs, offs_split < splits, other=-1e30)
     alpha = tl.exp2(m_i - tl.max(m_i, 0))
-    l_i = tl.sum(alpha * tl.load(l_ptr + offs, offs_split < splits, other=0.0), 0)
+    l_i = tl.sum(alpha * tl.load(partial_ptr + parts * (HEAD_DIM + 1) + offs, offs_split < splits, other=0.0), 0)
     mask = (offs_split < splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
     acc = tl.load(partial_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
     y = _normalized(tl.sum(acc * alpha[:, None], 0), l_i, length_ptr, capacity, first_ptr, pair // kv_heads)
