@@ -97,7 +97,7 @@ class Printer:
         self.shown: int | None = None  # how many of its characters are printed; None if its prompt is not, either
 
     def update(self) -> None:
-        """Print what is new."""
+        """Print the text that has come since the last call."""
         while self.at < len(self.texts):
             text = self.texts[self.at]
             if self.shown is None:

@@ -26,7 +26,6 @@ UNTESTED = {
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
     "docs/serving.md": {
-        "model.generate(**inputs,": "compiles for minutes",
         "compiled": "compiles for minutes",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from kv_cache_examples import DTYPES, Emulated, greedy, model_of, prompts
+from transformers import DeepseekV3Config, Gemma2Config, Qwen3NextConfig
 
+from octavo.kv_cache.model import UnservedError
 from octavo.kv_cache.transformers_cache import QuantizedKVCache
 
 
@@ -61,6 +63,20 @@ def test_a_sliding_window_must_hold_the_cache():
     assert torch.equal(tokens, required)
     with pytest.raises(ValueError, match="without sliding windows"):
         model(torch.ones(1, 30, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(sliding_window=99), r"without a softcap \(attn_logit_softcapping\)"),
+        (DeepseekV3Config(), "the same head size, got 192 and 128"),
+        (Qwen3NextConfig(), r"layers of the kind \['linear_attention'\]"),
+    ],
+    ids=["gemma2", "deepseek", "qwen3next"],
+)
+def test_attention_of_another_kind_is_refused(config, message):
+    with pytest.raises(UnservedError, match=message):
+        QuantizedKVCache(config, 9)
 
 
 @pytest.mark.parametrize(

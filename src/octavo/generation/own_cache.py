@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.generation.engine import AUTO, Engine
+from octavo.generation.forward import make_forward
 from octavo.generation.loop import Choose, Stop, decode
 from octavo.generation.prompts import Prompts
 from octavo.kv_cache.model import Pairs, UnservedError
@@ -29,23 +30,24 @@ def open_engine(
         UnservedError: our cache does not serve the attention of the model, and `kv_cache` asks for it.
         ValueError: the dtype is unknown, or the scales do not fit.
     """
+    engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
     try:
-        engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+        make_forward(model, 1, engine.dtype, engine.scales)
     except UnservedError:
-        if kv_cache != AUTO:
+        if engine.asked:
             raise
-        return OwnCacheEngine(model, context)
-    enough = kv_cache != AUTO or engine.limit >= min(context, tokens)
-    return engine if enough else OwnCacheEngine(model, context)
+        return OwnCacheEngine(model, context=context)
+    enough = engine.asked or engine.limit >= min(context, tokens)
+    return engine if enough else OwnCacheEngine(model, context=context)
 
 
 class OwnCacheEngine(Engine):
     """An engine whose keys and values are in the cache that a model of transformers makes for itself."""
 
-    def __init__(self, model: Any, context: int) -> None:
-        self.model, self.context, self.limit = model, context, context
-        accepted = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in accepted
+    def __init__(self, model: Any, *, context: int) -> None:
+        super().__init__(model, context=context)
+        self.limit = context
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
     def run(

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits: p(next | text) = softmax(scores).
+"""The choice of the next token from the logits: p(next | text) = softmax(scores).
 
 The logits are processed in the order of transformers' `generate`:
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """The settings of a draw.
 
     Args:
         temperature: 0 takes the most likely token, and top-k and top-p change nothing.
