@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Self
 
-from octavo.numerics.formats import Format, fp8_format
+from octavo.numerics.formats import FP8_FORMATS, Format, fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.scaling import History
 
@@ -57,7 +57,7 @@ class Cast:
 
     @property
     def fmt(self) -> Format:
-        return fp8_format(self.format)
+        return FP8_FORMATS[self.format]
 
     @property
     def power_of_two(self) -> bool:

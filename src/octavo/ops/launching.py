@@ -24,7 +24,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         args: tensors, integers and None for its first parameters; the first is a tensor on the current device.
         constants: its constants, and options of the compiler such as `num_warps`.
     """
-    key = (id(kernel), args[0].get_device(), grid, *[_kind(arg) for arg in args], *constants.values())
+    key = (id(kernel), args[0].get_device(), grid, *_kinds(args), *constants.values())
     found = _known.get(key)
     if found is not None:
         run, rest, _ = found
@@ -42,13 +42,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     _known[key] = compiled[(*grid, 1, 1)[:3]], _constants_in_order(kernel, args, constants), kernel
 
 
-def _kind(arg: Any) -> Any:
-    """What Triton's choice of a compiled kernel depends on, of an argument that is not a constant."""
-    if arg is None:
-        return None
-    if type(arg) is int:
-        return arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63)
-    return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
+def _kinds(args: Sequence[Any]) -> list[Any]:
+    """What Triton's choice of a compiled kernel depends on, of arguments that are not constants."""
+    kinds: list[Any] = []
+    for arg in args:
+        if arg is None:
+            kinds.append(None)
+        elif type(arg) is int:
+            kinds.append(arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
+        else:
+            kinds.append(arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,))
+    return kinds
 
 
 def _constants_in_order(kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:

@@ -48,9 +48,7 @@ class PackedStack(PackedModule):
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Whether `layers` are the layers of the stack, and none has hooks."""
-        return len(layers) == len(self.layers) and all(
-            layer is ours and not watched(layer) for layer, ours in zip(layers, self.layers, strict=True)
-        )
+        return tuple(layers) == self.layers and not any(map(watched, layers))
 
     def forward(self, x_q: QTensor, dtype: torch.dtype) -> Tensor:
         """y [T, sum of N] of x_q [T, K]."""
