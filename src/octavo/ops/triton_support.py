@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR
 
-FORMATS = ("e4m3", "e5m2")  # those that Triton's conversions round and saturate as PyTorch's do
+FORMATS = frozenset(("e4m3", "e5m2"))  # those that Triton's conversions round and saturate as PyTorch's do
 LONGEST_ROW = 32768  # elements that one program can hold in registers
 HAS_TRITON = find_spec("triton") is not None  # found at import: torch.compile cannot trace the search
 
@@ -52,7 +52,7 @@ def row_tile(k: int) -> tuple[int, int, int]:
 
 def converts(x: Tensor, *formats: str) -> bool:
     """Whether the kernels run on `x`'s device and convert to these formats, and `x` is not empty."""
-    return x.numel() > 0 and all(fmt in FORMATS for fmt in formats) and has_kernels(x.device)
+    return x.numel() > 0 and FORMATS.issuperset(formats) and has_kernels(x.device)
 
 
 def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:

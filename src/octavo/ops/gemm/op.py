@@ -46,10 +46,11 @@ def scaled_mm(
         ValueError: the shapes do not match, or the residual has another dtype.
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
-    if a.data.ndim != 2 or b.data.ndim != 2 or a.shape[1] != b.shape[1]:
+    if a.data.ndim != 2 or b.data.ndim != 2 or a.data.shape[1] != b.data.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
-    formats, size = (a.format.name, b.format.name), (a.shape[0], b.shape[0])
+    formats, size = (a.format.name, b.format.name), (a.data.shape[0], b.data.shape[0])
+    if residual is not None:
+        check_tensor("residual", residual, size, out_dtype)
     e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
     find = find_backend if torch.compiler.is_compiling() else _find_cached
     backend = find(a.data.device, a.granularity, b.granularity, formats, size, e8m0=e8m0)
