@@ -88,7 +88,7 @@ def run() -> None:
         app(prog_name="octavo")
     except SystemExit as ended:
         code = ended.code
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         say(f"error: {error}", "red", error=True)
     try:
         if sys.stdout is not None:

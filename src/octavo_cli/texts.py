@@ -94,15 +94,13 @@ class Printer:
         self.texts = texts
         self.console = Console()
         self.at = 0  # the text that comes next
-        self.shown: int | None = None  # how many of its characters are printed; None if its prompt is not, either
+        self.shown: int | None = None  # characters of it that are printed; None before its prompt is
 
     def update(self) -> None:
         """Print the text that has come since the last call."""
         while self.at < len(self.texts):
             text = self.texts[self.at]
             if self.shown is None:
-                if not text.ids:
-                    return
                 self._begin(text)
                 self.shown = 0
             self.console.out(printable(text.text[self.shown :]), end="", highlight=False)

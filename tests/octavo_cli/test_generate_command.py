@@ -212,6 +212,14 @@ def test_prompts_that_do_not_fit_the_model(octavo, llama, prompts, message):
     assert err == f"error: {message}" + (": give some text to continue\n" if "empty" in message else "\n")
 
 
+def test_a_cache_that_does_not_fit_in_memory_is_one_line(octavo, llama, monkeypatch):
+    monkeypatch.setattr("octavo.generation.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("octavo.generation.engine.free_bytes", lambda device: 1000)
+    code, out, err = octavo("generate", llama, "--prompt", "a", *GREEDY)
+    assert code == 1
+    assert re.fullmatch("error: the keys and values of 1 sequence of .* GiB are free on the GPU.*\n", err)
+
+
 def test_a_text_goes_on_past_the_context(octavo, llama):
     [text] = generated(octavo, llama, "--prompt", "x" * 30, "--count", 60, "--device", "cpu")["texts"]
     assert text["tokens"] == 60

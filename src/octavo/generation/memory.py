@@ -4,6 +4,7 @@ import torch
 
 from octavo.generation.forward import KeyShape
 from octavo.kv_cache.layer import DTYPES
+from octavo.words import plural
 
 GIB = 1 << 30
 
@@ -39,11 +40,11 @@ def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, fr
         if n
     ]
     if longest := free // (one * batch):
-        fits.append(f"{longest} tokens for {batch} sequences")
+        fits.append(f"{longest} tokens for {plural(batch, 'sequence')}")
     advice = f"What fits: {' or '.join(fits)}." if fits else "No sequence fits."
     if (stored or shape.dtype).itemsize > 1:
-        advice += " kv_cache='fp8' of octavo.load halves the keys and values."
+        advice += " kv_cache='fp8' of octavo.load, or --kv-cache fp8 of octavo generate, halves the keys and values."
     raise MemoryError(
-        f"the keys and values of {batch} sequences of {tokens} tokens need {needed / GIB:.1f} GiB in "
+        f"the keys and values of {plural(batch, 'sequence')} of {tokens} tokens need {needed / GIB:.1f} GiB in "
         f"{(stored or shape.dtype)}, and {free / GIB:.1f} GiB are free on the GPU. {advice}"
     )
