@@ -225,14 +225,27 @@ class LayerKVCache:
         largest = LARGEST[DTYPES[self.dtype]]
         for x, data, scale in ((k, self.keys, self.k_scale), (v, self.values, self.v_scale)):
             assert scale is not None
-            amax = x.detach().abs().amax((0, 2, 3)).float()  # [G]; a NaN or inf makes the scale NaN below
+            amax = torch.linalg.vector_norm(x.detach(), torch.inf, (0, 2, 3), dtype=torch.float32)  # [G]
             amax = amax if self.per == "head" else amax.amax().expand_as(amax)
             needed = torch.maximum(scale, amax * self.margin / torch.full_like(amax, largest))
             needed = torch.where(needed.isfinite(), needed, torch.nan)
             if not self.empty:
-                recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
-                data.copy_(recast)
+                self._recast(data, scale, needed, k.shape[2])
             scale.copy_(needed)
+
+    def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
+        """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
+        if not _is_recorded(data):  # the host may wait, and knows the number of tokens
+            if bool((needed == scale).all()):
+                return
+            data = data[:, :, : self.count.host - new]
+        recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
+        data.copy_(recast)
+
+
+def _is_recorded(t: Tensor) -> bool:
+    """Whether the work on `t` is compiled, or captured as a CUDA graph."""
+    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_settings(dtype: str, per: str | None, margin: float | None) -> None:
