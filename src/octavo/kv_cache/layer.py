@@ -129,16 +129,22 @@ class LayerKVCache:
             append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
 
     def rotate_append(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **settings: Any
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, keep_k: bool, **norms: Any
     ) -> tuple[Tensor, Tensor]:
-        """`append` after rotary embedding, see `octavo.ops.rotate_append`. The scales must be frozen."""
-        if self.warming:
-            raise RuntimeError("the scales of a warm-up depend on the rotated keys: rotate them, then call `append`")
+        """`append` after rotary embedding, see `octavo.ops.rotate_append`."""
         if self._counts:
             self.count.advance(q.shape[1])
+        buffers = self.keys, self.values, self.k_scale, self.v_scale, self.length
+        if not self.warming:
+            self.empty = False
+            return rotate_append(q, k, v, cos, sin, *buffers, self.clipped, keep_k=keep_k, **norms)
+        # The scales of a warm-up depend on the rotated keys, so keys and values are stored a second time with them.
+        q, k = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
+        values = v.view(*v.shape[:2], -1, k.shape[3]).transpose(1, 2)
+        self._widen_scales(k, values)
         self.empty = False
-        stored = self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped
-        return rotate_append(q, k, v, cos, sin, *stored, **settings)
+        append_kv(k, values, *buffers, self.clipped)
+        return q, k
 
     def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""

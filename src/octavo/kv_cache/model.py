@@ -118,14 +118,11 @@ class ModelKVCache:
             self.length.advance(k.shape[2])
         return self.stores[layer]
 
-    def is_frozen(self, layer: int) -> bool:
-        """Whether the layer's buffers are allocated and its scales no longer change: `rotate_append` requires it."""
-        return bool(self.stores) and not self.stores[layer].warming
-
     def rotate_append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
     ) -> tuple[Tensor, Appended]:
-        """Apply rotary embedding to the queries and keys of new tokens, and store keys and values, with one kernel.
+        """Apply rotary embedding to the queries and keys of new tokens, and store keys and values, with one kernel. The
+        buffers must be allocated.
 
         Args:
             q, k, v: [B, T, H * D] and twice [B, T, G * D].
@@ -140,6 +137,8 @@ class ModelKVCache:
             self.length.advance(q.shape[1])
         was_empty = store.empty
         q, k = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
+        if self.freezes and store.warming:
+            store.freeze()
         batch, _, tokens, dim = q.shape
         return q, Appended(store, k, v.view(batch, tokens, -1, dim).transpose(1, 2), was_empty)
 
