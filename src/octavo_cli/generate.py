@@ -27,7 +27,7 @@ def generate_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Prompts, one a line, or JSON lines such as {"prompt": "text"}; - is standard input.',
+            help='Prompts, one a line, or JSON lines with the key "prompt"; - is standard input.',
         ),
     ] = None,
     batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to generate from at once.")] = 16,
@@ -61,8 +61,8 @@ def generate_command(
     """Generate text from prompts.
 
     A packed model computes with its eight-bit weights, the model of a run in the recipe that it was trained in, and
-    any other model in BF16. The text of one prompt is printed as it comes. Several prompts are a batch, and the text of
-    each is printed once it is whole, in the order of the prompts.
+    any other model in BF16. Text is printed as it comes. Several prompts are a batch, and their texts are printed in
+    the order of the prompts.
 
     Without --prompt and --file, prompts are read from standard input. A text that outgrows the model's context goes on
     from its last half.
