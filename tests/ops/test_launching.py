@@ -1,25 +1,26 @@
 """A second launch with the same key calls the compiled kernel; any other property of an argument does not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from octavo.ops import launching as module
-from octavo.ops.launching import _kinds, launch
+from octavo.ops.launching import _read, allocate, launch
 
 
 class CompiledKernel:
     """Has the name and the interface of Triton's class."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls: list[object], fails: bool) -> None:
         self.calls, self.fails = calls, fails
 
-    def __getitem__(self, grid):
-        def run(*args):
-            if self.fails:
-                raise TypeError("function takes exactly 12 arguments")
-            self.calls.append(("compiled", grid, args))
-
-        return run
+    def run(self, *args):
+        if self.fails:
+            raise TypeError("function takes exactly 12 arguments")
+        self.calls.append(("compiled", *args))
 
 
 class Kernel:
@@ -38,7 +39,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def _empty(monkeypatch):
-    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(module, "_cached", {})
+    monkeypatch.setattr(module, "_current_stream", lambda device: f"stream of {device}")
 
 
 def test_the_second_launch_is_direct_with_the_constants_in_order():
@@ -46,7 +48,8 @@ def test_the_second_launch_is_direct_with_the_constants_in_order():
     launch(kernel, (3, 2), x, None, 5, EVEN=True, BLOCK=4, num_warps=8)
     launch(kernel, (3, 2), x, None, 7, EVEN=True, BLOCK=4, num_warps=8)
     assert kernel.calls[0] == ("searched", (3, 2), (x, None, 5), {"EVEN": True, "BLOCK": 4, "num_warps": 8})
-    assert kernel.calls[1] == ("compiled", (3, 2, 1), (x, None, 7, 4, True))
+    fixed = ("compiled", 3, 2, 1, "stream of -1", "function", "metadata", None, None, None)
+    assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,22 @@ def test_the_memory_of_launches_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
     for size in range(9):
         launch(Kernel(), (size,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
-    assert len(module._known) <= 3
+    assert len(module._cached) <= 3
+
+
+def test_tensors_of_two_devices_are_refused():
+    """The launcher would take the address of the other device as its own."""
+    x = torch.zeros(8)
+    other = SimpleNamespace(dtype=x.dtype, data_ptr=x.data_ptr, get_device=lambda: 1, device="cuda:1")
+    with pytest.raises(ValueError, match="tensors of one device"):
+        launch(Kernel(), (1,), x, other, 5, BLOCK=4, EVEN=True)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0,), (2, 3), (4, 0, 2), torch.Size((2, 3, 4, 5))])
+def test_memory_of_results(shape):
+    made = allocate(torch.zeros(2), shape, torch.float8_e4m3fn)
+    assert (made.shape, made.dtype, made.is_contiguous()) == (shape, torch.float8_e4m3fn, True)
+    assert allocate(made, shape).dtype == made.dtype
 
 
 def test_kinds_part_where_triton_compiles_anew():
@@ -102,5 +120,5 @@ def test_kinds_part_where_triton_compiles_anew():
     base = triton.backends.compiler.BaseBackend
     for one in values:
         for other in values:
-            if _kinds([one]) == _kinds([other]):
+            if _read((one,), -1)[0] == _read((other,), -1)[0]:
                 assert specialize(base, one, False, True, True) == specialize(base, other, False, True, True)

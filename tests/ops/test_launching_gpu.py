@@ -6,7 +6,7 @@ from bits import assert_same
 
 from octavo.numerics import Cast
 from octavo.ops import launching as module
-from octavo.ops import quantize
+from octavo.ops import norm_quantize, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -26,14 +26,33 @@ def test_sizes_and_alignments_in_turns():
 def test_a_known_launch_is_direct(monkeypatch):
     x = torch.randn(4, 256, device="cuda")
     quantize(x, Cast())
-    known = dict(module._known)
+    known = dict(module._cached)
     assert known
     launched = []
     for key, (run, *rest) in known.items():
-        monkeypatch.setitem(module._known, key, (lambda *args, run=run: (launched.append(True), run(*args)), *rest))
+        monkeypatch.setitem(module._cached, key, (lambda *args, run=run: (launched.append(True), run(*args)), *rest))
     quantize(x, Cast())
     assert launched == [True]
-    assert module._known.keys() == known.keys()
+    assert module._cached.keys() == known.keys()
+
+
+@pytest.mark.parametrize("shape", [(3,), (0,), (2, 3), (4, 0, 2), torch.Size((2, 3, 4, 5))])
+def test_memory_of_results(shape):
+    x = torch.zeros(2, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        made, expected = module.allocate(x, shape, dtype), x.new_empty(shape, dtype=dtype)
+        assert (made.shape, made.dtype, made.device) == (expected.shape, expected.dtype, expected.device)
+        assert (made.stride(), made.requires_grad) == (expected.stride(), False)
+    with torch.inference_mode():
+        assert module.allocate(x, shape).is_inference()
+
+
+def test_a_tensor_of_another_device_is_refused():
+    x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256)
+    for _ in range(2):
+        norm_quantize(x, None, weight.cuda(), None, 1e-5, Cast(), center=False)
+        with pytest.raises(ValueError, match="one device"):
+            norm_quantize(x, None, weight, None, 1e-5, Cast(), center=False)
 
 
 def test_a_launch_goes_to_the_current_stream():

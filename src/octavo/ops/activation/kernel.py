@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import power_of_two_above
 
 MAX_BLOCK_F = 16384  # columns of gradients that fit the registers of a program; of h, twice as many fit
@@ -28,8 +29,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
     """Same as `activation_quantize_reference`, for a contiguous u."""
     f = u.shape[1] // (2 if kind == "swiglu" else 1)
-    data = u.new_empty((u.shape[0], f), dtype=cast.fmt.dtype)
-    scale = u.new_empty((u.shape[0], 1), dtype=torch.float32)
+    data = allocate(u, (u.shape[0], f), cast.fmt.dtype)
+    scale = allocate(u, (u.shape[0], 1), torch.float32)
     block_f = _block_f(f, 2 * MAX_BLOCK_F)
     warps = max(8, block_f // 1024) if kind == "swiglu" else _warps(f, block_f)
     launcher(_forward_kernel, (u.shape[0],))(
@@ -52,16 +53,16 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same as `activation_backward_reference`, for contiguous tensors."""
     m, f = dh.shape
-    data, h_data = torch.empty_like(u, dtype=cast.fmt.dtype), torch.empty_like(dh, dtype=h_cast.fmt.dtype)
-    scale = u.new_empty((m, 1), dtype=torch.float32)
-    wide = torch.empty_like(u) if keep else None
+    data, h_data = allocate(u, u.shape, cast.fmt.dtype), allocate(dh, dh.shape, h_cast.fmt.dtype)
+    scale = allocate(u, (m, 1), torch.float32)
+    wide = allocate(u, u.shape) if keep else None
     block_f = _block_f(f, MAX_BLOCK_F)
     launcher(_backward_kernel, (m,))(
         dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f,
         FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=_warps(f, block_f),
     )  # fmt: skip
-    return data, scale, h_data, wide if wide is not None else u.new_empty(0)
+    return data, scale, h_data, wide if wide is not None else allocate(u, (0,))
 
 
 def _block_f(f: int, longest: int) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor
 from octavo.ops.attention.splits import splits_of
 from octavo.ops.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
 TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes of an element -> BLOCK_N, warps, stages
@@ -48,10 +49,10 @@ def cached_attention(
     pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
     block_n, warps, stages = TILES[keys.element_size()]
     splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
-    result = torch.empty_like(q)
+    result = allocate(q, q.shape)
     one_split = splits == 1
     # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
-    partial = result if one_split else q.new_empty(pairs * splits * num_rows * (dim + 2), dtype=torch.float32)
+    partial = result if one_split else allocate(q, (pairs * splits * num_rows * (dim + 2),), torch.float32)
     block_d = max(power_of_two_above(dim), 16)
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,

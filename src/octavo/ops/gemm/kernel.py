@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
 COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
@@ -53,7 +54,7 @@ def scaled_mm(
     """
     (m, k), n = a.shape, b.shape[0]
     a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
-    y = a.new_empty((m, n), dtype=out_dtype)
+    y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
         y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
         return y if residual is None else y + residual
@@ -67,7 +68,7 @@ def scaled_mm(
         return y
     k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
     split_k = cdiv(k, k_per_split)
-    partials = y.new_empty((split_k, m, n), dtype=torch.float32) if split_k > 1 else None
+    partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
     launcher(_tile_kernel, (tiles, split_k))(
         a, b, scale_a, scale_b, bias, residual, y, partials, m, n,

@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, row_tile
 
 PROGRAMS_PER_SM = 2  # of the backward pass
@@ -25,9 +26,9 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Same as `norm_quantize_reference`, for contiguous tensors and an eps that is a float32."""
     m, k = x.shape
-    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
-    data = torch.empty_like(x, dtype=cast.fmt.dtype)
-    scale, mean, rstd = (x.new_empty((m, 1), dtype=torch.float32) for _ in range(3))
+    total = allocate(x, (0,) if residual is None else x.shape)
+    data = allocate(x, x.shape, cast.fmt.dtype)
+    scale, mean, rstd = (allocate(x, (m, 1), torch.float32) for _ in range(3))
     block_k, block_m, _ = row_tile(k)
     warps = max(4, block_k // 1024)  # fewer than for quantization alone: there are three sums over the row
     launcher(_norm_kernel, (cdiv(m, block_m),))(
@@ -74,10 +75,10 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `norm_backward_reference`, for contiguous tensors."""
     m, k = x.shape
-    dx = torch.empty_like(x)
+    dx = allocate(x, x.shape)
     programs = min(m, PROGRAMS_PER_SM * multiprocessors(x.device))
-    partials = x.new_empty((programs, 2 * k if center else k), dtype=torch.float32)  # of dweight, then of dbias
-    dweight, dbias = (weight.new_empty(size) for size in (k, k if center else 0))
+    partials = allocate(x, (programs, 2 * k if center else k), torch.float32)  # of dweight, then of dbias
+    dweight, dbias = (allocate(x, (size,), weight.dtype) for size in (k, k if center else 0))
     block_k, _, warps = row_tile(k)
     launcher(_backward_kernel, (programs,))(
         dn, x, weight, mean, rstd, residual, dx, partials, m, k,

@@ -32,6 +32,7 @@ from octavo.ops.device_math import (
     store_scale,
 )
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above, row_tile
 
 FLAT_BLOCK = 8192  # elements of a program of the kernels for a scale of the whole tensor
@@ -41,7 +42,7 @@ FLOOR_PROGRAMS = 256  # the most programs of the second launch
 
 def quantize(x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Same as `quantize_reference`, for a contiguous x [M, K]; factors with row granularity only."""
-    data, scale = torch.empty_like(x, dtype=cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
+    data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.granularity == ROW:
         _rows(x, 0, data, scale, cast, column_scale, row_scale)
     elif cast.granularity == TENSOR:
@@ -54,7 +55,7 @@ def quantize(x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tens
 def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
     """Quantize contiguous matrices with the same number of columns by row, each into its part of one result."""
     sizes = [x.shape[0] for x in tensors]
-    data = tensors[0].new_empty((sum(sizes), tensors[0].shape[1]), dtype=cast.fmt.dtype)
+    data = allocate(tensors[0], (sum(sizes), tensors[0].shape[1]), cast.fmt.dtype)
     scale = _new_scale(data, tuple(data.shape), cast)
     for x, end in zip(tensors, accumulate(sizes), strict=True):
         _rows(x, end - x.shape[0], data, scale, cast, None, None)
@@ -64,7 +65,7 @@ def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
     """Empty scales of a matrix of `shape`. Triton does not have E8M0: as bytes."""
     dtype = torch.uint8 if cast.scale == "e8m0" else torch.float32
-    return x.new_empty(cast.granularity.scale_shape(shape), dtype=dtype)
+    return allocate(x, cast.granularity.scale_shape(shape), dtype)
 
 
 def _as_scale(scale: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def _rows(
             FORMAT_MAX=cast.fmt.max, UNROUNDED=False, E8M0=cast.scale == "e8m0", BLOCK_M=block_m, **constants,
         )  # fmt: skip
         return
-    unfloored = torch.empty_like(scale)
+    unfloored = allocate(scale, scale.shape)
     launcher(_row_kernel, (cdiv(m, block_m),))(
         x, data, unfloored, column_scale, row_scale, first_row, m, k,
         FORMAT_MAX=cast.fmt.max, UNROUNDED=True, E8M0=False, BLOCK_M=block_m, **constants,
@@ -196,7 +197,7 @@ def _tensor_kernel(
 
 def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
-    data = torch.empty_like(x, dtype=fmt.dtype)
+    data = allocate(x, x.shape, fmt.dtype)
     bits = x.new_zeros((1, 1), dtype=torch.int32)
     grid = (cdiv(x.numel(), FLAT_BLOCK),)
     launcher(_scaled_kernel, grid)(x, data, scale, bits, x.numel(), FORMAT_MAX=fmt.max, BLOCK=FLAT_BLOCK, num_warps=8)
@@ -261,7 +262,7 @@ def quantize_transposed(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     assert group_size is not None
     block_m = power_of_two_above(group_size)
     block_k = max(1, TRANSPOSED_BLOCK // block_m)
-    data = x.new_empty((k, m), dtype=cast.fmt.dtype)
+    data = allocate(x, (k, m), cast.fmt.dtype)
     scale = _new_scale(x, (k, m), cast)
     launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
         x, data, scale, m, k, group_size,

@@ -13,6 +13,7 @@ from octavo.numerics.formats import Format
 from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.device_math import add, inverse
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv
 
 BLOCK_M, BLOCK_K = 64, 64
@@ -27,7 +28,7 @@ def takes(granularity: Granularity) -> bool:
 def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
     """Same as `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
     k, total = tensors[0].shape[1], sum(x.shape[0] for x in tensors)
-    result = scale.new_empty((k, total), dtype=fmt.dtype)
+    result = allocate(scale, (k, total), fmt.dtype)
     first_row = 0
     for x in tensors:
         _launch(x, None, None, None, None, scale, result, first_row, 0 if granularity == ROW else _side(granularity))
@@ -44,7 +45,7 @@ def requantize_norm(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
-    result = scale.new_empty((x.shape[1], x.shape[0]), dtype=fmt.dtype)
+    result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
     _launch(x, mean, rstd, weight, bias, scale, result, 0, 0)
     return result
 

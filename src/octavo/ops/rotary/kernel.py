@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.device_math import add, to_stored
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above
 
 BLOCK = 2048  # elements of a program
@@ -42,8 +43,8 @@ def rotate_append(
     batch, tokens, width = q.shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim
-    rotated = q.new_empty((batch, tokens, heads, dim))
-    kept = k.new_empty((batch, tokens, kv_heads, dim)) if keep_k else None
+    rotated = allocate(q, (batch, tokens, heads, dim))
+    kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
     launcher(_rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
@@ -53,7 +54,7 @@ def rotate_append(
         LARGEST=limits[0], LIMIT=limits[1], BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 128)),
     )  # fmt: skip
-    return rotated, k.new_empty(0) if kept is None else kept
+    return rotated, allocate(k, (0,)) if kept is None else kept
 
 
 @triton.jit

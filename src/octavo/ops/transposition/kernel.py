@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv
 
 BLOCK_M, BLOCK_K = 64, 256
@@ -18,7 +19,7 @@ BLOCK_M, BLOCK_K = 64, 256
 def transpose(data: Tensor, shift: Tensor | None) -> Tensor:
     """Same as `transpose_reference`, for contiguous data [M, K]."""
     m, k = data.shape
-    result = data.new_empty((k, m))
+    result = allocate(data, (k, m))
     launcher(_transpose_kernel, (cdiv(k, BLOCK_K), cdiv(m, BLOCK_M)))(
         data, result, shift, m, k, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=8
     )
