@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.generation import Engine
 from octavo.generation.prompts import pad_prompts
+from octavo.kv_cache.transformers_cache import QuantizedKVCache
 from octavo.models import LlamaConfig, build
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,18 @@ def test_a_graph_gives_what_eager_steps_give(name, kv_cache, settings):
         assert torch.equal(found, required)
     assert session(fast).graph is not None
     assert session(slow).graph is None
+
+
+@pytest.mark.filterwarnings("ignore:generate runs on transformers' own loop")
+@pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_tokens_are_those_of_transformers_loop_with_the_same_cache(name, kv_cache, padding):
+    _, fast = on_gpu(name, kv_cache=kv_cache)
+    inputs = moved(batch(padding=padding))
+    found = answers(fast, inputs, do_sample=False)
+    cache = QuantizedKVCache.for_model(fast, session(fast).capacity, kv_cache)
+    assert torch.equal(found, answers(fast, inputs, do_sample=False, past_key_values=cache))
 
 
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
