@@ -2,12 +2,13 @@
 
 A safetensors file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last
 byte), and the data (github.com/huggingface/safetensors). The header does not depend on the data, so it is written
-first, and each tensor is written to its place when it comes. Reader and writer hold one tensor at a time. Wider dtypes
-come before narrower ones, so that every tensor is aligned.
+first, and each tensor is written to its place when it comes. Reader and writer hold one tensor at a time, except where
+all are asked for. Wider dtypes come before narrower ones, so that every tensor is aligned.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -19,6 +20,7 @@ from octavo.artifact.files import ArtifactError, open_file, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+THREADS = 8  # that read at once: one alone does not fill the bus to a GPU
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
@@ -86,6 +88,20 @@ class ShardReader:
                 "removed this checkpoint for a newer one (setting keep): give the command again"
             ) from error
         return tensor
+
+    def get_all(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Every tensor, on `device`; on the CPU they lie in the mapped files. Raises the errors of `get`."""
+        return read_all(self.get, self.specs, device)
+
+
+def read_all(get: Callable[[str], Tensor], specs: Mapping[str, Spec], device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors of `specs`, which `get` reads on the CPU, on `device`. Several threads copy them to a GPU, so that
+    the CPU holds few of them at a time."""
+    largest_first = sorted(specs, key=lambda name: -specs[name].nbytes)  # so that the threads end together
+    with ThreadPoolExecutor(THREADS) as threads:
+        tensors = threads.map(lambda name: get(name).to(device), largest_first)
+        found = dict(zip(largest_first, tensors, strict=True))
+    return {name: found[name] for name in specs}
 
 
 def _indexed(folder: Path) -> list[Path]:

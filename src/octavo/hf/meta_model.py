@@ -139,7 +139,9 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
-    """The model with `tensors`, by their names in it, on the CPU. They are not copied, and none requires a gradient.
+    """The model with `tensors`, by their names in it. They are not copied, and none requires a gradient.
+
+    The buffers that no file holds are on the CPU.
 
     Raises:
         ArtifactError: `tensors` lacks a tensor of the model, and transformers does not compute it.

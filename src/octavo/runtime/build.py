@@ -76,7 +76,8 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> tup
     experts = _packed_experts(meta_model, reader)
     packing = read_packing(meta_model.config, [*disks, *experts], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
-    tensors, kv_scales = _read_tensors(packing, reader, disks)
+    # The stacks of experts need room beside their parts, which a GPU may lack.
+    tensors, kv_scales = _read_tensors(packing, reader, disks, device if meta_model.experts is None else "cpu")
     _widen_experts(tensors, packing, experts)
     required = meta_model.split_experts(model_tensors(meta_model.model))
     check_tensors(_rounded(tensors, required), required, folder)
@@ -117,10 +118,12 @@ def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[s
         )
 
 
-def _read_tensors(packing: Packing, reader: ShardReader, disks: list[str]) -> tuple[dict[str, Tensor], KvScales]:
-    """Every tensor that the model takes, by its name in the files, with scales as `PackedLinear` holds them; and the
-    scales of keys and values."""
-    tensors = packing.from_files({name: reader.get(name) for name in reader.specs})
+def _read_tensors(
+    packing: Packing, reader: ShardReader, disks: list[str], device: str | torch.device
+) -> tuple[dict[str, Tensor], KvScales]:
+    """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
+    them; and the scales of keys and values."""
+    tensors = packing.from_files(reader.get_all(device))
     kv_scales = packing.take_kv_scales(tensors, disks, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:

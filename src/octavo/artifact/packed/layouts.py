@@ -37,6 +37,7 @@ from octavo.artifact.packed.scales import (
     OTHER_NAMES,
     SCALE_NAME,
     check_scale,
+    is_positive,
     read_number,
     read_scale,
 )
@@ -50,6 +51,7 @@ LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 HEADS = ("lm_head", "embed_out", "score", "classifier")
 # The readers of the layouts that transformers does not open.
 READERS = {"modelopt": "vLLM and TensorRT-LLM", "autofp8": "vLLM"}
+_SCALES = (f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")
 # The schemes of the layouts that do not hold all schemes. These layouts hold one scheme in a model.
 _HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
 
@@ -233,13 +235,17 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
             raise ArtifactError(
                 f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {advice}"
             )
-        if name.endswith((f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")):
-            check_scale(name, tensor, where)
-        elif not _finite(tensor):
+    right = {name: is_positive(t) if name.endswith(_SCALES) else is_finite(t) for name, t in found.items()}
+    for name, holds in zip(right, torch.stack([*right.values()]).tolist(), strict=True):  # waits once for the device
+        if not holds and name.endswith(_SCALES):
+            check_scale(name, found[name], where)
+        elif not holds:
             raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> Tensor:
+    """Whether a tensor holds neither inf nor NaN: bool, of no dimension, on its device."""
     if tensor.dtype == WEIGHT_DTYPE:  # no inf in this format, and one NaN of either sign
-        return bool(((tensor.view(torch.uint8) & 0x7F) != 0x7F).all())
-    return bool(tensor.isfinite().all())
+        return (tensor.view(torch.uint8) & 0x7F).max() < 0x7F
+    least, largest = torch.aminmax(tensor)  # several times as fast as `isfinite`, and without a copy
+    return least.isfinite() & largest.isfinite()

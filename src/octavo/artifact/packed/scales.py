@@ -89,10 +89,18 @@ def check_scale(name: str, scale: Tensor, where: Path) -> None:
     """Raise an ArtifactError, which names the scale, unless its values (float32, or uint8 exponents of E8M0) are finite
     and positive."""
     advice = "the folder is damaged or of another model: pack it again"
+    if bool(is_positive(scale)):
+        return
     if scale.dtype == torch.uint8:
-        if bool((scale == 255).any()):
-            raise ArtifactError(f"{where}: {name} holds 255, the NaN of E8M0; {advice}")
-    elif not bool(scale.isfinite().all()):
+        raise ArtifactError(f"{where}: {name} holds 255, the NaN of E8M0; {advice}")
+    if not bool(scale.isfinite().all()):
         raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
-    elif not bool((scale > 0).all()):
-        raise ArtifactError(f"{where}: {name} must be positive, its least is {scale.min():g}; {advice}")
+    raise ArtifactError(f"{where}: {name} must be positive, its least is {scale.min():g}; {advice}")
+
+
+def is_positive(scale: Tensor) -> Tensor:
+    """Whether all values of a scale are finite and positive: bool, of no dimension, on the device of `scale`."""
+    if scale.dtype == torch.uint8:
+        return (scale != 255).all()
+    least, largest = torch.aminmax(scale)
+    return (least > 0) & (largest < torch.inf)
