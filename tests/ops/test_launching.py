@@ -99,7 +99,7 @@ def test_tensors_of_two_devices_are_refused():
     """The launcher would take the address of the other device as its own."""
     x = torch.zeros(8)
     other = SimpleNamespace(dtype=x.dtype, data_ptr=x.data_ptr, get_device=lambda: 1, device="cuda:1")
-    with pytest.raises(ValueError, match="tensors of one device"):
+    with pytest.raises(ValueError, match="on one device"):
         launch(Kernel(), (1,), x, other, 5, BLOCK=4, EVEN=True)
 
 

@@ -56,16 +56,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
-        fused = None if args or watched(self.self_attn) or watched(self.mlp) else self.qkv.fused(hidden_states)
+        attend, mlp, qkv = self.self_attn, self.mlp, self.qkv
+        fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
         if fused is None:
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = fused[0]
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
         projections = PrecomputedProjections(
-            hidden_states, self.qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
+            hidden_states, qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
         )
-        attention, _ = self.self_attn(hidden_states=projections, **kwargs)
-        if isinstance(self.mlp, FusedMLP):
-            return self.mlp.forward_residual(hidden_states, self.post_attention_layernorm, attention)
-        y, total = self.mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
+        attention, _ = attend(hidden_states=projections, **kwargs)
+        if isinstance(mlp, FusedMLP):
+            return mlp.forward_residual(hidden_states, self.post_attention_layernorm, attention)
+        y, total = mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
         return total + y

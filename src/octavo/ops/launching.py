@@ -11,7 +11,8 @@ runs as before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = N
     dtype = like.dtype if dtype is None else dtype
     if _empty_cuda is None or type(like) is not Tensor or not like.is_cuda:
         return like.new_empty(shape, dtype=dtype)
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    made: Tensor = _empty_cuda((*shape,), (*reversed(strides),), dtype)
+    shape = tuple(shape)  # not a torch.Size, which the function refuses
+    made: Tensor = _empty_cuda(shape, _strides(shape), dtype)
     return made
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

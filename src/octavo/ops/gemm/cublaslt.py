@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.numerics.granularity import ROW, TENSOR, Granularity
+from octavo.numerics.granularity import Granularity
 from octavo.ops.gemm.backend import MX, SQUARE, STRIP
 
 ALIGNMENT = 16
@@ -67,10 +67,10 @@ def _block_scaled_mm(
 
 def _pad(data: Tensor, scale: Tensor, granularity: Granularity, *, rows: bool) -> tuple[Tensor, Tensor]:
     """Pad the columns, and with `rows` the rows, to multiples of 16 with zero bytes; added rows get the scale 1."""
-    below, right = (-n % ALIGNMENT for n in data.shape)
-    below = below if rows else 0
-    if below or right:
-        data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
+    below, right = (-data.shape[0] % ALIGNMENT if rows else 0), -data.shape[1] % ALIGNMENT
+    if not (below or right):
+        return data.contiguous(), scale
+    data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
     missing = granularity.scale_shape(tuple(data.shape))[0] - scale.shape[0]
     if missing:
         scale = torch.cat([scale, scale.new_ones(missing, scale.shape[1])])
@@ -79,9 +79,9 @@ def _pad(data: Tensor, scale: Tensor, granularity: Granularity, *, rows: bool) -
 
 def _scale(scale: Tensor, granularity: Granularity, *, right: bool = False) -> Tensor:
     """The scale in the order in which cuBLASLt reads it (its documentation, "Data types" and "Block scaling")."""
-    if granularity == TENSOR:
+    if granularity.rows is None:  # one for the tensor
         return scale.reshape(())
-    if granularity == ROW:
+    if granularity.outer:  # one a row
         return scale.t().contiguous() if right else scale.contiguous()
     if granularity == STRIP:  # the scales of one block of k are adjacent
         return scale.t().contiguous().t()
