@@ -8,7 +8,7 @@ import torch
 from model_examples import BOTH, GPT, GQA, tokens
 
 from octavo.kv_cache import ModelKVCache
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, llama
 
 Config = LlamaConfig | GPT2Config
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03}  # of the root mean square of the logits
@@ -61,6 +61,24 @@ def test_each_row_of_a_padded_batch_is_the_row_alone(config: Config, precision: 
         for row, begin in enumerate(first):
             seen = last[last >= begin]
             check(found[row, last >= begin], model(text[row : row + 1, begin:])[0, seen - begin], precision)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("pieces", [[12, 1, 1, 1], [4, 8, 1, 2]], ids=str)
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+@torch.no_grad()
+def test_rotary_embedding_and_cache_as_one_operation_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, precision: str, pieces: list[int], dtype: str | None
+) -> None:
+    """The operation that a GPU has a kernel for. A CPU runs its reference here."""
+    model, text, found = model_of(GQA, precision), tokens(4, 15), []
+    for one in (False, True):
+        monkeypatch.setattr(llama, "has_kernel", lambda q, one=one: one)
+        cache = ModelKVCache(GQA.layers, 15, dtype)
+        cache.first = torch.tensor([0, 3, 11, 5], dtype=torch.int32)
+        with computing(precision):
+            found.append(torch.cat([model(piece, cache) for piece in text.split(pieces, dim=1)], dim=1))
+    check(found[1], found[0], precision)
 
 
 @BOTH

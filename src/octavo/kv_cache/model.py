@@ -121,8 +121,7 @@ class ModelKVCache:
     def rotate_append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
     ) -> tuple[Tensor, Appended]:
-        """Apply rotary embedding to the queries and keys of new tokens, and store keys and values, with one kernel. The
-        buffers must be allocated.
+        """Apply rotary embedding to the queries and keys of new tokens, and store keys and values, with one kernel.
 
         Args:
             q, k, v: [B, T, H * D] and twice [B, T, G * D].
@@ -131,6 +130,8 @@ class ModelKVCache:
         Returns:
             The rotated queries [B, H, T, D], and what `append` returns.
         """
+        if not self.stores:
+            self._allocate(*(x.view(*x.shape[:2], -1, cos.shape[-1]).transpose(1, 2) for x in (k, v)))
         store = self.stores[layer]
         if layer == 0:
             assert self.length is not None

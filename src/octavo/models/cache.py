@@ -36,6 +36,12 @@ class KVCache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> StoredKeys:
         """Store k and v of T new tokens, [B, kv_heads, T, head_dim] each."""
 
+    def rotate_append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, StoredKeys]:
+        """Apply rotary embedding to q [B, T, heads * head_dim] and k, and store k and v, [B, T, kv_heads * head_dim]
+        each. Returns the rotated q [B, heads, T, head_dim], and what `append` returns."""
+
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where token t sees the tokens 0..t.

@@ -143,6 +143,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
+def has_kernel(q: Tensor) -> bool:
+    """Whether one kernel applies rotary embedding and stores keys and values. It has no gradient."""
+    return q.is_cuda and not q.requires_grad
+
+
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm in FP32, whatever the dtype of x or of the weight; returns x's dtype."""
 
@@ -164,6 +169,10 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections: q [B, T, width], k and v [B, T, kv_width]."""
+        if cache is not None and has_kernel(q):
+            q, stored = cache.rotate_append(self.layer, q, k, v, cos, sin)
+            y = stored.attend(q, cache.first, self.head_dim**-0.5)
+            return self.o_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is None:
