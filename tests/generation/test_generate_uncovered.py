@@ -21,8 +21,9 @@ from octavo.generation.transformers_generate import accelerate_generate
         ({"position_ids": True}, "position_ids"),
     ],
 )
-def test_what_the_engine_does_not_cover(settings, reason):
-    model, fast = pair("llama")
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+def test_what_the_engine_does_not_cover(settings, reason, kv_cache):
+    model, fast = pair("llama", kv_cache=kv_cache)
     inputs = batch()
 
     def call(each: Any) -> Any:

@@ -42,6 +42,10 @@ def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scale
     model.__class__ = mix_classes(Accelerated, type(model))
 
 
+class UncoveredError(UnservedError):
+    """The engine does not cover a call of `generate`; the message says why."""
+
+
 class Accelerated:
     """The class of a model whose `generate` runs on `octavo_engine`."""
 
@@ -64,7 +68,7 @@ class Accelerated:
         try:
             return _run(self, engine, input_ids, logits_processor, stopping_criteria, generation_config, **settings)
         except UnservedError as error:
-            if engine.asked:
+            if engine.asked and not isinstance(error, UncoveredError):
                 raise
             reason = str(error)
         if reason not in self.octavo_notices:
@@ -80,12 +84,13 @@ def _run(
     """`_sample` on the engine.
 
     Raises:
-        UnservedError: the engine does not cover the call or the model; nothing was generated.
+        UncoveredError: the engine does not cover the call.
+        UnservedError: the cache does not serve the model, or texts of this length.
     """
     _check_covered(model, config, kwargs)
     prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
     if not _usual_positions(prompts, kwargs.get("position_ids")):
-        raise UnservedError("position_ids are given that do not count the tokens")
+        raise UncoveredError("position_ids are given that do not count the tokens")
     if engine.limit < min(engine.context, config.max_length - 1):
         raise UnservedError(f"the text may exceed the sliding window of {engine.limit} tokens")
     steps = engine.run(
@@ -107,7 +112,7 @@ def _run(
 
 
 def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise an UnservedError, which says why, for a call that the engine does not cover."""
+    """Raise an UncoveredError, which says why, for a call that the engine does not cover."""
     cache = kwargs.get("past_key_values")
     unknown = sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None)
     reasons = {
@@ -123,7 +128,7 @@ def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UnservedError(reason)
+            raise UncoveredError(reason)
 
 
 def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
