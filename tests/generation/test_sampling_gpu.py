@@ -8,15 +8,18 @@ import torch
 
 from octavo.generation.sampling import Sampling, draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.2, seed=3)
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

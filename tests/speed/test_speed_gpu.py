@@ -7,7 +7,10 @@ from tiny_models import Folders
 
 from octavo.speed import Grid, Opened, Program, compare_speed, measure_programs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
 
 
 def test_a_packed_folder_beside_bf16(made: Folders) -> None:
