@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.compiling import running
+
 MOST = 10_000  # launches cached at a time; a grid depends on the number of tokens
 _cached: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]] = {}
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # of Inductor: a third of the time
@@ -58,6 +60,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             run(_current_stream(device), *handles, None, None, None, *values, *rest)
         except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
             kernel[grid](*args, **constants)
+        return
+    if (compilation := running.get()) is not None:
+        compilation.add(kernel, (id(kernel), *kinds, *constants.values()), grid, args, constants)
         return
     compiled = kernel[grid](*args, **constants)
     if type(compiled).__name__ == "CompiledKernel":  # Triton's interpreter returns None

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,11 @@ from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_sc
 from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.device import choose_device
+from octavo.generation.engine import AUTO
 from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
 from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.runtime.compiling import compile_meanwhile, one_layer
 from octavo.runtime.fused import fuse
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
@@ -64,8 +67,12 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
 
 
-def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> tuple[nn.Module, Pairs | None]:
+def fill(
+    meta_model: MetaModel, folder: Path, device: str | torch.device, kv_cache: str = AUTO
+) -> tuple[nn.Module, Pairs | None]:
     """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs.
+
+    While the files are read, the kernels of the model are compiled, for a cache of the dtype `kv_cache`.
 
     Returns:
         The model, and the scales of its keys and values, a pair for each layer; None if the folder has none.
@@ -77,7 +84,9 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> tup
     packing = read_packing(meta_model.config, [*disks, *experts], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
     # The stacks of experts need room beside their parts, which a GPU may lack.
-    tensors, kv_scales = _read_tensors(packing, reader, disks, device if meta_model.experts is None else "cpu")
+    place = "cpu" if meta_model.experts is not None else device
+    with _compiling(meta_model, packing, folder, torch.device(device), kv_cache):
+        tensors, kv_scales = _read_tensors(packing, reader, disks, place)
     _widen_experts(tensors, packing, experts)
     required = meta_model.split_experts(model_tensors(meta_model.model))
     check_tensors(_rounded(tensors, required), required, folder)
@@ -86,6 +95,23 @@ def fill(meta_model: MetaModel, folder: Path, device: str | torch.device) -> tup
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) or None
+
+
+def _compiling(
+    meta_model: MetaModel, packing: Packing, folder: Path, device: torch.device, kv_cache: str
+) -> AbstractContextManager[None]:
+    """A context in which the kernels of the model are compiled, on a GPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    try:
+        layer = one_layer(meta_model, folder)
+        if layer is None:
+            return nullcontext()
+        swap_linears(layer.model, _packed_layers(layer, packing, folder / "config.json"))
+    except Exception:  # a model that cannot have one layer: its kernels are compiled at their first launch
+        return nullcontext()
+    dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
+    return compile_meanwhile(layer, device, dtype)
 
 
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:

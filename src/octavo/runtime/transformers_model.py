@@ -42,7 +42,7 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu", kv
     path = Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any
-    model, kv_scales = fill(meta_model, path, place)
+    model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if model.can_generate():

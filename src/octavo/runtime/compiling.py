@@ -1,0 +1,81 @@
+"""Compiling the kernels of a packed model while its files are read.
+
+A model of one layer, of the same sizes and without weights, takes prompts and a token after them. Its kernels are first
+compiled, then run, which also loads the libraries of PyTorch that the model needs.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import torch
+
+from octavo.generation.forward import make_forward
+from octavo.generation.prompts import pad_prompts
+from octavo.generation.session import Session
+from octavo.hf.meta_model import MetaModel, our_meta_model, transformers_meta_model
+from octavo.models.decoder import Decoder
+from octavo.ops.compiling import compile_only
+from octavo.ops.triton_support import has_kernels
+from octavo.runtime.fused import fuse
+
+# Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide.
+PROMPTS = ((128, 2048), (127, 512))
+VOCABULARY = 256  # embeddings and output heads are not packed, so they need no kernels of ours
+
+
+def one_layer(meta_model: MetaModel, folder: Path) -> MetaModel | None:
+    """The model with one layer and a small vocabulary, on the meta device; None if its config states no layers."""
+    config = dict(meta_model.config)
+    if "num_hidden_layers" not in config or meta_model.experts is not None:
+        return None
+    config |= {"num_hidden_layers": 1, "vocab_size": VOCABULARY, "pad_token_id": None}
+    if isinstance(kinds := config.get("layer_types"), list):
+        config["layer_types"] = kinds[:1]
+    if isinstance(meta_model.model, Decoder):
+        return our_meta_model(config)
+    return transformers_meta_model(config, folder)
+
+
+@contextmanager
+def compile_meanwhile(layer: MetaModel, device: torch.device, kv_cache: str | None) -> Iterator[None]:
+    """Compile the kernels of `layer` in another thread; at the end, wait for it. Nothing happens without kernels.
+
+    An error is not reported: the kernels are then compiled at their first launch.
+
+    Args:
+        layer: of `one_layer`, with packed layers, on the meta device.
+        device: of the model whose files are read.
+        kv_cache: dtype of keys and values; None takes that of the model.
+    """
+    if not has_kernels(device):
+        yield
+        return
+    thread = threading.Thread(target=_compile, args=(layer, device, kv_cache), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile(layer: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+    with suppress(Exception), torch.cuda.device(device):
+        fuse(layer.model.to_empty(device=device))
+        for mode in (compile_only, nullcontext):
+            with mode():
+                run(layer, device, kv_cache)
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def run(layer: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+    """Let the model take each prompt of `PROMPTS`, cut to its context, and one token after it."""
+    scale = torch.ones(1, device=device)
+    scales = [(scale, scale)] if kv_cache == "fp8" else None
+    for tokens, room in PROMPTS:
+        tokens, room = min(tokens, layer.context - 1), min(room, layer.context)
+        session = Session(make_forward(layer.model, room, kv_cache, scales), 1, device, captures=False)
+        logits = session.prefill(pad_prompts([[0] * tokens], device))
+        session.step(logits.argmax(-1))
