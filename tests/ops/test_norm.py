@@ -14,7 +14,7 @@ from norm_oracle import EPS, EPS32, given, gradient_magnitudes, gradients64, nor
 from quantize_oracle import assert_rounds_to, name_of
 
 from octavo.numerics import Cast
-from octavo.ops import norm_backward, norm_quantize
+from octavo.ops import norm_backward, norm_quantize, norm_quantize_inference
 
 
 @pytest.mark.parametrize("center", [False, True])
@@ -125,3 +125,15 @@ def test_backward(shape, dtype, residual, center):
     for one, other, size in zip(actual, expected, magnitudes, strict=False):
         last = torch.finfo(one.dtype).eps / 2 * other.abs()
         assert ((one - other).abs() <= 2 * NEAR * size + last).all()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_without_statistics(residual):
+    x, weight = torch.randn(3, 9), torch.rand(9)
+    added = torch.randn(3, 9) if residual else None
+    total, output = norm_quantize_inference(x, added, weight, None, EPS, Cast(), center=False)
+    expected = norm_quantize(x, added, weight, None, EPS, Cast(), center=False)
+    assert (total is x) == (not residual)
+    assert torch.equal(total, expected.total)
+    assert torch.equal(bits(output.data), bits(expected.output.data))
+    assert torch.equal(output.scale, expected.output.scale)

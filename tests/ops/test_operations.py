@@ -39,7 +39,8 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "transpose", (quantize(x, Cast(fmt)).data, shift)
     for center in (False, True):
         residual, bias, mean = (x, vector, row) if center else (None, None, None)
-        yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center)
+        for statistics in (False, True):
+            yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center, statistics)
         yield "norm_backward", (x, x, vector, row, row, residual, center)
         yield "requantize_norm", (x, "e4m3", row, mean, row, vector, bias)
     for (kind, width), keep in product((("gelu", 1), ("swiglu", 2)), (False, True)):

@@ -130,7 +130,7 @@ class LayerKVCache:
 
     def rotate_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, keep_k: bool, **norms: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`append` after rotary embedding, see `octavo.ops.rotate_append`."""
         if self._counts:
             self.count.advance(q.shape[1])
@@ -139,12 +139,13 @@ class LayerKVCache:
             self.empty = False
             return rotate_append(q, k, v, cos, sin, *buffers, self.clipped, keep_k=keep_k, **norms)
         # The scales of a warm-up depend on the rotated keys, so keys and values are stored a second time with them.
-        q, k = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
-        values = v.view(*v.shape[:2], -1, k.shape[3]).transpose(1, 2)
-        self._widen_scales(k, values)
+        q, keys = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
+        assert keys is not None
+        values = v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2)
+        self._widen_scales(keys, values)
         self.empty = False
-        append_kv(k, values, *buffers, self.clipped)
-        return q, k
+        append_kv(keys, values, *buffers, self.clipped)
+        return q, keys
 
     def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""

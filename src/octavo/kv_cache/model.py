@@ -29,16 +29,18 @@ class UnservedError(ValueError):
 
 
 class Appended(NamedTuple):
-    """One layer's cache, and the keys and values [B, G, T, D] just stored in it."""
+    """One layer's cache, and the keys and values [B, G, T, D] just stored in it, which a prompt needs."""
 
     store: LayerKVCache
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | None
+    values: Tensor | None
     was_empty: bool  # whether the cache was empty before
 
     def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
         """Attention of the queries [B, H, T, D] of the tokens just stored. A prompt attends to unrounded keys."""
         if self.was_empty and q.shape[2] > 1:
+            assert self.keys is not None
+            assert self.values is not None
             return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
         return self.store.attend(q, first=first, scale=scale)
 
@@ -137,11 +139,12 @@ class ModelKVCache:
             assert self.length is not None
             self.length.advance(q.shape[1])
         was_empty = store.empty
-        q, k = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
+        q, keys = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
         if self.freezes and store.warming:
             store.freeze()
         batch, _, tokens, dim = q.shape
-        return q, Appended(store, k, v.view(batch, tokens, -1, dim).transpose(1, 2), was_empty)
+        values = v.view(batch, tokens, -1, dim).transpose(1, 2) if was_empty else None
+        return q, Appended(store, keys, values, was_empty)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""

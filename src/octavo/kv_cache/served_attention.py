@@ -59,7 +59,9 @@ class ServedAttention(nn.Module):
         past_key_values.layers[self.layer_idx].is_initialized = True
         first = None if attention_mask is None else attention_mask.flatten()
         y = appended.attend(q, first, self.scaling)  # [B, H, T, D]
-        return self.o_proj(y.transpose(1, 2).flatten(2)), None
+        batch, _, tokens, _ = y.shape
+        y = y.reshape(batch, 1, -1) if tokens == 1 else y.transpose(1, 2).flatten(2)
+        return self.o_proj(y), None
 
     def _serves(
         self, cache: Any, x: Tensor | PrecomputedProjections, tables: tuple[Tensor, Tensor] | None, mask: Tensor | None

@@ -6,7 +6,7 @@ A CPU runs the reference, a GPU the kernels. Both give the same bytes.
 from octavo.ops.activation import activation_backward, activation_quantize
 from octavo.ops.attention import append_kv, cached_attention
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
-from octavo.ops.norm import norm_backward, norm_quantize
+from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
 from octavo.ops.quantization import quantize, quantize_scaled, quantize_stack, quantize_transposed
 from octavo.ops.requantization import requantize_norm, requantize_transposed
 from octavo.ops.rotary import rotate_append
@@ -21,6 +21,7 @@ __all__ = [
     "find_backend",
     "norm_backward",
     "norm_quantize",
+    "norm_quantize_inference",
     "quantize",
     "quantize_scaled",
     "quantize_stack",

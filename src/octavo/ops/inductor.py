@@ -52,14 +52,17 @@ def operation(
         runs_kernels: takes the operation's arguments. True if, for these, the function consists only of views,
             allocations and kernel launches, so that Inductor may inline it.
         mutates: the names of the arguments that the function writes to. Inductor must not inline such an operation.
+
+    A function may return None among its results: a direct call gives None, the registered operation an empty tensor.
     """
 
     def register(function: Function) -> Operation:
-        OPERATIONS[name] = (function, runs_kernels)
+        filled = _with_empty(function)
+        OPERATIONS[name] = (filled, runs_kernels)
 
         @wraps(function)
         def run(*args: Any) -> Any:
-            return on_device_of_first(function, *args)
+            return on_device_of_first(filled, *args)
 
         op = torch.library.custom_op(f"octavo::{name}", run, mutates_args=mutates)
         if not mutates:
@@ -68,6 +71,20 @@ def operation(
         return Operation(function, op, tuple(map(parameters.index, mutates)))
 
     return register
+
+
+def _with_empty(function: Function) -> Function:
+    """`function` with empty tensors where it returns None: each result of a registered operation is a tensor."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        if not isinstance(results, tuple):
+            return results
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        return tuple(first.new_empty(0) if result is None else result for result in results)
+
+    return run
 
 
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:

@@ -21,7 +21,7 @@ from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import read_norm, watched
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.numerics import QTensor
-from octavo.ops import activation_quantize, norm_quantize, quantize
+from octavo.ops import activation_quantize, norm_quantize_inference, quantize
 from octavo.runtime.packed_linear import PackedLinear
 from octavo.runtime.stacked_linear import PackedStack, stackable
 
@@ -36,7 +36,7 @@ class PackedNormLinear(NormLinear):
             return None
         total, n_q = _normed(x, residual, norm)
         y = stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
-        return torch.split_with_sizes(y, stack.sizes, -1), total
+        return torch.split_with_sizes(y, stack.sizes, -1), x if residual is None else total.view(x.shape)
 
 
 class PackedMLP(FusedMLP):
@@ -49,22 +49,26 @@ class PackedMLP(FusedMLP):
         if found is None or found[0].dtype != compute_dtype(x):
             return super().forward_residual(x, norm, residual)
         total, h_q = found
-        return self._last(h_q, x, _rows(total))  # the GEMM adds
+        return self._last(h_q, x, total)  # the GEMM adds
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
         if found is None:
             return super().run(x, norm, residual)
         total, h_q = found
-        return self._last(h_q, x), total
+        return self._last(h_q, x), x if residual is None else total.view(x.shape)
 
     def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
-        """x + residual, and the input [T, F] of the last layer; None if the layers cannot run fused."""
+        """x + residual [T, K], and the input [T, F] of the last layer; None if the layers cannot run fused."""
         known, stack = None if norm is None else read_norm(norm), self.stack
         unknown = norm is not None and known is None
         if x.numel() == 0 or unknown or not stack.holds(self.inner) or not _is_alone(self.outer):
             return None
-        total, n_q = (x, quantize(_rows(x), CHANNEL.inputs)) if known is None else _normed(x, residual, known)
+        if known is None:
+            total = _rows(x)
+            n_q = quantize(total, CHANNEL.inputs)
+        else:
+            total, n_q = _normed(x, residual, known)
         u = stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
         return total, activation_quantize(u, self.activation, CHANNEL.inputs)
 
@@ -100,12 +104,11 @@ def _is_alone(layer: nn.Module) -> bool:
 
 
 def _normed(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, QTensor]:
-    """x + residual [..., K] (x itself without a residual), and its norm, quantized by row [T, K]."""
+    """x + residual [T, K], and its norm, quantized by row [T, K]."""
     how, gamma, beta = norm
     x, residual = wider_first(x, residual)
     rest = None if residual is None else _rows(residual)
-    total, n_q, _, _ = norm_quantize(_rows(x), rest, gamma, beta, how.eps, CHANNEL.inputs, center=how.center)
-    return total.view(x.shape), n_q
+    return norm_quantize_inference(_rows(x), rest, gamma, beta, how.eps, CHANNEL.inputs, center=how.center)
 
 
 def _rows(x: Tensor) -> Tensor:

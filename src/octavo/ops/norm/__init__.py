@@ -1,5 +1,5 @@
 """Norms with a quantized output, and their gradients."""
 
-from octavo.ops.norm.op import Normed, norm_backward, norm_quantize
+from octavo.ops.norm.op import Normed, norm_backward, norm_quantize, norm_quantize_inference
 
-__all__ = ["Normed", "norm_backward", "norm_quantize"]
+__all__ = ["Normed", "norm_backward", "norm_quantize", "norm_quantize_inference"]

@@ -7,6 +7,8 @@ fixed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,13 +24,24 @@ PROGRAMS_PER_SM = 2  # of the backward pass
 
 
 def norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, center: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Same as `norm_quantize_reference`, for contiguous tensors and an eps that is a float32."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    cast: Cast,
+    center: bool,
+    statistics: bool,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Same as `norm_quantize_reference`, for contiguous tensors and an eps that is a float32.
+
+    The sum is None without a residual; mean and rstd are None without `statistics`.
+    """
     m, k = x.shape
-    total = allocate(x, (0,) if residual is None else x.shape)
+    total = None if residual is None else allocate(x, x.shape)
     data = allocate(x, x.shape, cast.fmt.dtype)
-    scale, mean, rstd = (allocate(x, (m, 1), torch.float32) for _ in range(3))
+    scale = allocate(x, (m, 1), torch.float32)
+    mean, rstd = (allocate(x, (m, 1), torch.float32) if statistics else None for _ in range(2))
     block_k, block_m, _ = row_tile(k)
     warps = max(4, block_k // 1024)  # fewer than for quantization alone: there are three sums over the row
     launcher(_norm_kernel, (cdiv(m, block_m),))(
@@ -59,9 +72,11 @@ def _norm_kernel(
     if CENTER:
         mean = (row_sum(x) / count).to(tl.float32)
         x = tl.where(mask, x - mean[:, None], 0.0)
-    tl.store(mean_ptr + offs_m, mean, offs_m < M)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + offs_m, mean, offs_m < M)
     rstd = (1.0 / tl.sqrt(row_sum(x * x) / count + EPS)).to(tl.float32)
-    tl.store(rstd_ptr + offs_m, rstd, offs_m < M)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + offs_m, rstd, offs_m < M)
     normed = x * rstd[:, None] * tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         normed = add(normed, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])

@@ -42,8 +42,18 @@ def norm_quantize(
     """
     check_row_cast("norm_quantize", cast)
     _check(x, residual, weight, bias)
-    total, data, scale, mean, rstd = _norm_quantize(x, cast.spec, residual, weight, bias, eps, center)
+    total, data, scale, mean, rstd = _norm_quantize(x, cast.spec, residual, weight, bias, eps, center, True)
     return Normed(x if residual is None else total, QTensor(data, scale, cast.fmt, ROW), mean, rstd)
+
+
+def norm_quantize_inference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, *, center: bool
+) -> tuple[Tensor, QTensor]:
+    """The total and the output of `norm_quantize`, without the statistics that only the backward pass needs."""
+    check_row_cast("norm_quantize_inference", cast)
+    _check(x, residual, weight, bias)
+    total, data, scale, *_ = _norm_quantize(x, cast.spec, residual, weight, bias, eps, center, False)
+    return x if residual is None else total, QTensor(data, scale, cast.fmt, ROW)
 
 
 def norm_backward(
@@ -95,24 +105,39 @@ def _quantizes(x: Tensor, spec: str, *rest: Any) -> bool:
 
 @operation("norm_quantize", _quantizes)
 def _norm_quantize(
-    x: Tensor, spec: str, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
+    x: Tensor,
+    spec: str,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    statistics: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     cast = parse_cast(spec)
     eps = float(np.float32(eps))  # Triton rounds it so: the reference gets the same number
     x, residual, weight, bias = x.contiguous(), _contiguous(residual), weight.contiguous(), _contiguous(bias)
     if not _quantizes(x, spec):
-        return norm_quantize_reference(x, residual, weight, bias, eps, cast, center)
+        return norm_quantize_reference(x, residual, weight, bias, eps, cast, center, statistics)
     from octavo.ops.norm import kernel
 
-    return kernel.norm_quantize(x, residual, weight, bias, eps, cast, center)
+    return kernel.norm_quantize(x, residual, weight, bias, eps, cast, center, statistics)
 
 
 @_norm_quantize.register_fake
 def _(
-    x: Tensor, spec: str, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
+    x: Tensor,
+    spec: str,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    statistics: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, residual, weight, bias)
-    scale, mean, rstd = (x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(3))
+    scale = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    mean, rstd = (scale.new_empty(scale.shape) if statistics else x.new_empty(0) for _ in range(2))
     data = x.new_empty(x.shape, dtype=parse_cast(spec).fmt.dtype)
     return x.new_empty(0 if residual is None else x.shape), data, scale, mean, rstd
 

@@ -10,6 +10,8 @@ float32, each rounded once. n is quantized from float32; it is not rounded to BF
 Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,9 +20,17 @@ from octavo.ops.quantization.reference import quantize_reference
 
 
 def norm_quantize_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, cast: Cast, center: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x + residual in x's dtype (empty without a residual), data and scale of its norm, and mean and rstd [M, 1]."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    cast: Cast,
+    center: bool,
+    statistics: bool = True,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """x + residual in x's dtype (None without a residual), data and scale of its norm, and mean and rstd [M, 1] (None
+    without `statistics`)."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     mean = _row_sum(wide).div(x.shape[1]).float() if center else wide.new_zeros(x.shape[0], 1)
@@ -29,7 +39,7 @@ def norm_quantize_reference(
     if bias is not None:
         normed = normed + bias.float()
     data, scale = quantize_reference(normed, cast, None, None, None)
-    return total if residual is not None else x.new_empty(0), data, scale, mean, rstd
+    return None if residual is None else total, data, scale, *((mean, rstd) if statistics else (None, None))
 
 
 def _row_sum(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ cheaper than an exchange between threads, since the second load comes from the c
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,7 +37,7 @@ def rotate_append(
     clipped: Tensor,
     limits: tuple[float, float],
     keep_k: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Any]:
     """Same as `rotate_append_reference`, for q, k, v whose last dimension is contiguous, and other tensors contiguous.
 
     limits: the largest number stored, and the largest that rounds to it.
@@ -54,7 +56,7 @@ def rotate_append(
         LARGEST=limits[0], LIMIT=limits[1], BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 128)),
     )  # fmt: skip
-    return rotated, allocate(k, (0,)) if kept is None else kept
+    return rotated, kept
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def rotate_append(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     keep_k: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Apply rotary embedding to the queries and keys of new tokens, and store keys and values in place: one kernel.
 
     Args:
@@ -45,7 +45,7 @@ def rotate_append(
 
     Returns:
         The rotated queries [B, H, T, D] and keys [B, G, T, D], views of contiguous [B, T, H, D] and [B, T, G, D]: so
-        the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is empty.
+        the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is None.
 
     Raises:
         ValueError: for another shape or dtype.
@@ -53,7 +53,7 @@ def rotate_append(
     _check(q, k, v, cos, sin, q_norm, k_norm, keys, values, k_scale, v_scale, length, clipped)
     stored = keys, values, k_scale, v_scale, length, clipped
     q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
-    return q.transpose(1, 2), k.transpose(1, 2) if keep_k else k
+    return q.transpose(1, 2), k.transpose(1, 2) if keep_k else None
 
 
 def _check(

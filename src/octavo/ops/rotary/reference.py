@@ -9,6 +9,8 @@ in float32 the result is rounded once. A norm of each head may come first (Qwen3
 weight, rounded.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,12 +33,12 @@ def rotate_append_reference(
     length: Tensor,
     clipped: Tensor,
     keep_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """q [B, T, H, D] and k [B, T, G, D] (or empty), rotated; k and v are stored too."""
+) -> tuple[Any, Any]:
+    """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
     q, k, v = (_heads(x, keys.shape[3]) for x in (q, k, v))
     q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
     append_kv_reference(k, v, keys, values, k_scale, v_scale, length, clipped)
-    return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous() if keep_k else k.new_empty(0)
+    return q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous() if keep_k else None
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:
