@@ -35,11 +35,31 @@ class Operation:
         self.overload = registered._opoverload
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_traced() or not _are_plain(args):
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        values = (*args[0], *args[1:]) if type(args[0]) is list else args
+        if not _is_plain(values):
             return self.overload(*args)
         if self.mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self.mutated if not args[i].is_inference()])
+        first = values[0]
+        if not first.is_cuda or first.get_device() == torch.cuda.current_device():
+            return self.function(*args)
         return on_device_of_first(self.function, *args)
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """Whether only the function sees the call: no mode or transform is on (fake tensors, torch.func, torch.jit.trace, a
+    profiler of FLOPs), all tensors hold numbers and are of no subclass, and none gets a gradient.
+    """
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and PLAIN.issuperset(map(type, values))
+        and not values[0].is_meta
+        and not (torch.is_grad_enabled() and any(type(value) in TENSORS and value.requires_grad for value in values))
+    )
 
 
 def on_device_of_first(function: Callable[..., Any], *args: Any) -> Any:
@@ -49,24 +69,3 @@ def on_device_of_first(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     with torch.cuda.device(first.device):
         return function(*args)
-
-
-def _is_traced() -> bool:
-    """Whether a mode or a transform (fake tensors, torch.func, torch.jit.trace, a profiler of FLOPs) sees the calls."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def _are_plain(args: tuple[Any, ...]) -> bool:
-    """Whether the tensors among the arguments hold numbers, are of no subclass, and none gets a gradient.
-
-    The first argument is a tensor or a list of tensors, on the device of all.
-    """
-    if type(args[0]) is list:
-        return _are_plain((*args[0], *args[1:]))
-    if args[0].is_meta or not PLAIN.issuperset(map(type, args)):
-        return False
-    return not (torch.is_grad_enabled() and any(type(arg) in TENSORS and arg.requires_grad for arg in args))

@@ -52,8 +52,9 @@ class PackedStack(PackedModule):
 
     def forward(self, x_q: QTensor, dtype: torch.dtype) -> Tensor:
         """y [T, sum of N] of x_q [T, K]."""
-        w_q = self.cached_weight(self.weight, self.weight_scale, CHANNEL.packed_weight)
-        return scaled_mm(x_q, w_q, bias=self.bias, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
+        buffers: Any = self._buffers  # `self.weight` asks Python first, which raises and catches an exception
+        w_q = self.cached_weight(buffers["weight"], buffers["weight_scale"], CHANNEL.packed_weight)
+        return scaled_mm(x_q, w_q, bias=buffers["bias"], out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {' + '.join(map(str, self.sizes))}"
