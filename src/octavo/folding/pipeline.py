@@ -28,13 +28,13 @@ from torch import Tensor
 
 from octavo.artifact.atomic_folder import check_absent
 from octavo.artifact.files import ArtifactError
+from octavo.artifact.numbers import is_finite
 from octavo.calibration.folder import Calibration, load_calibration
 from octavo.folding.architectures import Map, Pair, check_rotation, read_map
 from octavo.folding.transforms import (
     Change,
     Step,
     block_of,
-    is_finite,
     random_signs,
     rotated,
     scaled,

@@ -86,12 +86,6 @@ def _in_parts(tensor: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Tens
     return out
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether the tensor holds neither inf nor NaN. It is checked in parts: torch.isfinite makes copies of its
-    input."""
-    return all(bool(part.isfinite().all()) for part in torch.split(tensor.flatten(), _PART))
-
-
 def smoothing_factors(x_amax: Tensor, w_amax: Tensor, alpha: float) -> Tensor:
     """SmoothQuant's s = x_amax^alpha / w_amax^(1 - alpha), float32 [n], each rounded to a power of two.
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
+from octavo.artifact.numbers import failing, is_finite
 from octavo.artifact.run import RunFolder
-from octavo.artifact.safetensors_files import ShardReader, Spec
+from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
@@ -55,8 +56,8 @@ class Source:
             ArtifactError: it holds inf or NaN.
         """
         tensor = self.reader.get(name)
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise self._diverged(name)
         return tensor
 
     @cached_property
@@ -64,15 +65,24 @@ class Source:
         """The dtype and shape of each tensor of the model in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
-    def fill_bf16(self) -> Any:
-        """The model with its weights, in BF16 on the CPU.
+    def fill_bf16(self, device: torch.device | str = "cpu") -> Any:
+        """The model with its weights, in BF16, on `device`.
 
         Raises:
             ArtifactError: a tensor holds inf or NaN.
         """
-        tensors = {name: self.get(name) for name in self.specs}
-        floats = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
-        return fill_model(self.meta_model, floats)
+        place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
+        tensors = read_all(self._get_bf16, self.specs, place)
+        for name in failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
+            raise self._diverged(name)
+        return fill_model(self.meta_model, tensors).to(device)
+
+    def _get_bf16(self, name: str) -> Tensor:
+        tensor = self.reader.get(name)
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    def _diverged(self, name: str) -> ArtifactError:
+        return ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
 
     def folded(self) -> dict[str, Any]:
         """The entry `folded` of octavo.json, which `octavo fold` writes; it holds for the packed weights too."""

@@ -35,7 +35,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     source = open_source(folder)
     model = source.meta_model.model
     _require(is_language_model(model), model, folder)
-    model = source.fill_bf16().to(place)
+    model = source.fill_bf16(place)
     tokenizer = load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
     return Loaded(model, tokenizer, source.meta_model.context)

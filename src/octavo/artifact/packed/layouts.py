@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, check_match, read_json
+from octavo.artifact.numbers import failing, is_finite
 from octavo.artifact.packed import compressed_tensors, fp8, modelopt
 from octavo.artifact.packed.kv_scales import KvScales, is_kv_scale, kv_names, take_kv_scales
 from octavo.artifact.packed.scales import (
@@ -236,16 +237,7 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
                 f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {advice}"
             )
     right = {name: is_positive(t) if name.endswith(_SCALES) else is_finite(t) for name, t in found.items()}
-    for name, holds in zip(right, torch.stack([*right.values()]).tolist(), strict=True):  # waits once for the device
-        if not holds and name.endswith(_SCALES):
+    for name in failing(right):
+        if name.endswith(_SCALES):
             check_scale(name, found[name], where)
-        elif not holds:
-            raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
-
-
-def is_finite(tensor: Tensor) -> Tensor:
-    """Whether a tensor holds neither inf nor NaN: bool, of no dimension, on its device."""
-    if tensor.dtype == WEIGHT_DTYPE:  # no inf in this format, and one NaN of either sign
-        return (tensor.view(torch.uint8) & 0x7F).max() < 0x7F
-    least, largest = torch.aminmax(tensor)  # several times as fast as `isfinite`, and without a copy
-    return least.isfinite() & largest.isfinite()
+        raise ArtifactError(f"{where}: {name} holds inf or NaN; {advice}")
