@@ -63,7 +63,7 @@ def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dty
     exact = models.forward(wide, text, 15, [models.PlainCache(store) for store in kept["bf16"]])
     caches = models.octavo_caches(wide, kept[dtype])
     actual = models.forward_again(wide, text, 15, caches)
-    assert least < decibels(exact, actual) < most
+    assert least < decibels(exact, actual) <= most
     assert {layer.store.keys.dtype for layer in caches} == {DTYPES[dtype]}
     assert {int(layer.store.length) for layer in caches} == {15}
     models.compile_layers(wide, backend="aot_eager")
