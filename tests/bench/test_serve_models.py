@@ -57,8 +57,8 @@ def test_packed_it_is_near_and_half_as_large(wide):
     assert rest == packed_rest
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("bf16", 35, float("inf")), ("fp8", 20, 35)])
-def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most):
+@pytest.mark.parametrize(("dtype", "least", "most", "compiled"), [("bf16", 35, float("inf"), 40), ("fp8", 20, 35, 60)])
+def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dtype, least, most, compiled):
     text, kept = ids(1), stores(wide, "bf16", dtype)
     exact = models.forward(wide, text, 15, [models.PlainCache(store) for store in kept["bf16"]])
     caches = models.octavo_caches(wide, kept[dtype])
@@ -68,7 +68,7 @@ def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(wide, dty
     assert {int(layer.store.length) for layer in caches} == {15}
     models.compile_layers(wide, backend="aot_eager")
     for _ in range(2):
-        assert decibels(actual, models.forward_again(wide, text, 15, caches)) > 60
+        assert decibels(actual, models.forward_again(wide, text, 15, caches)) > compiled
 
 
 def test_one_layers_code_serves_all(wide):
