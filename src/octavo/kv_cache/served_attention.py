@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.kv_cache.model import ModelKVCache
 from octavo.nn.mixed_class import mix_classes
-from octavo.nn.norm_linear import watched
+from octavo.nn.norm_linear import child, watched
 from octavo.nn.precomputed import PrecomputedProjections
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
@@ -32,7 +32,6 @@ class ServedAttention(nn.Module):
     layer_idx: int
     head_dim: int
     scaling: float
-    o_proj: nn.Module
 
     def forward(
         self,
@@ -61,7 +60,7 @@ class ServedAttention(nn.Module):
         y = appended.attend(q, first, self.scaling)  # [B, H, T, D]
         batch, _, tokens, _ = y.shape
         y = y.reshape(batch, 1, -1) if tokens == 1 else y.transpose(1, 2).flatten(2)
-        return self.o_proj(y), None
+        return child(self, "o_proj")(y), None
 
     def _serves(
         self, cache: Any, x: Tensor | PrecomputedProjections, tables: tuple[Tensor, Tensor] | None, mask: Tensor | None
@@ -78,10 +77,10 @@ class ServedAttention(nn.Module):
         )
 
     def _projections(self, x: Tensor | PrecomputedProjections) -> tuple[Tensor, ...]:
-        layers = (self._modules[name] for name in ("q_proj", "k_proj", "v_proj"))
+        layers = (child(self, name) for name in ("q_proj", "k_proj", "v_proj"))
         if isinstance(x, PrecomputedProjections):
-            return tuple(x.output_of(layer) for layer in layers if layer is not None)
-        return tuple(layer(x) for layer in layers if layer is not None)
+            return tuple([x.output_of(layer) for layer in layers])
+        return tuple([layer(x) for layer in layers])
 
     def _head_norms(self) -> dict[str, Any] | None:
         """The norms of the heads as `rotate_append` takes them; None if they are of an unknown kind, or watched."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
-from octavo.nn.norm_linear import FusableLayers, fusable_layers, fused_call, read_norm, stack_of
+from octavo.nn.norm_linear import FusableLayers, child, fusable_layers, fused_call, read_norm, stack_of
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 
@@ -89,11 +89,12 @@ class SwiGLU(FusedMLP):
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
-        return self.gate_proj, self.up_proj
+        return child(self, "gate_proj"), child(self, "up_proj")
 
     @property
     def outer(self) -> nn.Linear:
-        return self.down_proj
+        outer: nn.Linear = child(self, "down_proj")
+        return outer
 
     def activate(self, *u: Tensor) -> Tensor:
         gate, up = u

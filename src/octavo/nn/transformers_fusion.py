@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import FusedMLP, SwiGLU
-from octavo.nn.norm_linear import RMS_NORMS, NormLinear, watched
+from octavo.nn.norm_linear import RMS_NORMS, NormLinear, child, watched
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
-        attend, mlp, qkv = self.self_attn, self.mlp, self.qkv
+        attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
         fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
         if fused is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -67,6 +67,6 @@ class DecoderLayer(nn.Module):
         )
         attention, _ = attend(hidden_states=projections, **kwargs)
         if isinstance(mlp, FusedMLP):
-            return mlp.forward_residual(hidden_states, self.post_attention_layernorm, attention)
+            return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)
         y, total = mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
         return total + y

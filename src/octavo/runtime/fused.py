@@ -18,7 +18,7 @@ from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import Norm, wider_first
 from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed_class import mix_classes
-from octavo.nn.norm_linear import read_norm, watched
+from octavo.nn.norm_linear import child, read_norm, watched
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize
@@ -31,7 +31,7 @@ class PackedNormLinear(NormLinear):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
-        norm, stack = read_norm(self.norm), self.stack
+        norm, stack = read_norm(self.norm), child(self, "stack")
         if x.numel() == 0 or norm is None or not stack.holds(self.linears):
             return None
         total, n_q = _normed(x, residual, norm)
@@ -60,7 +60,7 @@ class PackedMLP(FusedMLP):
 
     def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
         """x + residual [T, K], and the input [T, F] of the last layer; None if the layers cannot run fused."""
-        known, stack = None if norm is None else read_norm(norm), self.stack
+        known, stack = None if norm is None else read_norm(norm), child(self, "stack")
         unknown = norm is not None and known is None
         if x.numel() == 0 or unknown or not stack.holds(self.inner) or not _is_alone(self.outer):
             return None

@@ -96,12 +96,13 @@ class PackedLinear(PackedModule):
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
         w_q = self.packed_weight()
-        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self.input_scale)
+        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self._buffers["input_scale"])
         return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
     def packed_weight(self) -> QTensor:
         """The weight [N, K]."""
-        return self.cached_weight(self.weight, self.weight_scale, self.scheme.packed_weight)
+        buffers: Any = self._buffers  # faster than by attribute, as in `octavo.nn.norm_linear.child`
+        return self.cached_weight(buffers["weight"], buffers["weight_scale"], self.scheme.packed_weight)
 
     def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """y [T, N] of the quantized input [T, K] and weight [N, K]; plus a residual [T, N]."""
