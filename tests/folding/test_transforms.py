@@ -5,7 +5,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from octavo.folding.transforms import Change, block_of, is_finite, random_signs, rotated, scaled, smoothing_factors
+from octavo.folding.transforms import Change, block_of, random_signs, rotated, scaled, smoothing_factors
 
 
 def matrix(size: int, runs: int) -> np.ndarray:
@@ -57,11 +57,3 @@ def test_factors() -> None:
     assert smoothing_factors(x, w, 0.5).tolist() == [8.0, 1.0, 1.0, 1.0]  # sqrt(100) = 10
     assert smoothing_factors(x, w, 1.0).tolist() == [128.0, 1.0, 1.0, 1.0]
     assert smoothing_factors(x, w * 100, 0.0).tolist() == [2**-7, 2**-7, 1.0, 1.0]
-
-
-def test_is_finite() -> None:
-    x = torch.ones(3, 4)
-    assert is_finite(x)
-    for wrong in (torch.inf, torch.nan):
-        x[2, 3] = wrong
-        assert not is_finite(x)
