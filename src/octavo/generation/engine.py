@@ -26,6 +26,8 @@ from octavo.generation.session import Session, prefix_worth_sharing
 from octavo.kv_cache.layer import check_settings
 from octavo.kv_cache.model import Pairs
 from octavo.nn.norm_linear import watched
+from octavo.ops.compiling import compile_only
+from octavo.ops.triton_support import has_kernels
 
 AUTO = "auto"
 SMALLEST = 256  # tokens of the smallest cache
@@ -171,11 +173,24 @@ class Engine:
         `new` more, as a first call would."""
         length = max(1, min(tokens, self.limit - 3))
         prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
+        if has_kernels(self.device):
+            self._compile(prompts, room)
         with closing(self.run(prompts, room, _most_likely, None, watched=False)) as steps:
             for _ in islice(steps, 3):
                 pass
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @torch.no_grad()
+    def _compile(self, prompts: Prompts, new: int) -> None:
+        """Compile the kernels of a first call in several threads. The session is dropped: its cache is empty."""
+        with self._alone(), compile_only():
+            batch, begin = prompts.ids.shape
+            session = self._new_session(batch, begin + new - 1)
+            session.captures = False
+            logits = session.prefill(prompts)
+            if new > 1:
+                session.step(logits.argmax(-1))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
