@@ -5,7 +5,7 @@ for a launch. Here the compiled kernel that the first such call returns is cache
 choice: dtype and alignment of the pointers, properties of the integers, the constants, the grid and the device. A later
 call with the same key calls its launcher as Triton and Inductor do, with addresses in place of tensors: for a tensor,
 the launcher asks Python and the driver for the address. Where the launcher takes other arguments, `kernel[grid](...)`
-runs as before.
+runs as before. Triton's hooks of launches, which its profiler Proton sets, see the first launch of each key only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = N
 
 @lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """The strides of a contiguous tensor of `shape`."""
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -75,7 +75,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
-    """What Triton's choice of a compiled kernel depends on, and the values for its launcher, tensors as addresses."""
+    """The properties of each argument that decide Triton's choice of a compiled kernel, and the arguments for its
+    launcher, tensors as addresses."""
     kinds: list[Any] = []
     values = list(args)
     for i, arg in enumerate(args):
