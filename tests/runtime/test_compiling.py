@@ -14,7 +14,6 @@ from octavo.artifact.packed.layouts import read_config
 from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_model
 from octavo.models import Llama, LlamaConfig
 from octavo.models.decoder import Decoder
-from octavo.ops.compiling import compile_only, running
 from octavo.packing import pack
 from octavo.runtime.compiling import compile_meanwhile, one_layer, run
 
@@ -44,12 +43,6 @@ def test_a_model_on_the_cpu_starts_no_thread(example: Example, monkeypatch: pyte
     meta_model = read_meta_model(read_config(example.packed), example.packed)
     with compile_meanwhile(meta_model, CPU, None):
         pass
-
-
-def test_compile_only_ends_with_its_block() -> None:
-    with compile_only():
-        assert running.get() is not None
-    assert running.get() is None
 
 
 CHILD = """

@@ -32,6 +32,8 @@ class Compilation:
         """Compile `kernel` for these arguments. An error is not reported: it comes again at the first launch."""
         if signature not in self.known:
             self.known.add(signature)
+            if (caches := getattr(kernel, "device_caches", None)) is not None:
+                _ = caches[args[0].get_device()]  # made here: of threads that make it at once, one would keep its own
             self.threads.submit(_compile, kernel, grid, args, constants)
 
 
