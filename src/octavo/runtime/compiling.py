@@ -20,8 +20,9 @@ from octavo.ops.compiling import compile_only
 from octavo.ops.triton_support import has_kernels
 from octavo.runtime.fused import fuse
 
-# Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide.
-PROMPTS = ((128, 2048), (127, 512))
+# Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide, and the
+# attention of a step depends on the room.
+PROMPTS = ((128, 2048), (127, 512), (127, 256))
 VOCABULARY = 256  # embeddings and output heads are not packed, so they need no kernels of ours
 
 
