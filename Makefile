@@ -58,6 +58,7 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.layer
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.generate
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU

@@ -4,7 +4,7 @@
         model(tokens)           no kernel of ours runs: each is compiled for its arguments, and results hold any numbers
 
 A kernel is compiled at its first launch otherwise, one after the other, at 0.5 to 1 s each. Most of that time passes in
-LLVM and in ptxas, without Python's lock. Triton saves what it compiled on disk, for later processes.
+LLVM and in ptxas, without Python's lock. Triton saves compiled kernels on disk, for later processes.
 """
 
 from __future__ import annotations
