@@ -59,9 +59,10 @@ def test_other_sizes_and_constants_are_other_kernels(kernel: Kernel) -> None:
     assert sorted(call[0] for call in kernel.compiled if call != ("loaded",)) == [1, 17, 17, 32]
 
 
-def test_an_error_leaves_the_kernel_to_its_first_launch(kernel: Kernel) -> None:
-    with compile_only():
+def test_an_error_leaves_the_kernel_to_its_first_launch(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "octavo"), compile_only():
         launch(kernel, (1,), torch.zeros(16), 5, FAILS=True)
     assert running.get() is None
+    assert "no such kernel" in caplog.text
     launch(kernel, (1,), torch.zeros(16), 5, FAILS=False)
     assert kernel.compiled[-1] == ("launched", 5, (1,), {"FAILS": False})

@@ -46,7 +46,9 @@ def test_a_model_on_the_cpu_starts_no_thread(example: Example, monkeypatch: pyte
 
 
 CHILD = """
-import sys, torch, octavo
+import logging, sys, torch, octavo
+logging.basicConfig()
+logging.getLogger("octavo").setLevel(logging.DEBUG)
 model = octavo.load(sys.argv[1], "cuda")
 import triton
 names = []

@@ -9,6 +9,7 @@ LLVM and in ptxas, without Python's lock. Triton saves compiled kernels on disk,
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+LOG = logging.getLogger(__name__)
 MOST_THREADS = 16
 
 
@@ -52,6 +54,9 @@ def compile_only() -> Iterator[None]:
 
 
 def _compile(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
-    with torch.cuda.device(args[0].device):
-        compiled = kernel.warmup(*args, grid=grid, **constants)
-        _ = compiled.run  # loads the kernel on the GPU, and makes its launcher, which the host's compiler compiles
+    try:
+        with torch.cuda.device(args[0].device):
+            compiled = kernel.warmup(*args, grid=grid, **constants)
+            _ = compiled.run  # loads the kernel on the GPU, and makes its launcher, which the host's compiler compiles
+    except Exception:
+        LOG.debug("%s was not compiled", kernel, exc_info=True)

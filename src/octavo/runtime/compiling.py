@@ -4,9 +4,10 @@ A model of one layer, of the same sizes and without weights, takes prompts and a
 compiled, then run, which also loads the libraries of PyTorch that the model needs.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from octavo.ops.compiling import compile_only
 from octavo.ops.triton_support import has_kernels
 from octavo.runtime.fused import fuse
 
+LOG = logging.getLogger(__name__)
 # Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide, and the
 # attention of a step depends on the room.
 PROMPTS = ((128, 2048), (127, 512), (127, 256))
@@ -62,12 +64,15 @@ def compile_meanwhile(layer: MetaModel, device: torch.device, kv_cache: str | No
 
 
 def _compile(layer: MetaModel, device: torch.device, kv_cache: str | None) -> None:
-    with suppress(Exception), torch.cuda.device(device):
-        fuse(layer.model.to_empty(device=device))
-        for mode in (compile_only, nullcontext):
-            with mode():
-                run(layer, device, kv_cache)
-        torch.cuda.synchronize(device)
+    try:
+        with torch.cuda.device(device):
+            fuse(layer.model.to_empty(device=device))
+            for mode in (compile_only, nullcontext):
+                with mode():
+                    run(layer, device, kv_cache)
+            torch.cuda.synchronize(device)
+    except Exception:  # the kernels are compiled at their first launch
+        LOG.debug("kernels were not compiled while files were read", exc_info=True)
 
 
 @torch.inference_mode()
