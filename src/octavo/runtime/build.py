@@ -29,7 +29,7 @@ from octavo.generation.engine import AUTO
 from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
 from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.runtime.compiling import compile_meanwhile, one_layer
+from octavo.runtime.compiling import compile_meanwhile, small_model
 from octavo.runtime.fused import fuse
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
@@ -105,14 +105,14 @@ def _compiling(
     if device.type != "cuda":
         return nullcontext()
     try:
-        layer = one_layer(meta_model, folder)
-        if layer is None:
+        small = small_model(meta_model, folder)
+        if small is None:
             return nullcontext()
-        swap_linears(layer.model, _packed_layers(layer, packing, folder / "config.json"))
-    except Exception:  # a model that cannot have one layer: its kernels are compiled at their first launch
+        swap_linears(small.model, _packed_layers(small, packing, folder / "config.json"))
+    except Exception:  # a model that cannot be that small: its kernels are compiled at their first launch
         return nullcontext()
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
-    return compile_meanwhile(layer, device, dtype)
+    return compile_meanwhile(small, device, dtype)
 
 
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:
