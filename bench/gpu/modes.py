@@ -11,7 +11,7 @@ PLAIN = "ours plain: rowwise, compile"
 SERVE, SERVE_GRAPH, SERVE_TORCHAO = "ours, compile", "ours, compile, CUDA graph", "torchao, compile"
 SERVE_FP8_CACHE = "ours, FP8 KV cache"
 # of `generate`, beside "octavo", "BF16, eager" and "BF16, static"
-ENGINE_OFF, FP8_CACHE = "octavo, engine off", "octavo, FP8 cache"
+HOOKED, FP8_CACHE = "octavo, eager", "octavo, FP8 cache"
 # of whole decoding steps by cache
 CACHE_TORCH, CACHE_BF16, CACHE_FP8 = "bf16 cache, torch's attention", "bf16 cache, ours", "fp8 cache, ours"
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench import record
 from bench.gpu import generate, llama
-from bench.gpu.modes import ENGINE_OFF, FP8_CACHE
+from bench.gpu.modes import HOOKED, FP8_CACHE
 from octavo.models import LlamaConfig
 from octavo.speed.programs import EAGER, OCTAVO, STATIC
 
@@ -43,7 +43,7 @@ def test_sections_are_added_to_those_of_before(call, capfd: pytest.CaptureFixtur
     assert "packing to" in capfd.readouterr().out
     again = call("--only", "decode 2", "--batches", "1,2")
     assert again["prompt"] == found["prompt"]
-    assert [row["way"] for row in again["decode 2"]] == [OCTAVO, ENGINE_OFF, FP8_CACHE, EAGER, STATIC]
+    assert [row["way"] for row in again["decode 2"]] == [OCTAVO, HOOKED, FP8_CACHE, EAGER, STATIC]
     assert {row["batch"] for row in again["decode 2"]} == {2}
     assert "packing to" not in capfd.readouterr().out  # the folders are there
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from bench.gpu.modes import BASE, ENGINE_OFF, FP8_CACHE, SERVE, SERVE_FP8_CACHE
+from bench.gpu.modes import BASE, HOOKED, FP8_CACHE, SERVE, SERVE_FP8_CACHE
 from bench.report import generation, pages
 from bench.report.aims import aims
 from bench.report.tables import load
@@ -13,7 +13,7 @@ from octavo.speed.programs import EAGER, OCTAVO, STATIC
 from octavo.speed.result import Check, Row, Start
 
 RESULTS = load()
-RATES = {OCTAVO: 400.0, ENGINE_OFF: 110.0, FP8_CACHE: 500.0, EAGER: 100.0, STATIC: 200.0}  # of one prompt
+RATES = {OCTAVO: 400.0, HOOKED: 110.0, FP8_CACHE: 500.0, EAGER: 100.0, STATIC: 200.0}  # of one prompt
 
 
 def decode_rows(batch: int) -> list[dict]:
@@ -62,7 +62,7 @@ def test_the_page_shows_generation_before_steps_and_kernels(results: dict) -> No
         "| 1 | octavo | 400 | 2.00x | 95% | 20.0 | 9.0 |",
         "| 1 | octavo, FP8 cache | 500 | 2.50x | 98% | 20.0 | 9.0 |",
         "| 1 | BF16, static | 200 | 1.00x | 80% | 20.0 | 9.0 |",
-        "| 1 | octavo, engine off | 110 | 0.55x | – | 20.0 | 9.0 |",
+        "| 1 | octavo, eager | 110 | 0.55x | – | 20.0 | 9.0 |",
         "| 64 | octavo | 25,600 | 2.00x | – | 20.0 | 9.0 |",
         "| 2,048 tokens | octavo | 20.5 | 1.50x |",
         "| octavo | 9.0 | 3.0 | 9.0 |",

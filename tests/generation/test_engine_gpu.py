@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_transformers_loop_with_the_same_cache(name, kv_
     inputs = moved(batch(padding=padding))
     found = answers(fast, inputs, do_sample=False)
     cache = QuantizedKVCache.for_model(fast, session(fast).capacity, kv_cache)
-    assert torch.equal(found, answers(fast, inputs, do_sample=False, past_key_values=cache))
+    assert torch.equal(found, answers(fast, inputs, do_sample=False, past_key_values=cache, disable_compile=True))
 
 
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])

@@ -10,7 +10,7 @@ from octavo.kv_cache import ModelKVCache
 from octavo.models import GPT2Config, LlamaConfig
 
 pytestmark = pytest.mark.gpu
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.04, "autocast": 0.04}  # of the root mean square of the logits
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.08, "autocast": 0.08}  # of the root mean square of the logits
 
 
 @BOTH

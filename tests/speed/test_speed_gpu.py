@@ -20,7 +20,8 @@ def test_a_packed_folder_beside_bf16(made: Folders) -> None:
     assert report.interleaved
     assert report.process_peak_bytes is None
     weights = {start.program: start.weight_bytes or 0 for start in report.starts}
-    assert 0 < weights["octavo"] < weights["transformers, BF16"]
+    workspace = 64 << 20  # of cuBLAS, which whoever loads first allocates
+    assert 0 < weights["octavo"] < weights["transformers, BF16"] + workspace
     rows = {(row.way, row.batch): row for row in report.rows}
     assert len(rows) == 6
     for (way, _), row in rows.items():

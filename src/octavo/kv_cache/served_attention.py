@@ -65,7 +65,7 @@ class ServedAttention(nn.Module):
     def _serves(
         self, cache: Any, x: Tensor | PrecomputedProjections, tables: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> bool:
-        if not isinstance(cache, ModelKVCache) or not cache.stores or tables is None:
+        if not isinstance(cache, ModelKVCache) or tables is None:
             return False
         if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             return False
