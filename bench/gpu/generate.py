@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 from bench import record
 from bench.gpu import decoding, llama
 from bench.gpu import serve_models as models
-from bench.gpu.modes import HOOKED, FP8_CACHE
+from bench.gpu.modes import FP8_CACHE, HOOKED
 from octavo.hf.quiet import quiet_transformers
 from octavo.loading import load
 from octavo.models import LlamaConfig as LlamaShape

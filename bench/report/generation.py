@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu.modes import BASE, HOOKED, FP8_CACHE, SERVE, SERVE_FP8_CACHE
+from bench.gpu.modes import BASE, FP8_CACHE, HOOKED, SERVE, SERVE_FP8_CACHE
 from bench.report.tables import Result, Row, machine, number, ratio
 from octavo.speed.programs import EAGER, OCTAVO, STATIC
 

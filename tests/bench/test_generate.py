@@ -8,7 +8,7 @@ import pytest
 
 from bench import record
 from bench.gpu import generate, llama
-from bench.gpu.modes import HOOKED, FP8_CACHE
+from bench.gpu.modes import FP8_CACHE, HOOKED
 from octavo.models import LlamaConfig
 from octavo.speed.programs import EAGER, OCTAVO, STATIC
 
@@ -37,7 +37,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_sections_are_added_to_those_of_before(call, capfd: pytest.CaptureFixture[str]) -> None:
     found = call("--only", "prompt", "--batches", "1,2")
     assert [row["way"] for row in found["prompt"]] == [OCTAVO, FP8_CACHE, EAGER] * 2
-    assert [start["program"] for start in found["starts"]] == [OCTAVO, FP8_CACHE, "transformers, BF16"]
+    assert [start["program"] for start in found["starts"]] == [OCTAVO, HOOKED, FP8_CACHE, "transformers, BF16"]
     assert found[f"check of {OCTAVO}"]["equal"] == [4, 4]
     assert "machine" in found
     assert "packing to" in capfd.readouterr().out

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from bench.gpu.modes import BASE, HOOKED, FP8_CACHE, SERVE, SERVE_FP8_CACHE
+from bench.gpu.modes import BASE, FP8_CACHE, HOOKED, SERVE, SERVE_FP8_CACHE
 from bench.report import generation, pages
 from bench.report.aims import aims
 from bench.report.tables import load
