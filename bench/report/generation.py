@@ -1,4 +1,5 @@
-"""The first tables of docs/performance.md: generating text as users do, from the results of bench.gpu.generate."""
+"""The first tables of docs/performance.md: generating text as users do, from the results of bench.gpu.generate, and of
+bench.gpu.start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from octavo.speed.programs import EAGER, OCTAVO, STATIC
 
 NAME = "gpu_generate"
 GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
-BF16 = "transformers, BF16"
+START = "gpu_start"
 
 
 def generation_decode(results: dict[str, Result]) -> Iterator[Row]:
@@ -38,12 +39,13 @@ def generation_first_token(results: dict[str, Result]) -> Iterator[Row]:
 
 
 def generation_start(results: dict[str, Result]) -> Iterator[Row]:
-    for start in results.get(NAME, {}).get("starts", []):
+    found = results.get(START, {"seconds": {}, "times_bf16": {}})
+    for way, seconds in found["seconds"].items():
         yield {
-            "program": start["program"],
-            "load, s": number(start["load_seconds"], "{:.1f}"),
-            "first token, s": number(start["first_token_seconds"], "{:.1f}"),
-            "weights, GB": gigabytes(start["weight_bytes"]),
+            "way": way,
+            "load, s": number(seconds["load"], "{:.1f}"),
+            "first token, s": number(seconds["first_token"], "{:.1f}"),
+            "both, times BF16's": number(found["times_bf16"][way], "{:.2f}"),
         }
 
 
@@ -61,7 +63,12 @@ def generation_check(results: dict[str, Result]) -> str:
 
 def generation_machine(results: dict[str, Result]) -> str:
     found = results.get(NAME)
-    return "" if found is None else f"{found['layers']} layers. {machine(found)}"
+    if found is None:
+        return ""
+    earlier = [
+        f"*{section}* is of an earlier run, at {commit}." for section, commit in found.get("earlier", {}).items()
+    ]
+    return " ".join([f"{found['layers']} layers. {machine(found)}", *earlier])
 
 
 # --- Figures, for the aims too ---------------------------------------------------------------------------------
@@ -99,10 +106,9 @@ def eager_speed(results: dict[str, Result], batch: int) -> float | None:
 
 
 def start_time(results: dict[str, Result]) -> float | None:
-    """The time to load and to the first token over BF16's."""
-    starts = results.get(NAME, {}).get("starts", [])
-    seconds = {start["program"]: start["load_seconds"] + start["first_token_seconds"] for start in starts}
-    return ratio(seconds.get(OCTAVO), seconds.get(BF16))
+    """The time to load and to the first token over BF16's, on a machine that has compiled the kernels before."""
+    times: dict[str, float] = results.get(START, {}).get("times_bf16", {})
+    return times.get(OCTAVO)
 
 
 def gigabytes(count: int | None) -> str:
