@@ -57,7 +57,8 @@ def generation_check(results: dict[str, Result]) -> str:
     equal = " and ".join(map(str, check["equal"]))
     return (
         f"Of {check['tokens']} greedy tokens, the first {equal} are those of transformers' own loop on the same packed "
-        f"model, for {len(check['equal'])} prompts."
+        f"model, for {len(check['equal'])} prompts. The weights are random, so the best logits nearly tie, and the rounding "
+        "of two implementations of attention decides between them."
     )
 
 
@@ -65,9 +66,7 @@ def generation_machine(results: dict[str, Result]) -> str:
     found = results.get(NAME)
     if found is None:
         return ""
-    earlier = [
-        f"*{section}* is of an earlier run, at {commit}." for section, commit in found.get("earlier", {}).items()
-    ]
+    earlier = [f"{what} of an earlier run, at {commit}." for what, commit in found.get("earlier", {}).items()]
     return " ".join([f"{found['layers']} layers. {machine(found)}", *earlier])
 
 
