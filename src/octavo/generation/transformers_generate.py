@@ -68,8 +68,10 @@ class Accelerated:
         try:
             return _run(self, engine, input_ids, logits_processor, stopping_criteria, generation_config, **settings)
         except UnservedError as error:
-            if engine.asked and not isinstance(error, UncoveredError):
-                raise
+            if not isinstance(error, UncoveredError):
+                if engine.asked:
+                    raise
+                engine.sessions.clear()  # the model does not take their caches
             reason = str(error)
         if reason not in self.octavo_notices:
             self.octavo_notices.add(reason)
@@ -108,7 +110,7 @@ def _run(
                 streamer.put(tokens)
     if streamer is not None:
         streamer.end()
-    return text.to(ids.device)
+    return text.to(ids.device).contiguous()
 
 
 def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:

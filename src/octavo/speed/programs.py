@@ -13,7 +13,6 @@ from torch import Tensor
 
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import import_extra, open_local
-from octavo.generation import Engine
 from octavo.loading import load
 from octavo.speed.grid import Grid
 
@@ -138,5 +137,4 @@ def own_loop(model: Any) -> Generate:
 
 def drop_caches(model: Any) -> None:
     """Drop the caches of a model of `octavo.load`, with their CUDA graphs."""
-    if isinstance(model.octavo_engine, Engine):  # else the reason why there is none
-        model.octavo_engine.sessions.clear()
+    model.octavo_engine.sessions.clear()
