@@ -119,11 +119,14 @@ def _print_used(columns: Sequence[str], rows: Sequence[tuple[str, ...]], numbers
 
 def _print_check(report: SpeedReport) -> None:
     """Say whether the tokens are those of the reference. Red: they differ, so that times mean little."""
+    from octavo.words import plural
+
     check = report.check
     if check is not None:
         equal = " and ".join(map(str, check.equal))
-        found = f"the same {check.tokens}" if check.ok else f"{equal} of {check.tokens} leading"
-        words = f"{check.way} generates {found} greedy tokens as {check.reference}, for {len(check.equal)} prompts"
+        counted = plural(check.tokens, "greedy token")
+        found = f"the same {counted}" if check.ok else f"{equal} of {check.tokens} leading greedy tokens"
+        words = f"{check.way} generates {found} as {check.reference}, for {len(check.equal)} prompts"
         say(f"check: {words}", "" if check.ok else "red")
 
 

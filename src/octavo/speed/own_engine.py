@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.run import RunFolder
 from octavo.generation import Sampling
-from octavo.generation.own_cache import OwnCacheEngine, open_engine
+from octavo.generation.own_cache import open_engine
 from octavo.hf.outputs import model_outputs
 from octavo.nn import cast_once
 from octavo.runtime.folders import open_model
@@ -54,8 +54,7 @@ def engine_program(folder: Path, grid: Grid, device: torch.device) -> Program:
             return text[:, ids.shape[1] :]
 
         def forget() -> None:
-            if not isinstance(engine, OwnCacheEngine):
-                engine.sessions.clear()
+            engine.sessions.clear()
 
         return Opened({OCTAVO: generate}, without_cache, "the model without a cache", forget, stack.close)
 
