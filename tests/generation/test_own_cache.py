@@ -48,3 +48,8 @@ def test_a_text_goes_on_past_the_context():
     engine = OwnCacheEngine(gemma2(), context=8)
     assert len(list(engine.generate([[1, 2, 3]], 30, GREEDY))) == 30
     engine.warm_up(2, 5)
+
+
+def test_warm_up_where_kernels_can_be_compiled(monkeypatch):
+    monkeypatch.setattr("octavo.generation.engine.has_kernels", lambda device: True)
+    open_engine(gemma2(), context=64, tokens=9).warm_up(2, 5)

@@ -49,6 +49,9 @@ class OwnCacheEngine(Engine):
         self.limit = context
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
+    def _compile(self, prompts: Prompts, new: int) -> None:
+        """Nothing: kernels are compiled when the first call launches them."""
+
     @torch.no_grad()
     def run(
         self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
