@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from generation_examples import answers, batch, pair
+from generation_examples import answers, batch, pair, sessions
 from model_examples import GPT, GQA, lively, tokens
 
-from octavo.generation import Engine
+from octavo.generation import Engine, Sampling
 from octavo.generation.engine import capacity_for
 from octavo.generation.prompts import Prompts
 
@@ -106,3 +106,19 @@ def test_warm_up_makes_the_session_of_the_next_call():
     (session,) = fast.octavo_engine.sessions
     answers(fast, batch(), do_sample=False)
     assert fast.octavo_engine.sessions == [session]
+
+
+def test_a_model_that_was_cast_gets_a_new_cache():
+    model, fast = pair("llama")
+    assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
+    model.float()
+    fast.float()
+    assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
+    assert [session.cache.stores[0].keys.dtype for session in sessions(fast)] == [torch.float32]
+
+
+def test_prompts_may_be_a_tensor():
+    model, _ = pair("llama")
+    engine, ids = Engine(model, context=128), batch()["input_ids"]
+    sampling = Sampling(temperature=0)
+    assert list(engine.generate(ids, 5, sampling)) == list(engine.generate(ids.tolist(), 5, sampling))

@@ -46,6 +46,12 @@ def test_ids_of_length_zero_are_refused():
         read_prompts(torch.empty(2, 0, dtype=torch.int64), None, CPU)
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(0, 3)])
+def test_no_prompts_are_refused(mask):
+    with pytest.raises(ValueError, match=r"at least one prompt is required, got input_ids of shape \[0, 3\]"):
+        read_prompts(torch.empty(0, 3, dtype=torch.int64), mask, CPU)
+
+
 @pytest.mark.parametrize(
     ("prompts", "prefix"),
     [

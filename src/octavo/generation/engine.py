@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.generation.forward import key_shape, make_forward, most_tokens
+from octavo.generation.forward import key_dtype, key_shape, make_forward, most_tokens
 from octavo.generation.loop import Choose, Stop, decode
 from octavo.generation.memory import check_memory, fits, free_bytes
 from octavo.generation.prompts import Prompts, pad_prompts
@@ -63,6 +63,7 @@ class Engine:
         most = most_tokens(model)
         self.limit = context if most is None else min(most, context)
         self.sessions: list[Session] = []  # the one used last is the last
+        self.place: tuple[torch.device, torch.dtype] | None = None  # of the keys in the sessions
         self.lock = threading.Lock()
         self.owner: int | None = None  # the thread that generates
         self.parts: list[Any] = []  # of the model, when graphs were last captured
@@ -212,6 +213,10 @@ class Engine:
 
     def _session(self, batch: int, tokens: int) -> Session:
         """A session with room for `tokens` tokens of each sequence: one of former calls, or a new one."""
+        place = self.device, key_dtype(self.model)
+        if place != self.place:  # the model was moved or cast
+            self.sessions.clear()
+            self.place = place
         fitting = [s for s in self.sessions if s.batch == batch and s.capacity >= tokens]
         if fitting:
             session = min(fitting, key=lambda s: s.capacity)

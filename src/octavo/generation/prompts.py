@@ -30,7 +30,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Promp
     Raises:
         ValueError: there is no prompt, or one has no token.
     """
-    if not prompts:
+    if len(prompts) == 0:  # a tensor of ids is a sequence too
         raise ValueError("at least one prompt is required, got none")
     if empty := [i for i, prompt in enumerate(prompts) if len(prompt) == 0]:
         raise ValueError(f"a prompt must hold at least one token, prompt {empty[0] + 1} of {len(prompts)} is empty")
@@ -44,8 +44,10 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
     """The prompts of token ids [B, T] and their attention mask [B, T], as transformers passes them.
 
     Raises:
-        ValueError: the mask has zeros that are not padding on the left, or a row without a token.
+        ValueError: there is no prompt, or one has no token, or the mask has zeros that are not padding on the left.
     """
+    if ids.shape[0] == 0:
+        raise ValueError(f"at least one prompt is required, got input_ids of shape {list(ids.shape)}")
     if ids.shape[1] == 0:
         raise ValueError("a prompt must hold at least one token, got input_ids of length 0")
     if mask is None:
