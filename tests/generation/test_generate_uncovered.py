@@ -42,10 +42,23 @@ def test_what_the_engine_does_not_cover(settings, reason, kv_cache):
     assert sessions(fast) == []
 
 
-def test_beams_are_transformers_own():
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"num_beams": 3}, "beams"), ({"prompt_lookup_num_tokens": 3}, "candidates"), ({"assistant": True}, "candidates")],
+)
+def test_other_ways_of_decoding_are_transformers_own(settings, reason):
     model, fast = pair("llama")
-    settings = {"num_beams": 3, "do_sample": False}
-    assert torch.equal(answers(fast, batch(), **settings), answers(model, batch(), **settings))
+
+    def call(each: Any) -> Any:
+        given = {"assistant_model": copy.deepcopy(model)} if "assistant" in settings else settings
+        return answers(each, batch(rows=1), do_sample=False, **given)
+
+    required = call(model)
+    with pytest.warns(UserWarning, match=f"transformers' own loop, which is slower: {reason}.*asked for") as said:
+        assert torch.equal(call(fast), required)
+    assert said[0].filename.endswith("generation_examples.py")  # the caller's line
+    assert torch.equal(call(fast), required)  # says it once: a warning is an error
+    assert sessions(fast) == []
 
 
 def test_a_sliding_window_that_the_text_may_exceed():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from generation_examples import answers, batch, pair, sessions
-from transformers import StoppingCriteriaList, TextIteratorStreamer
+from transformers import AutoTokenizer, StoppingCriteriaList, TextIteratorStreamer
 
 from octavo.generation.transformers_generate import Accelerated, accelerate_generate
+from octavo.models.tokenizer import ByteTokenizer
 
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
 
@@ -81,6 +82,19 @@ def test_other_criteria_and_processors_of_transformers():
     required = answers(model, inputs, do_sample=False, stopping_criteria=criteria, pad_token_id=0)
     assert required.shape[1] < 35
     assert torch.equal(answers(fast, inputs, do_sample=False, stopping_criteria=criteria, pad_token_id=0), required)
+
+
+def test_strings_that_end_a_text(tmp_path):
+    model, fast = pair("llama")
+    ByteTokenizer().save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    inputs = batch(rows=1)
+    last = answers(model, inputs, do_sample=False)[0, 15]
+    settings = {"do_sample": False, "stop_strings": [tokenizer.decode(last)], "tokenizer": tokenizer}
+    required = answers(model, inputs, **settings)
+    assert required.shape[1] <= 16
+    assert torch.equal(answers(fast, inputs, **settings), required)
+    assert len(sessions(fast)) == 1
 
 
 def test_several_texts_of_one_prompt():

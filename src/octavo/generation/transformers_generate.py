@@ -21,8 +21,11 @@ from octavo.generation.sampling import draw
 from octavo.kv_cache.model import Pairs, UnservedError
 from octavo.nn.mixed_class import mix_classes
 
-# Inputs of the model that transformers prepares.
-KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus"}
+# Inputs of the model that transformers prepares, and the tokenizers, of which it makes the criteria of stopping.
+KNOWN = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "tokenizer",
+    "assistant_tokenizer",
+}  # fmt: skip
 
 
 def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
@@ -73,11 +76,28 @@ class Accelerated:
                     raise
                 engine.sessions.clear()  # the model does not take their caches
             reason = str(error)
-        if reason not in self.octavo_notices:
-            self.octavo_notices.add(reason)
-            warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=4)
+        _say_once(self, reason)
         parent: Any = super()
         return parent._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own."""
+        _say_once(self, "beams are asked for (num_beams)")
+        parent: Any = super()
+        return parent._beam_search(*args, **kwargs)
+
+    def _assisted_decoding(self, *args: Any, inputs_tensor: Tensor | None = None, **kwargs: Any) -> Any:
+        """transformers' own, which gets `inputs_tensor` because the signature has it."""
+        _say_once(self, "candidates of an assistant or of the prompt are asked for")
+        parent: Any = super()
+        return parent._assisted_decoding(*args, inputs_tensor=inputs_tensor, **kwargs)
+
+
+def _say_once(model: Any, reason: str) -> None:
+    """Warn, once for each reason, that a call of `generate` runs on transformers' own loop."""
+    if reason not in model.octavo_notices:
+        model.octavo_notices.add(reason)
+        warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=5)
 
 
 def _run(
