@@ -49,6 +49,11 @@ def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme
     assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
 
 
+def test_an_unknown_dtype_of_the_cache_is_refused_before_files_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'fp4' of keys and values: choose one of"):
+        octavo.load(tmp_path, kv_cache="fp4")
+
+
 def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:
     model = octavo.load(folders["llama"]).float()  # so that rounding turns no choice
     mask = torch.ones(2, 7, dtype=torch.int64)

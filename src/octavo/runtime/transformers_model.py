@@ -19,6 +19,7 @@ from octavo.device import choose_device
 from octavo.generation.engine import AUTO
 from octavo.generation.transformers_generate import accelerate_generate
 from octavo.hf.meta_model import transformers_meta_model
+from octavo.kv_cache.layer import check_settings
 from octavo.runtime.build import fill
 
 
@@ -36,8 +37,10 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu", kv
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist.
+        ValueError: the device does not exist, or the dtype is unknown.
     """
+    if kv_cache != AUTO:
+        check_settings(kv_cache, None, None)
     place = choose_device(device)
     path = Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
