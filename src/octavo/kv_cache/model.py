@@ -103,22 +103,14 @@ class ModelKVCache:
             RuntimeError: the cache has no room for the tokens, or autograd records them.
             ValueError: the shape or dtype is wrong.
         """
-        store = self.store_for(layer, k, v)
+        if not self.stores:
+            self._allocate(k, v)
+        store = self._counted(layer, k.shape[2])
         was_empty = store.empty
         store.append(k, v)
         if self.freezes and store.warming:
             store.freeze()
         return Appended(store, k, v, was_empty)
-
-    def store_for(self, layer: int, k: Tensor, v: Tensor) -> LayerKVCache:
-        """The layer's cache, allocated for these keys and values if it is not yet. The first layer counts the tokens,
-        so each layer calls this once a forward pass, in order."""
-        if not self.stores:
-            self._allocate(k, v)
-        if layer == 0:
-            assert self.length is not None
-            self.length.advance(k.shape[2])
-        return self.stores[layer]
 
     def rotate_append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
@@ -134,10 +126,7 @@ class ModelKVCache:
         """
         if not self.stores:
             self._allocate(*(x.view(*x.shape[:2], -1, cos.shape[-1]).transpose(1, 2) for x in (k, v)))
-        store = self.stores[layer]
-        if layer == 0:
-            assert self.length is not None
-            self.length.advance(q.shape[1])
+        store = self._counted(layer, q.shape[1])
         was_empty = store.empty
         q, keys = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
         if self.freezes and store.warming:
@@ -184,6 +173,13 @@ class ModelKVCache:
         self.length.advance(tokens)
         for mine, theirs in zip(self.stores, prefix.stores, strict=True):
             mine.copy_prefix(theirs, tokens, self.first)
+
+    def _counted(self, layer: int, new: int) -> LayerKVCache:
+        """The layer's cache. The first layer counts the `new` tokens of a forward pass."""
+        if layer == 0:
+            assert self.length is not None
+            self.length.advance(new)
+        return self.stores[layer]
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         batch, heads, _, dim = k.shape
