@@ -7,22 +7,28 @@ from octavo.extras import import_extra
 
 
 def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str = "auto") -> Any:
-    """The transformers model of a packed folder, in evaluation mode, its linear layers running on the packed bytes.
+    """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
 
     Args:
-        folder: what `octavo pack` wrote.
-        device: where the model shall be: a torch.device, or its name; "auto" is the GPU where there is one.
-        kv_cache: dtype of the keys and values in `generate`: "bf16", "fp8" or "int8". "auto" is "fp8" if the folder has
-            scales for it, else that of the model.
+        folder: a folder that `octavo pack` wrote.
+        device: for the model: a torch.device, or its name; "auto" takes the GPU if there is one.
+        kv_cache: dtype of the keys and values in `generate`: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8"
+            if the folder has scales for it, else the dtype of the model.
 
     Returns:
-        The model: its own modeling code, `generate` and `config`; no BF16 copy of a packed weight.
+        The model in evaluation mode, of the class that config.json names, with its `generate` and `config`. Its packed
+        layers hold the bytes and scales of the folder, and everything else is BF16.
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
-        ArtifactError: a file is not what it should be; the message names the tensor or the setting.
-        ValueError: the device is not there.
+        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
+        ValueError: the device does not exist, or the dtype is unknown.
         ImportError: transformers is not installed.
+
+    Example:
+
+        model = octavo.load("packed/first", "auto")
+        ids = model.generate(**inputs, max_new_tokens=20)     int64 [B, T + up to 20]
     """
     # `import octavo` alone does not load the packages that run a packed folder. This import is the one exception to
     # the rule that imports stand at the top of a file (tests/test_architecture.py).

@@ -22,7 +22,7 @@ def bench_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help=SOURCE_HELP)],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="A Hugging Face folder in BF16, such as that which FOLDER was packed from."),
+        typer.Option(metavar="MODEL", help="A Hugging Face folder in BF16: the model that FOLDER was packed from."),
     ] = None,
     batch: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Prompts that are generated from at once, such as 1,16,64.")

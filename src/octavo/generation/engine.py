@@ -133,7 +133,7 @@ class Engine:
         A text that outgrows the context continues from its last `limit` // 2 tokens, as if they were the whole text.
 
         Args:
-            prompts: token ids, one list a prompt, of any lengths.
+            prompts: token ids, one list a prompt, of any lengths; or a tensor [B, T].
             count: number of tokens.
             sampling: how tokens are drawn.
             stop: tokens that end a text; they are not yielded.

@@ -33,6 +33,11 @@ class Sampling:
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+
+        Sampling(temperature=0)                          the most likely token
+        Sampling(temperature=0.8, top_p=0.9, seed=1)
     """
 
     temperature: float = 1.0

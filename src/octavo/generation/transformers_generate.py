@@ -31,14 +31,19 @@ KNOWN = {
 def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
     """Let `model.generate` of a model of transformers run on an engine. The model keeps its class's name.
 
+    If the cache does not serve the model's attention, `generate` runs on transformers' own loop. Where `kv_cache` names
+    a dtype, it raises an UnservedError instead.
+
     Args:
         model, context, kv_cache, kv_scales: see `Engine`.
 
-    A model whose attention the cache does not serve runs on transformers' own loop, unless a dtype of the cache is
-    asked for.
-
     Raises:
         ValueError: the dtype of the cache is unknown.
+
+    Example:
+
+        accelerate_generate(model, context=4096, kv_cache="int8")
+        ids = model.generate(**inputs, max_new_tokens=20)     int64 [B, T + up to 20]
     """
     model.octavo_notices = set()
     model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)

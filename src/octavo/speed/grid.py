@@ -84,7 +84,7 @@ class ModelSizes(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Of a Hugging Face folder, packed or not, or of a run of octavo train.
+        """Read the facts of a Hugging Face folder, packed or not, or of a run of octavo train.
 
         Raises:
             ValueError: the model is an encoder.
