@@ -122,3 +122,13 @@ def test_prompts_may_be_a_tensor():
     engine, ids = Engine(model, context=128), batch()["input_ids"]
     sampling = Sampling(temperature=0)
     assert list(engine.generate(ids, 5, sampling)) == list(engine.generate(ids.tolist(), 5, sampling))
+
+
+def test_another_default_device():
+    model, fast = pair("llama")
+    inputs, text = batch(), torch.arange(8, 97).repeat(4)[None, :120].expand(4, -1)
+    required = [answers(model, each, do_sample=False, max_new_tokens=5) for each in (inputs, {"input_ids": text})]
+    with torch.device("meta"):
+        assert torch.equal(answers(fast, inputs, do_sample=False, max_new_tokens=5), required[0])
+        shared = answers(fast, {"input_ids": text}, do_sample=False, max_new_tokens=5)  # a prefix of all prompts
+    assert torch.equal(shared, required[1])

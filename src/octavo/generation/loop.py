@@ -33,7 +33,7 @@ class Mail:
 
     def __init__(self, batch: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.box = torch.empty(batch + 1, dtype=torch.int64, pin_memory=pinned)
+        self.box = torch.empty(batch + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, tokens: Tensor, running: Tensor) -> None:

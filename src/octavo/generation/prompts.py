@@ -67,8 +67,8 @@ def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prom
 def shared_prefix(prompts: Prompts) -> int:
     """The number of tokens with which all prompts begin, less than the number of tokens of the shortest."""
     ids, shortest = prompts.ids.cpu(), prompts.shortest
-    start = torch.tensor(prompts.padding)[:, None]
-    begin = ids.gather(1, start + torch.arange(shortest)[None])  # [B, shortest], without padding
+    start = torch.tensor(prompts.padding, device=ids.device)[:, None]
+    begin = ids.gather(1, start + torch.arange(shortest, device=ids.device))  # [B, shortest], without padding
     differs = (begin != begin[:1]).any(0)
     return min(shortest - 1, int(differs.int().argmax()) if bool(differs.any()) else shortest)
 

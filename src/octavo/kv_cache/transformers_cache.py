@@ -83,7 +83,8 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:
-            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+            rows = torch.arange(self.batch_size, device=self.store.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store is not None:
