@@ -112,6 +112,7 @@ class Engine:
             UnservedError: the attention of the model is of a kind that the cache does not serve.
             ValueError: the text would exceed the context.
             MemoryError: the cache does not fit on the device.
+            RuntimeError: this thread generates from the model already.
         """
         batch, begin = prompts.ids.shape
         self.check_length(begin, new)
@@ -141,6 +142,7 @@ class Engine:
         Raises:
             ValueError: no prompt, an empty one, or one longer than the context.
             MemoryError: the cache does not fit on the device.
+            RuntimeError: this thread generates from the model already.
         """
         batch = pad_prompts(prompts, self.device)
         self.check_length(batch.ids.shape[1], 1)
@@ -171,7 +173,7 @@ class Engine:
 
     def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
         """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
-        `new` more, as a first call would."""
+        `new` more, as a first call would. A call that needs more room than that may capture again."""
         length = max(1, min(tokens, self.limit - 3))
         prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
         if has_kernels(self.device):
