@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from octavo.kv_cache.length import Length
-from octavo.kv_cache.prompts import prompt_attention, widened
+from octavo.kv_cache.prompts import prompt_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops import rotate_append
-from octavo.ops.attention import LARGEST, MAX_ROWS, append_kv, cached_attention, from_stored, to_stored
+from octavo.ops.attention import LARGEST, MAX_ROWS, append_kv, cached_attention, from_stored, to_stored, widened
 
 DTYPES = {
     "fp32": torch.float32,

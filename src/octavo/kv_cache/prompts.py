@@ -6,11 +6,6 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 
-def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Stored keys or values [B, G, S, D] as numbers of `dtype`."""
-    return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)
-
-
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = None, scale: float) -> Tensor:
     """PyTorch's attention of the last T tokens of a text to those up to them.
 

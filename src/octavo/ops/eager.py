@@ -42,9 +42,6 @@ class Operation:
             return self.overload(*args)
         if self.mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self.mutated if not args[i].is_inference()])
-        first = values[0]
-        if not first.is_cuda or first.get_device() == torch.cuda.current_device():
-            return self.function(*args)
         return on_device_of_first(self.function, *args)
 
 

@@ -42,16 +42,21 @@ OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
 
 
+def _never(*args: Any) -> bool:
+    return False
+
+
 def operation(
-    name: str, runs_kernels: Callable[..., bool], mutates: tuple[str, ...] = ()
+    name: str, runs_kernels: Callable[..., bool] = _never, mutates: tuple[str, ...] = ()
 ) -> Callable[[Function], Operation]:
     """Register a function as the operation `octavo::name`, and return what calls it.
 
     Args:
         name: of the operation.
         runs_kernels: takes the operation's arguments. True if, for these, the function consists only of views,
-            allocations and kernel launches, so that Inductor may inline it.
-        mutates: the names of the arguments that the function writes to. Inductor must not inline such an operation.
+            allocations and kernel launches, so that Inductor may inline it. By default it never does.
+        mutates: the names of the arguments that the function writes to. Inductor must not inline such an operation, so
+            it keeps the default of `runs_kernels`.
 
     A function may return None among its results: a direct call gives None, the registered operation an empty tensor.
     """

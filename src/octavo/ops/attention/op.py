@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention.reference import append_kv_reference, cached_attention_reference, widened_attention
-from octavo.ops.attention.stored import LARGEST, ROUNDS_TO_LARGEST
+from octavo.ops.attention.stored import LARGEST, limits_of
 from octavo.ops.checks import FLOATS, check_tensor
 from octavo.ops.inductor import operation, register_lowerings
 from octavo.ops.triton_support import has_kernels
@@ -146,12 +146,7 @@ def _(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _never(*args: Any) -> bool:
-    """Inductor calls `append_kv` and never inlines it, since it writes to its arguments."""
-    return False
-
-
-@operation("append_kv", _never, mutates=("keys", "values", "clipped"))
+@operation("append_kv", mutates=("keys", "values", "clipped"))
 def _append_kv(
     k: Tensor,
     v: Tensor,
@@ -170,8 +165,7 @@ def _append_kv(
     from octavo.ops.attention import kernel
 
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    limits = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
-    kernel.append_kv(k, v, keys, values, k_scale, v_scale, length, clipped, limits)
+    kernel.append_kv(k, v, keys, values, k_scale, v_scale, length, clipped, limits_of(keys.dtype))
 
 
 @_append_kv.register_fake

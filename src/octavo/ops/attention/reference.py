@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.attention.stored import from_stored, to_stored
+from octavo.ops.attention.stored import from_stored, to_stored, widened
 
 
 def append_kv_reference(
@@ -84,10 +84,7 @@ def widened_attention(
     PyTorch would instead store every product of a query and a key.
     """
     shared = q.shape[1] // keys.shape[1]
-    k, v = (
-        (from_stored(data) * (1.0 if s is None else s.view(-1, 1, 1))).to(q.dtype).repeat_interleave(shared, 1)
-        for data, s in ((keys, k_scale), (values, v_scale))
-    )
+    k, v = (widened(data, s, q.dtype).repeat_interleave(shared, 1) for data, s in ((keys, k_scale), (values, v_scale)))
     seen = _visible(q.shape[2], keys.shape[2], length, first)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     y = torch.where(seen.any(3, keepdim=True), y, 0.0)

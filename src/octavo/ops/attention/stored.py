@@ -13,6 +13,11 @@ LARGEST = {torch.float8_e4m3fn: E4M3.max, torch.int8: 127.0}  # the largest stor
 ROUNDS_TO_LARGEST = {torch.float8_e4m3fn: 464.0, torch.int8: 127.5}  # larger numbers are counted as saturated
 
 
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
+    """The largest number stored in `dtype`, and the largest that rounds to it; zeros for a dtype without a scale."""
+    return LARGEST.get(dtype, 0.0), ROUNDS_TO_LARGEST.get(dtype, 0.0)
+
+
 def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Convert x [B, G, T, D] to the dtype of a cache.
 
@@ -36,3 +41,8 @@ def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tens
 def from_stored(data: Tensor) -> Tensor:
     """The stored numbers as float32, not yet multiplied by their scale."""
     return widen(data) if data.dtype == torch.float8_e4m3fn else data.float()
+
+
+def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Stored keys or values [B, G, S, D], multiplied by their scale [G], as numbers of `dtype`."""
+    return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)

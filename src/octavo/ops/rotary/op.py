@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention.op import MAX_DIM, check_cache
-from octavo.ops.attention.stored import LARGEST, ROUNDS_TO_LARGEST
+from octavo.ops.attention.stored import limits_of
 from octavo.ops.checks import FLOATS, check_tensor
 from octavo.ops.inductor import operation, register_lowerings
 from octavo.ops.rotary.reference import rotate_append_reference
@@ -88,12 +88,7 @@ def _check(
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
-def _never(*args: Any) -> bool:
-    """Inductor calls the operation and never inlines it, since it writes to its arguments."""
-    return False
-
-
-@operation("rotate_append", _never, mutates=("keys", "values", "clipped"))
+@operation("rotate_append", mutates=("keys", "values", "clipped"))
 def _rotate_append(
     q: Tensor,
     k: Tensor,
@@ -118,9 +113,8 @@ def _rotate_append(
     from octavo.ops.rotary import kernel
 
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    limits = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
     return kernel.rotate_append(
-        q, k, v, cos.contiguous(), sin.contiguous(), q_norm, k_norm, eps, *stored, limits, keep_k
+        q, k, v, cos.contiguous(), sin.contiguous(), q_norm, k_norm, eps, *stored, limits_of(keys.dtype), keep_k
     )
 
 
