@@ -4,13 +4,12 @@ import torch
 
 from octavo.generation.loop import Stop, decode
 
+PROMPTS = torch.tensor([[4], [0]])
 LOGITS = torch.eye(5)[:2]  # two sequences, whose most likely tokens are 0 and 1
 
 
 def run(room, stop=None, watched=True, steps=None):
     """Each sequence counts on from its last token, modulo 5."""
-    ids = torch.zeros(2, room, dtype=torch.int64)
-    ids[:, 0] = torch.tensor([4, 0])
     calls = [] if steps is None else steps
 
     def choose(so_far, logits):
@@ -21,8 +20,8 @@ def run(room, stop=None, watched=True, steps=None):
         calls.append(tokens.tolist())
         return torch.eye(5)[(tokens + 1) % 5]
 
-    found = list(decode(ids, 1, LOGITS, choose, step, stop, watched))
-    return ids, found, calls
+    found = list(decode(PROMPTS, room - 1, LOGITS, choose, step, stop, watched))
+    return found[-1][0], [(ids.shape[1], tokens) for ids, tokens in found], calls
 
 
 def test_every_token_but_the_last_starts_a_step():
@@ -35,15 +34,14 @@ def test_every_token_but_the_last_starts_a_step():
 
 def test_a_step_is_queued_before_its_tokens_are_read():
     steps: list[list[int]] = []
-    ids = torch.zeros(2, 5, dtype=torch.int64)
 
     def step(tokens):
         steps.append(tokens.tolist())
         return torch.eye(5)[(tokens + 1) % 5]
 
     seen = []
-    for n, _ in decode(ids, 1, LOGITS, lambda _, logits: logits.argmax(1), step, None, True):
-        seen.append((n, len(steps)))
+    for ids, _ in decode(PROMPTS, 4, LOGITS, lambda _, logits: logits.argmax(1), step, None, True):
+        seen.append((ids.shape[1], len(steps)))
     assert seen == [(2, 1), (3, 2), (4, 3), (5, 3)]
 
 

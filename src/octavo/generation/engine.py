@@ -118,13 +118,10 @@ class Engine:
         self.check_length(begin, new)
         with self._alone():
             session = self._session(batch, begin + new - 1)
-            ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.ids.device)
-            ids[:, :begin] = prompts.ids
             logits = session.prefill(prompts, self._shared(prompts), piece)
             if new > 1:  # while the device works on the prompt
                 self._refresh()
-            for n, tokens in decode(ids, begin, logits, choose, session.step, stop, watched):
-                yield ids[:, :n], tokens
+            yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, stop: Collection[int] = ()

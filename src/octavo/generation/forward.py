@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.kv_cache.model import ModelKVCache, Pairs
+from octavo.kv_cache.model import ModelKVCache, Pairs, sliding_window
 from octavo.models.decoder import Decoder
 
 
@@ -63,9 +63,7 @@ def most_tokens(model: Any) -> int | None:
     """The tokens that a cache of the model may hold: those of its sliding window, or any number, None."""
     if isinstance(model, Decoder):
         return None
-    config = model.config.get_text_config(decoder=True)
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
-    return window if window is not None and (not kinds or "sliding_attention" in kinds) else None
+    return sliding_window(model.config.get_text_config(decoder=True))
 
 
 def key_shape(model: Any) -> KeyShape:

@@ -49,24 +49,27 @@ class Mail:
 
 
 def decode(
-    ids: Tensor, begin: int, logits: Tensor, choose: Choose, step: Step, stop: Stop | None, watched: bool
-) -> Iterator[tuple[int, Tensor | None]]:
-    """Choose tokens until `ids` is full or all sequences have ended.
+    prompts: Tensor, new: int, logits: Tensor, choose: Choose, step: Step, stop: Stop | None, watched: bool
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Choose up to `new` tokens for each prompt, until all sequences have ended.
 
     Args:
-        ids: int64 [B, N] on the device; the first `begin` tokens are the prompts, the others are written.
-        begin: at least 1.
+        prompts: int64 [B, T] on the device, with T >= 1.
+        new: number of tokens.
         logits: [B, V] after the prompts.
         choose: takes ids [B, n] and logits [B, V] and returns the next tokens, int64 [B].
         step: takes tokens [B] and returns the logits after them; it may overwrite those that it returned before.
-        stop: when sequences end; None lets them run until `ids` is full.
+        stop: when sequences end; None lets all have `new` tokens.
         watched: whether the caller reads the tokens. If not, and without `stop`, nothing waits for the device.
 
     Yields:
-        The number of tokens in `ids`, and the last tokens [B] on the host, or None if the caller does not read them.
+        All ids so far, int64 [B, n], and the last tokens [B] on the host, or None if the caller does not read them.
     """
-    running = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
-    mail = Mail(ids.shape[0], ids.device) if watched or stop is not None else None
+    batch, begin = prompts.shape
+    ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.device)
+    ids[:, :begin] = prompts
+    running = torch.ones(batch, dtype=torch.bool, device=ids.device)
+    mail = Mail(batch, ids.device) if watched or stop is not None else None
     for n in range(begin + 1, ids.shape[1] + 1):
         tokens = choose(ids[:, : n - 1], logits)
         if stop is not None:
@@ -79,9 +82,9 @@ def decode(
         if n < ids.shape[1]:
             logits = step(tokens)
         if mail is None:
-            yield n, None
+            yield ids[:, :n], None
             continue
         read, goes_on = mail.read()
-        yield n, read
+        yield ids[:, :n], read
         if not goes_on:
             return

@@ -34,14 +34,12 @@ def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, fr
     if free is None or needed <= free:
         return
     one = shape.nbytes(1, stored)
-    fits = [
-        f"{n} sequences of {tokens} tokens" if n > 1 else f"one sequence of {tokens} tokens"
-        for n in [free // (one * tokens)]
-        if n
-    ]
+    fitting = []
+    if most := free // (one * tokens):
+        fitting.append(f"{'one sequence' if most == 1 else f'{most} sequences'} of {tokens} tokens")
     if longest := free // (one * batch):
-        fits.append(f"{longest} tokens for {plural(batch, 'sequence')}")
-    advice = f"What fits: {' or '.join(fits)}." if fits else "No sequence fits."
+        fitting.append(f"{longest} tokens for {plural(batch, 'sequence')}")
+    advice = f"What fits: {' or '.join(fitting)}." if fitting else "No sequence fits."
     if (stored or shape.dtype).itemsize > 1:
         advice += " kv_cache='fp8' of octavo.load, or --kv-cache fp8 of octavo generate, halves the keys and values."
     raise MemoryError(

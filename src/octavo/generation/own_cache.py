@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.generation.engine import AUTO, Engine
 from octavo.generation.forward import make_forward
 from octavo.generation.loop import Choose, Stop, decode
-from octavo.generation.prompts import Prompts
+from octavo.generation.prompts import Prompts, first_tokens
 from octavo.kv_cache.model import Pairs, UnservedError
 
 
@@ -57,12 +57,9 @@ class OwnCacheEngine(Engine):
         self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
     ) -> Generator[tuple[Tensor, Tensor | None], None, None]:
         """As `Engine.run`, without pieces: a prompt is one forward pass."""
-        batch, begin = prompts.ids.shape
+        begin = prompts.ids.shape[1]
         self.check_length(begin, new)
-        device = prompts.ids.device
-        ids = torch.empty(batch, begin + new, dtype=torch.int64, device=device)
-        ids[:, :begin] = prompts.ids
-        mask = torch.arange(begin + new, device=device) >= torch.tensor(prompts.padding, device=device)[:, None]
+        mask = torch.arange(begin + new, device=prompts.ids.device) >= first_tokens(prompts)[:, None]
         cache: Any = None
         end = 0
 
@@ -78,5 +75,4 @@ class OwnCacheEngine(Engine):
             return logits[:, -1]
 
         logits = forward(prompts.ids)
-        for n, tokens in decode(ids, begin, logits, choose, lambda t: forward(t[:, None]), stop, watched):
-            yield ids[:, :n], tokens
+        yield from decode(prompts.ids, new, logits, choose, lambda t: forward(t[:, None]), stop, watched)

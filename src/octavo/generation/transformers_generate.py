@@ -160,13 +160,11 @@ def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
 
 def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
     """Whether `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
-    if positions is None or not any(prompts.padding):
-        usual = torch.arange(prompts.ids.shape[1], device=prompts.ids.device)[None]
-        return positions is None or bool((positions.to(usual.device) == usual).all())
+    if positions is None:
+        return True
     first = first_tokens(prompts)[:, None]
     usual = torch.arange(prompts.ids.shape[1], device=first.device) - first
-    given = positions.to(first.device)
-    return bool(((given == usual) | (usual < 0)).all())
+    return bool(((positions.to(first.device) == usual) | (usual < 0)).all())
 
 
 def _chooser(processors: Any, draws: bool) -> Choose:

@@ -207,6 +207,12 @@ class ModelKVCache:
                         torch._dynamo.mark_static_address(t)
 
 
+def sliding_window(config: Any) -> int | None:
+    """The tokens that layers of a model of transformers attend to, by its text config; None if all attend to all."""
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    return window if not kinds or "sliding_attention" in kinds else None
+
+
 def pairs_in_order(scales: Scales | None) -> Pairs | None:
     """The scales in the order of the layers: by the numbers in names such as model.layers.11.self_attn."""
     if not isinstance(scales, Mapping):

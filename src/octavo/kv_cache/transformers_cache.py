@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from octavo.calibration.folder import Calibration
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
-from octavo.kv_cache.model import Appended, ModelKVCache, Scales, UnservedError, pairs_in_order
+from octavo.kv_cache.model import Appended, ModelKVCache, Scales, UnservedError, pairs_in_order, sliding_window
 from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops.attention import LARGEST
@@ -208,9 +208,8 @@ def _check_model(config: Any, max_tokens: int) -> None:
         raise UnservedError(
             f"QuantizedKVCache serves attention over all tokens; the model has layers of the kind {sorted(other)}"
         )
-    window: Any = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds if kinds else window is not None
-    if slides and max_tokens > window:
+    window = sliding_window(config)
+    if window is not None and max_tokens > window:
         raise UnservedError(
             f"the model attends to a sliding window of {window} tokens, this cache to all of its {max_tokens}: use "
             f"max_tokens={window} or less, or transformers' own cache"
