@@ -47,7 +47,7 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
 
     if not (source / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json: give a {_SOURCES}")
-    if (RunFolder(source).model / "config.json").is_file():
+    if RunFolder(source).has_model:
         run = open_run(source, step, device)
         title = f"{source}, step {run.step}, {run.config.recipe}"
         folder = RunFolder(source).model

@@ -33,6 +33,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def has_model(self) -> bool:
+        """Whether the folder holds the description of a run's model, which no other kind of folder does."""
+        return (self.model / "config.json").is_file()
+
+    @property
     def metrics(self) -> Path:
         """The log, with one JSON object on each line."""
         return self.path / "metrics.jsonl"
@@ -61,7 +66,7 @@ class RunFolder:
         """Raise an ArtifactError unless the folder is that of a run."""
         if not self.config.is_file():
             raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
-        if not (self.model / "config.json").is_file():
+        if not self.has_model:
             raise ArtifactError(
                 f"{self.path} is a model folder, not a run of octavo train: give the folder that octavo train wrote"
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
+from octavo.artifact.run import RunFolder
 from octavo.hf.gpt2_as_opt import open_tensors
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 
@@ -30,7 +31,7 @@ Looking = Callable[[], AbstractContextManager[None]]
 
 def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     where = folder / "config.json"
-    if (folder / "model" / "config.json").is_file():
+    if RunFolder(folder).has_model:
         raise ArtifactError(
             f"{folder} is a run of octavo train, which cannot be calibrated: give a Hugging Face folder"
         )

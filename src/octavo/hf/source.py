@@ -109,7 +109,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
             f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
         )
     config = read_json(path / "config.json")  # of a run: the settings of its training
-    if (path / "model" / "config.json").is_file():
+    if RunFolder(path).has_model:
         return _run(path, config, step)
     if step is not None:
         raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from octavo.artifact.packed.layouts import read_config
+from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.hf.quiet import quiet_transformers
 from octavo.progress import Progress, no_progress
@@ -16,7 +17,7 @@ from octavo.speed.grid import Grid, ModelSizes, Prompts
 from octavo.speed.machine import facts
 from octavo.speed.measurement import Advance, Way, check_tokens, measure_cell, open_program
 from octavo.speed.memory import Meter, release
-from octavo.speed.own_engine import engine_program, is_run
+from octavo.speed.own_engine import engine_program
 from octavo.speed.programs import Program, octavo_program, transformers_program, vllm_program
 from octavo.speed.result import Row, SpeedReport
 from octavo.train.memory import peak_memory
@@ -67,8 +68,9 @@ def _programs(folder: Path, against: Path | None, grid: Grid, device: torch.devi
         yield vllm_program(folder, grid)
     if against is None:
         return
-    if is_run(against) or _is_packed(against):
-        found = "a run of octavo train" if is_run(against) else "quantized"
+    is_run = RunFolder(against).has_model
+    if is_run or _is_packed(against):
+        found = "a run of octavo train" if is_run else "quantized"
         raise ValueError(f"{against} is {found}: --against takes a Hugging Face model folder in BF16")
     yield transformers_program(against, device)
     if vllm:
@@ -78,7 +80,7 @@ def _programs(folder: Path, against: Path | None, grid: Grid, device: torch.devi
 def _is_packed(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give a packed folder, a run or a Hugging Face folder")
-    return not is_run(folder) and bool(read_config(folder).get("quantization_config"))
+    return not RunFolder(folder).has_model and bool(read_config(folder).get("quantization_config"))
 
 
 def measure_programs(

@@ -92,8 +92,7 @@ class ModelSizes(NamedTuple):
         """
         transformers = import_extra("transformers", "hf", "octavo bench runs models of transformers")
         run = RunFolder(folder)
-        is_run = (run.model / "config.json").is_file()
-        described = open_local(transformers.AutoConfig, run.model if is_run else folder)
+        described = open_local(transformers.AutoConfig, run.model if run.has_model else folder)
         if described.architectures and not names_language_model(described.architectures[0]):
             raise ValueError(
                 f"{folder} holds an encoder ({described.architectures[0]}), which generates no text: a causal language "
@@ -103,7 +102,7 @@ class ModelSizes(NamedTuple):
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        files = (run.newest() if is_run else folder).glob("*.safetensors")
+        files = (run.newest() if run.has_model else folder).glob("*.safetensors")
         return cls(
             config.vocab_size,
             getattr(config, "max_position_embeddings", None),

@@ -27,10 +27,6 @@ class _Model(NamedTuple):
     precision: str
 
 
-def is_run(folder: Path) -> bool:
-    return (RunFolder(folder).model / "config.json").is_file()
-
-
 def engine_program(folder: Path, grid: Grid, device: torch.device) -> Program:
     """The engine as `octavo generate` calls it. Its reference computes the whole text again for each token."""
 
@@ -62,7 +58,7 @@ def engine_program(folder: Path, grid: Grid, device: torch.device) -> Program:
 
 
 def _open(folder: Path, device: torch.device) -> _Model:
-    if is_run(folder):
+    if RunFolder(folder).has_model:
         run = open_run(folder, None, str(device))
         return _Model(run.model, run.config.context, run.config.precision)
     loaded = open_model(folder, device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
+from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
@@ -71,7 +72,7 @@ def verify(
     """
     if not packed.is_dir():
         raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
-    if (packed / "model" / "config.json").is_file():
+    if RunFolder(packed).has_model:
         raise ValueError(f"{packed} is a run of octavo train: pack it first, and verify the packed folder")
     device = str(choose_device(device))
     if budgets and not data:
