@@ -1,8 +1,6 @@
 """A causal language model of transformers, from a local folder, for fine-tuning."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import nn
 
 from octavo.artifact.files import read_json
 from octavo.extras import import_extra, open_local
+from octavo.hf.quiet import quiet_transformers
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import is_causal
 from octavo.train.config import Config, ConfigError
@@ -34,7 +33,7 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     transformers = import_extra("transformers", "hf", purpose)
     source = Path(config.model)
     _check_folder(saved if saved.exists() else source, config.model)
-    with _quiet(transformers):
+    with quiet_transformers():  # `_open` checks the facts that its tables report
         model = _open(transformers.AutoModelForCausalLM, transformers.AutoConfig, source, saved)
     limit = getattr(model.config, "max_position_embeddings", None) or config.context
     if config.context > limit:
@@ -88,18 +87,3 @@ def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
             f"({len(missing)} in all). transformers would draw them at random: complete the folder"
         )
     return model
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Turn off the progress bars and tables of transformers in the block. `_open` checks what the tables report."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
