@@ -75,6 +75,13 @@ def each(*groups: Iterator[tuple[str, tuple[Any, ...]]]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(("name", "values"), listed, ids=[name for name, _ in listed])
 
 
+def test_no_operation_has_a_default():
+    # Inductor names the arguments that have one, and `_lower` takes its arguments by position.
+    for name in OPERATIONS:
+        schema = getattr(torch.ops.octavo, name).default._schema
+        assert not [argument.name for argument in schema.arguments if argument.has_default_value()], name
+
+
 def test_every_operation_is_tested_here():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")}
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}

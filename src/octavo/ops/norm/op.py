@@ -112,7 +112,7 @@ def _norm_quantize(
     bias: Tensor | None,
     eps: float,
     center: bool,
-    statistics: bool = True,
+    statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     cast = parse_cast(spec)
     eps = float(np.float32(eps))  # Triton rounds it so: the reference gets the same number
@@ -133,7 +133,7 @@ def _(
     bias: Tensor | None,
     eps: float,
     center: bool,
-    statistics: bool = True,
+    statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, residual, weight, bias)
     scale = x.new_empty((x.shape[0], 1), dtype=torch.float32)
