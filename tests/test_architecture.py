@@ -24,6 +24,7 @@ LAYERS = [
     {"recipe"},
     {"ops"},
     {"nn", "tensor"},
+    {"dist"},
     {"models", "artifact"},
     {"evaluation", "hf"},
     {"calibration"},

@@ -1,0 +1,79 @@
+"""Running a test's function in several processes that form a gloo group on the CPU."""
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60  # for a call; a collective that waits longer fails
+# The processes are forked from a server that has imported these once: a rank starts in some 50 ms.
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "octavo"]
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of `function(rank, *args)` in `world` processes, by rank.
+
+    Args:
+        function: of a module, so that it can be pickled, as its arguments and results must be.
+
+    Raises:
+        AssertionError: a rank failed, with its traceback, or the time was up.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world, Path(folder), pipe[1], function, args), daemon=True)
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _results([receiver for receiver, _ in pipes])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _results(receivers: list[Any]) -> list[Any]:
+    """What each rank sent; raises at the first failure, since the other ranks may wait for that rank."""
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, SECONDS)
+        assert ready, f"ranks {[rank for rank in range(len(receivers)) if rank not in results]} did not end in time"
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                result, failure = receiver.recv()
+            except EOFError:
+                failure = "its process ended without a result"
+            assert failure is None, f"rank {rank}: {failure}"
+            results[rank] = result
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[..., Any], args: Any) -> None:
+    import torch
+    from torch import distributed
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    try:
+        store = distributed.FileStore(str(folder / "store"), world)
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+        )
+        sender.send((function(rank, *args), None))
+        distributed.destroy_process_group()
+    except BaseException:
+        sender.send((None, traceback.format_exc()))
