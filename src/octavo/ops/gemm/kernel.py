@@ -25,6 +25,7 @@ from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
 
 COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
 MAX_SPLIT_K = 8
+COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a program (bench.gpu.gemm_tune)
 
 
 class Tiling(NamedTuple):
@@ -87,12 +88,13 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
         return Tiling(block_n=8, block_k=_block_k(k, 512), stages=4, warps=4)
-    block_n, block_k = 64, _block_k(k, 256 if m <= 32 else 128)
+    block_n, block_k = 64, _block_k(k, 256 if m <= 64 else 128)
     programs = multiprocessors(device)
     tiles, steps = -(-n // block_n), -(-k // block_k)
 
     def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles
-        return -(-tiles * split_k // programs) * -(-steps // split_k)
+        combine = COMBINE_STEPS if split_k > 1 else 0
+        return -(-tiles * split_k // programs) * -(-steps // split_k) + combine
 
     return Tiling(block_n, block_k, stages=4, warps=4, split_k=min(range(1, MAX_SPLIT_K + 1), key=time))
 
