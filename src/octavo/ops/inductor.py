@@ -95,8 +95,8 @@ def _with_empty(function: Function) -> Function:
 def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
     """The gradient of an operation that is called by itself. The layers of `octavo.nn` define their own gradients."""
     raise RuntimeError(
-        f"octavo.{name} has no gradient, and neither has a packed model: it is for inference. To train, take the BF16 "
-        "model (octavo unpack makes one of a packed folder) and octavo.convert it"
+        f"octavo.{name}, called by itself, has no gradient: call a layer of octavo, which defines one. The weights of "
+        "a packed model are frozen: octavo unpack makes a BF16 model of it, and octavo.convert prepares that to train"
     )
 
 

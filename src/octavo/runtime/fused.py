@@ -5,8 +5,9 @@
                   y = h_q @ w_down^T
 
 This holds for layers of the scheme `channel`, in our models and in the decoder layers of transformers that
-`octavo.nn.transformers_fusion` knows. All other layers run one by one. The operations and their order are those of
-training, so the packed model of a run gives the same bits as the run.
+`octavo.nn.transformers_fusion` knows. All other layers run one by one, and so do these where autograd records: the
+fused operations have no gradient. The operations and their order are those of training, so the packed model of a run
+gives the same bits as the run.
 """
 
 import torch
@@ -22,6 +23,7 @@ from octavo.nn.norm_linear import child, read_norm, watched
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize
+from octavo.runtime.packed_gradient import wants_gradient
 from octavo.runtime.packed_linear import PackedLinear
 from octavo.runtime.stacked_linear import PackedStack, stackable
 
@@ -32,7 +34,7 @@ class PackedNormLinear(NormLinear):
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         norm, stack = read_norm(self.norm), child(self, "stack")
-        if x.numel() == 0 or norm is None or not stack.holds(self.linears):
+        if x.numel() == 0 or norm is None or not stack.holds(self.linears) or wants_gradient(x, residual, *norm[1:]):
             return None
         total, n_q = _normed(x, residual, norm)
         y = stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
@@ -63,6 +65,8 @@ class PackedMLP(FusedMLP):
         known, stack = None if norm is None else read_norm(norm), child(self, "stack")
         unknown = norm is not None and known is None
         if x.numel() == 0 or unknown or not stack.holds(self.inner) or not _is_alone(self.outer):
+            return None
+        if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
         if known is None:
             total = _rows(x)

@@ -3,7 +3,7 @@
     y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
 
 x is quantized in each call, as the scheme says (`octavo.artifact.packed.scheme`). On a machine with an FP8 GEMM the
-weight is never widened.
+weight is never widened. The weight is a constant: x has a gradient (`octavo.runtime.packed_gradient`), the weight none.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from octavo.nn.linear import compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.numerics import QTensor
 from octavo.ops import scaled_mm
+from octavo.runtime.packed_gradient import PackedProduct, wants_gradient
 
 
 class PackedModule(nn.Module):
@@ -55,7 +56,7 @@ class PackedModule(nn.Module):
 class PackedLinear(PackedModule):
     """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included.
 
-    It is for inference: it has no gradient.
+    The gradient of x is computed; the weight is not trained.
 
     Args:
         linear: the layer that it replaces, for the sizes and the device.
@@ -96,8 +97,15 @@ class PackedLinear(PackedModule):
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
         w_q = self.packed_weight()
-        x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self._buffers["input_scale"])
-        return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+
+        def product(x: Tensor) -> Tensor:
+            x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self._buffers["input_scale"])
+            return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+
+        if not wants_gradient(x):
+            return product(x)
+        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product)  # type: ignore[no-untyped-call]
+        return y
 
     def packed_weight(self) -> QTensor:
         """The weight [N, K]."""
@@ -112,7 +120,7 @@ class PackedLinear(PackedModule):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, scheme={self.scheme.name}, for inference only"
+        return f"{sizes}, scheme={self.scheme.name}, frozen"
 
 
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:

@@ -1,0 +1,60 @@
+"""The gradient of a packed layer's input, for what is trained around packed weights, such as LoRA adapters.
+
+The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, transposed:
+
+    row or tensor scales   g = dy * s_w[N] -> g_q, s_g[T];  dx = g_q[T,N] @ wT_q[K,N]^T * s_g[T]
+    square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
+    groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
+                           out of the sum
+
+s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
+(`octavo.nn.linear_function`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.scale_folding import quantize_folded, transposed
+from octavo.numerics import ROW, TENSOR, QTensor
+from octavo.ops import quantize, scaled_mm
+from octavo.recipe import BLOCK_X, ROW_X
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operation on `tensors`."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class PackedProduct(torch.autograd.Function):
+    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any) -> Tensor:
+        ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
+        ctx.save_for_backward(w_data, w_scale)
+        y: Tensor = product(x)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        data, scale = ctx.saved_tensors
+        w = QTensor(data, scale, ctx.format, ctx.granularity)
+        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w)
+        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None
+
+
+def input_gradient(dy: Tensor, w: QTensor) -> Tensor:
+    """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
+    if w.granularity == TENSOR:
+        w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
+    if w.granularity == ROW:
+        g = quantize_folded(dy, w.scale, None, ROW_X)
+    elif w.granularity.transposes:
+        g = quantize(dy, BLOCK_X)
+    else:
+        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+    return scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T
