@@ -10,7 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octavo.artifact.files import ArtifactError
-from octavo.artifact.safetensors_files import INDEX, SINGLE, ShardReader, Spec, write_shards
+from octavo.artifact.safetensors_files import (
+    INDEX,
+    SINGLE,
+    ShardReader,
+    Spec,
+    create_files,
+    write_part,
+    write_shards,
+)
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -70,7 +78,7 @@ def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [200, 10**6])
-def test_a_file_is_opened_once_however_many_tensors_it_holds(
+def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
@@ -80,7 +88,7 @@ def test_a_file_is_opened_once_however_many_tensors_it_holds(
     with small_shards(limit):
         write_shards(tmp_path, specs(given), given.items(), {"format": "pt"})
     written = [path.name for path in opened if path.suffix == ".safetensors"]
-    assert sorted(written) == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert sorted(written) == sorted(2 * [path.name for path in tmp_path.glob("*.safetensors")])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor"):
+    with pytest.raises(FileNotFoundError, match="model.safetensors is missing, and so is model.safetensors.index.json"):
         ShardReader(tmp_path)
     sharded(tmp_path)
     assert ShardReader(tmp_path).specs.keys() == {"a", "b"}
@@ -146,3 +154,22 @@ def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> Non
     (tmp_path / SINGLE).unlink()
     with pytest.raises(ArtifactError, match=f"{SINGLE} was removed while it was read.*give the command again"):
         reader.get("b")
+
+
+def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path: Path) -> None:
+    """Cut along each dimension, and along two, into parts of unequal size; also an empty part."""
+    given = {"cube": torch.arange(7 * 5 * 6).view(7, 5, 6), "scalar": torch.tensor(3), "empty": torch.ones(0, 2)}
+    places = create_files(tmp_path, "part", specs(given), {})
+    parts = [((0, 0, 0), (3, 2, 6)), ((3, 0, 0), (4, 2, 6)), ((0, 2, 0), (7, 3, 5)), ((0, 2, 5), (7, 3, 1))]
+    with (tmp_path / "part.safetensors").open("r+b") as file:
+        for offsets, sizes in [*parts, ((7, 0, 0), (0, 5, 6))]:
+            part = given["cube"][tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))]
+            write_part(file, places["cube"], part, offsets)
+        write_part(file, places["scalar"], given["scalar"], ())
+        write_part(file, places["empty"], given["empty"], (0, 0))
+    found = load_file(tmp_path / "part.safetensors")
+    assert found.keys() == given.keys()
+    assert all(same(found[name], t) for name, t in given.items())
+    reader = ShardReader(tmp_path, "part")
+    assert all(same(reader.get_part(name, [0] * t.ndim, t.shape), t) for name, t in given.items())
+    assert torch.equal(reader.get_part("cube", (3, 1, 2), (2, 4, 3)), given["cube"][3:5, 1:, 2:5])

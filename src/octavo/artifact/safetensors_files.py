@@ -2,23 +2,26 @@
 
 A safetensors file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last
 byte), and the data (github.com/huggingface/safetensors). The header does not depend on the data, so it is written
-first, and each tensor is written to its place when it comes. Reader and writer hold one tensor at a time, except where
-all are asked for. Wider dtypes come before narrower ones, so that every tensor is aligned.
+first, and each tensor is written to its place when it comes, whole or in parts. Reader and writer hold one tensor at a
+time, except where all are asked for. Wider dtypes come before narrower ones, so that every tensor is aligned.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, open_file, read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+SINGLE, INDEX = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
 SHARD_BYTES = 5 * 10**9
 THREADS = 8  # that read at once: one alone does not fill the bus to a GPU
 _DTYPES = {
@@ -55,15 +58,20 @@ class Spec:
 class ShardReader:
     """The tensors of a folder: in model.safetensors, or in the files that its index names.
 
+    Args:
+        folder: to read from.
+        stem: the name of the file without its suffix.
+
     Raises:
         FileNotFoundError: the folder has neither, or lacks a file that the index names.
         ArtifactError: a file is truncated or not of the format, the index names a file outside the folder, or a tensor
             that its file does not have; a folder of pickles, which are never opened.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
-        files = [folder / SINGLE] if (folder / SINGLE).is_file() else _indexed(folder)
+        single = folder / f"{stem}{SUFFIX}"
+        files = [single] if single.is_file() else _indexed(folder, stem)
         self._files: dict[str, Path] = {}
         self.specs: dict[str, Spec] = {}
         for path in files:
@@ -80,18 +88,30 @@ class ShardReader:
         Raises:
             ArtifactError: the file was removed since this reader was made, or is damaged.
         """
+        tensor: Tensor = self._open(name).get_tensor(name)
+        return tensor
+
+    def get_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The part of a tensor that begins at `offsets` and has the shape `sizes`, on the CPU. Raises the errors of
+        `get`."""
+        if not sizes:
+            return self.get(name)
+        slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        part: Tensor = self._open(name).get_slice(name)[slices]
+        return part
+
+    def get_all(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Every tensor, on `device`; on the CPU they lie in the mapped files. Raises the errors of `get`."""
+        return read_all(self.get, self.specs, device)
+
+    def _open(self, name: str) -> Any:
         try:
-            tensor: Tensor = open_file(self._files[name]).get_tensor(name)
+            return open_file(self._files[name])
         except FileNotFoundError as error:
             raise ArtifactError(
                 f"{self._files[name]} was removed while it was read. If it belongs to a run that still trains, the run "
                 "removed this checkpoint for a newer one (setting keep): give the command again"
             ) from error
-        return tensor
-
-    def get_all(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Every tensor, on `device`; on the CPU they lie in the mapped files. Raises the errors of `get`."""
-        return read_all(self.get, self.specs, device)
 
 
 def read_all(get: Callable[[str], Tensor], specs: Mapping[str, Spec], device: torch.device | str) -> dict[str, Tensor]:
@@ -104,8 +124,8 @@ def read_all(get: Callable[[str], Tensor], specs: Mapping[str, Spec], device: to
     return {name: found[name] for name in specs}
 
 
-def _indexed(folder: Path) -> list[Path]:
-    index = folder / INDEX
+def _indexed(folder: Path, stem: str) -> list[Path]:
+    index = folder / f"{stem}{INDEX_SUFFIX}"
     if not index.is_file():
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
         if pickles:
@@ -113,7 +133,7 @@ def _indexed(folder: Path) -> list[Path]:
                 f"{folder} holds its weights in {pickles[0]}, a pickle, which can run code and is never opened here: "
                 "save the model with safetensors (transformers' save_pretrained does)"
             )
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        raise FileNotFoundError(f"{folder / stem}{SUFFIX} is missing, and so is {index.name}")
     weights = read_json(index).get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise ArtifactError(f"{index} must map tensors to files in weight_map, got {weights!r}")
@@ -139,27 +159,59 @@ def write_shards(
         OSError: the disk refuses.
         ValueError: a tensor does not fit its spec, comes twice, or does not come.
     """
-    shards = _divide(specs, SHARD_BYTES)
-    count = len(shards)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    opened = [_ShardFile(folder / file, shard, metadata) for file, shard in zip(names, shards, strict=True)]
-    files = {name: file for file, shard in zip(opened, shards, strict=True) for name in shard}
+    places = create_files(folder, "model", specs, metadata)
     waiting = dict(specs)
-    try:
+    with ExitStack() as stack:
+        files = {file: stack.enter_context((folder / file).open("r+b")) for file in {at.file for at in places.values()}}
         for name, tensor in tensors:
             if waiting.pop(name, None) != Spec.of(tensor):
                 raise ValueError(f"{name}: {Spec.of(tensor)} came, {specs.get(name)} was to come, once")
-            files[name].write(name, tensor)
+            write_part(files[places[name].file], places[name], tensor, [0] * tensor.ndim)
         if waiting:
             raise ValueError(f"{len(waiting)} tensors did not come, {next(iter(waiting))} among them")
-    finally:
-        for file in opened:
-            file.close()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the shape `shape` lies: the name of its file, and its first byte there."""
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def create_files(folder: Path, stem: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
+    """Make the files of `specs`, with their headers and space for all data, and their index if they are several.
+
+    Returns:
+        The place of each tensor, to be filled by `write_part`.
+    """
+    shards = _divide(specs, SHARD_BYTES)
+    count = len(shards)
+    places: dict[str, Place] = {}
+    for i, shard in enumerate(shards):
+        name = f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}"
+        places |= _create_file(folder / name, shard, metadata)
     if count > 1:
         size = sum(spec.nbytes for spec in specs.values())
-        placed = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        index = {"metadata": {"total_size": size}, "weight_map": {name: places[name].file for name in sorted(specs)}}
+        (folder / f"{stem}{INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
+    return places
+
+
+def write_part(file: BinaryIO, place: Place, part: Tensor, offsets: Sequence[int]) -> None:
+    """Write a rectangular part of the tensor at `place`, which begins at `offsets`, to its open file."""
+    part = part.detach().cpu().contiguous()
+    data, itemsize = part.reshape(-1).view(torch.uint8).numpy().data, part.element_size()
+    # All after the last dimension that is cut lies in one run of bytes, and so do the rows of that dimension.
+    cut = max((d for d, size in enumerate(part.shape) if size != place.shape[d]), default=0)
+    length = part.shape[cut:].numel()
+    strides = [torch.Size(place.shape[d + 1 :]).numel() for d in range(part.ndim)]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for run, index in enumerate(product(*map(range, part.shape[:cut]))):
+        start = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        file.seek(place.start + start * itemsize)
+        file.write(data[run * length * itemsize : (run + 1) * length * itemsize])
 
 
 def _divide(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
@@ -174,29 +226,18 @@ def _divide(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     return shards
 
 
-class _ShardFile:
-    """A file whose header is written, and whose tensors are written one by one."""
-
-    def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        self._at, end = {}, 0
-        for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-            self._at[name] = end
-            end += spec.nbytes
-            header[name] = {
-                "dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [self._at[name], end],
-            }  # fmt: skip
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._start = self._file.tell()
-        self._file.truncate(self._start + end)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        self._file.seek(self._start + self._at[name])
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        self._file.close()
+def _create_file(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        starts[name] = end
+        end += spec.nbytes
+        header[name] = {
+            "dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        data = file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(data + end)
+    return {name: Place(path.name, data + start, specs[name].shape) for name, start in starts.items()}
