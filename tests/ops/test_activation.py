@@ -13,7 +13,12 @@ from quantize_oracle import assert_rounds_to, name_of
 from torch import Tensor
 
 from octavo.numerics import Cast
-from octavo.ops import activation_backward, activation_quantize
+from octavo.ops import (
+    activation_backward,
+    activation_quantize,
+    activation_quantize_scaled,
+    activation_scales,
+)
 from octavo.ops.activation import ActivationGradient
 
 E4M3 = Cast()
@@ -36,6 +41,10 @@ def test_forward(cast, shape, dtype, kind):
     u = given(kind, shape, dtype)[0]
     q = activation_quantize(u, kind, cast)
     assert_rounds_to(q, h64(u.double(), kind), NEAR * h_magnitude(u, kind), cast)
+    assert torch.equal(activation_scales(u, kind, cast), q.scale)
+    larger = activation_quantize_scaled(u, kind, 2 * q.scale, cast)
+    assert torch.equal(activation_quantize_scaled(u, kind, q.scale, cast).data.float(), q.data.float())
+    assert (larger.data.float().abs() <= 0.51 * cast.fmt.max).all()
 
 
 @pytest.mark.parametrize("keep", [False, True])

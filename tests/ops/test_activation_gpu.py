@@ -8,7 +8,12 @@ from gpu_memory import poison
 from torch import Tensor
 
 from octavo.numerics import Cast
-from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
+from octavo.ops import activation_quantize_scaled, activation_scales
+from octavo.ops.activation.reference import (
+    activation_backward_reference,
+    activation_quantize_reference,
+    activation_quantize_scaled_reference,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -37,12 +42,15 @@ def backward_reference(
 
 
 def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
-    """Data and scale."""
+    """Data and scale, the scale alone, and the data by twice the scale."""
     expected = activation_quantize_reference(u, kind, cast)
+    larger = activation_quantize_scaled_reference(u, kind, 2 * expected[1], cast)
     for _ in range(repeats):
         poison()
         for one, other in zip(forward_kernel(u, kind, cast), expected, strict=True):
             assert_same(one, other)
+        assert_same(activation_scales(u, kind, cast), expected[1])
+        assert_same(activation_quantize_scaled(u, kind, 2 * expected[1], cast).data, larger)
 
 
 def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:

@@ -34,6 +34,8 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for seed in seeds:
         yield "quantize_scaled", (x, one, "e4m3", seed)
     yield "quantize_stack", ([x, x[: m // 2]], ROW)
+    yield "row_scales", ([x, x[: m // 2]], ROW)
+    yield "requantize", ([x, x], ROW, torch.cat((row, row)))
     yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)))
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
         yield "transpose", (quantize(x, Cast(fmt)).data, shift)
@@ -46,7 +48,9 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for (kind, width), keep in product((("gelu", 1), ("swiglu", 2)), (False, True)):
         u, factor = x.repeat(1, width), torch.rand(1, width * k)
         yield "activation_quantize", (u, ROW, kind)
+        yield "activation_scales", (u, ROW, kind)
         h_scale = 1e6 * row  # so that no h saturates
+        yield "activation_quantize_scaled", (u, ROW, kind, h_scale)
         yield ("activation_backward", (x, u, Cast("e5m2", scale="pow2").spec, ROW, keep, kind, factor, row, h_scale))
 
 

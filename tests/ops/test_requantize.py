@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from bits import assert_same_numbers
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, Granularity
 from octavo.numerics.granularity import block
-from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize_transposed
+from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize, requantize_transposed, row_scales
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -26,6 +27,21 @@ def test_rows_of_a_stack(device: str, fmt: str) -> None:
     parts, cast = [matrix(device), matrix(device, 33)], Cast(fmt, ROW)
     q = quantize_stack(parts, cast)
     assert same(requantize_transposed(parts, q.scale, cast), q.data)
+
+
+@devices
+@formats
+@pytest.mark.parametrize("floor", [0.0, 2.0**-4])
+def test_rows_of_parts_by_their_common_scales(device: str, fmt: str, floor: float) -> None:
+    """The largest scale of two halves of a row is that of the row, and gives the bytes of the whole."""
+    x, cast = matrix(device), Cast(fmt, ROW, relative_floor=floor)
+    x[5, 3] = torch.nan
+    halves, q = x.split(65, dim=1), quantize(x, cast)
+    scale = torch.stack([row_scales([half.contiguous()], cast) for half in halves]).amax(0)
+    scale = torch.maximum(scale, scale.nan_to_num(0).amax() * floor)
+    assert torch.equal(scale.nan_to_num(7), q.scale.nan_to_num(7))
+    for half, data in zip(halves, q.data.split(65, dim=1), strict=True):
+        assert_same_numbers(requantize([half], scale, cast).data, data)
 
 
 @devices
@@ -57,5 +73,11 @@ def test_a_scale_that_is_nan_gives_nan(device: str, fmt: str) -> None:
 
 
 def test_scales_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"need a scale for each row of \[\[70, 130\]\], got \[69, 1\]"):
+        requantize([matrix("cpu")], torch.ones(69, 1), Cast())
+    with pytest.raises(ValueError, match=r"requantize takes a cast by row"):
+        requantize([matrix("cpu")], torch.ones(70, 1), Cast(granularity=TENSOR))
+    with pytest.raises(ValueError, match=r"row_scales takes a cast by row"):
+        row_scales([matrix("cpu")], Cast(granularity=TENSOR))
     with pytest.raises(ValueError, match=r"need the scales of \[\[70, 130\]\] by row, got scales \[1, 1\]"):
         requantize_transposed([matrix("cpu")], torch.ones(1, 1), Cast("e4m3", ROW))

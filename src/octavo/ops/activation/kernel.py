@@ -28,16 +28,39 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
     """Same as `activation_quantize_reference`, for a contiguous u."""
-    f = u.shape[1] // (2 if kind == "swiglu" else 1)
-    data = allocate(u, (u.shape[0], f), cast.fmt.dtype)
+    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
     scale = allocate(u, (u.shape[0], 1), torch.float32)
+    _forward(u, data, scale, kind, cast, given=False)
+    return data, scale
+
+
+def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """Same as `activation_scales_reference`, for a contiguous u."""
+    scale = allocate(u, (u.shape[0], 1), torch.float32)
+    _forward(u, None, scale, kind, cast, given=False)
+    return scale
+
+
+def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
+    """Same as `activation_quantize_scaled_reference`, for contiguous tensors."""
+    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
+    _forward(u, data, scale, kind, cast, given=True)
+    return data
+
+
+def _columns(u: Tensor, kind: str) -> int:
+    """F, the columns of h."""
+    return u.shape[1] // 2 if kind == "swiglu" else u.shape[1]
+
+
+def _forward(u: Tensor, data: Tensor | None, scale: Tensor, kind: str, cast: Cast, *, given: bool) -> None:
+    f = _columns(u, kind)
     block_f = _block_f(f, 2 * MAX_BLOCK_F)
     warps = max(8, block_f // 1024) if kind == "swiglu" else _warps(f, block_f)
     launcher(_forward_kernel, (u.shape[0],))(
         u, data, scale, f, FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
-        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
+        GIVEN=given, BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
-    return data, scale
 
 
 def activation_backward(
@@ -153,26 +176,39 @@ def _gradient(dh_ptr, u_ptr, m, offs, F, SWIGLU: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     u_ptr, data_ptr, scale_ptr, F,
-    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Without `data_ptr` the scales are computed alone; with GIVEN they are read.
     m = tl.program_id(0).to(tl.int64)
-    if ONE_BLOCK:
+    if GIVEN:
+        scale = tl.load(scale_ptr + m + tl.arange(0, 1))
+        _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
+    elif ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
         h = _activation(u_ptr, m, offs, F, SWIGLU)
         scale = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
-        tl.store(data_ptr + m * F + offs, (h * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), offs < F)
+        if data_ptr is not None:
+            tl.store(data_ptr + m * F + offs, (h * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), offs < F)
+        tl.store(scale_ptr + m + tl.arange(0, 1), scale)
     else:
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
             bits = tl.maximum(bits, amax_bits(_activation(u_ptr, m, offs, F, SWIGLU), 1))
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
-        for start in range(0, F, BLOCK_F):
-            offs = start + tl.arange(0, BLOCK_F)[None, :]
-            h = _activation(u_ptr, m, offs, F, SWIGLU)
-            tl.store(data_ptr + m * F + offs, (h * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), offs < F)
-    tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+        if data_ptr is not None:
+            _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
+        tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def _store_activation(u_ptr, data_ptr, m, inv, F, SWIGLU: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Store the data of row m of h, block by block."""
+    for start in range(0, F, BLOCK_F):
+        offs = start + tl.arange(0, BLOCK_F)[None, :]
+        h = _activation(u_ptr, m, offs, F, SWIGLU)
+        tl.store(data_ptr + m * F + offs, (h * inv).to(data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit

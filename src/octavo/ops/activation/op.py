@@ -8,7 +8,12 @@ from torch import Tensor
 from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
+from octavo.ops.activation.reference import (
+    activation_backward_reference,
+    activation_quantize_reference,
+    activation_quantize_scaled_reference,
+    activation_scales_reference,
+)
 from octavo.ops.checks import FLOATS, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.triton_support import runs_fused
@@ -39,6 +44,24 @@ def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     _check(u, kind)
     data, scale = _activation_quantize(u, cast.spec, kind)
     return QTensor(data, scale, cast.fmt, ROW)
+
+
+def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """The scales [M, 1] that `activation_quantize` computes, without the data.
+
+    Where a row of h is cut over several ranks, the largest of their scales is that of the whole row.
+    """
+    check_row_cast("activation_scales", cast)
+    _check(u, kind)
+    result: Tensor = _activation_scales(u, cast.spec, kind)
+    return result
+
+
+def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> QTensor:
+    """`activation_quantize` by given scales [M, 1] (float32), at least as large as its own."""
+    check_row_cast("activation_quantize_scaled", cast)
+    _check(u, kind)
+    return QTensor(_activation_quantize_scaled(u, cast.spec, kind, scale), scale, cast.fmt, ROW)
 
 
 def activation_backward(
@@ -114,6 +137,38 @@ def _(u: Tensor, spec: str, kind: str) -> tuple[Tensor, Tensor]:
     _check(u, kind)
     data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=parse_cast(spec).fmt.dtype)
     return data, u.new_empty((u.shape[0], 1), dtype=torch.float32)
+
+
+@operation("activation_scales", _quantizes)
+def _activation_scales(u: Tensor, spec: str, kind: str) -> Tensor:
+    if not _quantizes(u, spec, kind):
+        return activation_scales_reference(u.contiguous(), kind, parse_cast(spec))
+    from octavo.ops.activation import kernel
+
+    return kernel.activation_scales(u.contiguous(), kind, parse_cast(spec))
+
+
+@_activation_scales.register_fake
+def _(u: Tensor, spec: str, kind: str) -> Tensor:
+    return u.new_empty((u.shape[0], 1), dtype=torch.float32)
+
+
+def _quantizes_scaled(u: Tensor, spec: str, kind: str, scale: Tensor) -> bool:
+    return _quantizes(u, spec, kind)
+
+
+@operation("activation_quantize_scaled", _quantizes_scaled)
+def _activation_quantize_scaled(u: Tensor, spec: str, kind: str, scale: Tensor) -> Tensor:
+    if not _quantizes(u, spec, kind):
+        return activation_quantize_scaled_reference(u.contiguous(), kind, scale, parse_cast(spec))
+    from octavo.ops.activation import kernel
+
+    return kernel.activation_quantize_scaled(u.contiguous(), kind, scale.contiguous(), parse_cast(spec))
+
+
+@_activation_quantize_scaled.register_fake
+def _(u: Tensor, spec: str, kind: str, scale: Tensor) -> Tensor:
+    return u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=parse_cast(spec).fmt.dtype)
 
 
 def _differentiates(dh: Tensor, u: Tensor, spec: str, h_spec: str, *rest: Any) -> bool:

@@ -24,12 +24,25 @@ LOG2_E = math.log2(math.e)
 
 def activation_quantize_reference(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of h [M, F] from u [M, 2F] (swiglu) or [M, F] (gelu)."""
-    if kind == "swiglu":
-        gate, up = u.float().chunk(2, 1)
-        h = gate * _sigmoid(gate) * up
-    else:
-        h = _gelu(u.float())[0]
-    return quantize_reference(h, cast, None, None, None)
+    return quantize_reference(_activation(u, kind), cast, None, None, None)
+
+
+def activation_scales_reference(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """The scales [M, 1] of h."""
+    return activation_quantize_reference(u, kind, cast)[1]
+
+
+def activation_quantize_scaled_reference(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
+    """Data of h by given scales [M, 1]."""
+    return (_activation(u, kind) * (1 / scale)).to(cast.fmt.dtype)
+
+
+def _activation(u: Tensor, kind: str) -> Tensor:
+    """h, in float32."""
+    if kind == "gelu":
+        return _gelu(u.float())[0]
+    gate, up = u.float().chunk(2, 1)
+    return gate * _sigmoid(gate) * up
 
 
 def activation_gradient(dh: Tensor, u: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,15 @@ def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
     return data, _as_scale(scale)
 
 
+def row_scales(tensors: list[Tensor], cast: Cast) -> Tensor:
+    """Same as `row_scales_reference`, for contiguous matrices with the same number of columns."""
+    sizes = [x.shape[0] for x in tensors]
+    scale = allocate(tensors[0], (sum(sizes), 1), torch.float32)
+    for x, end in zip(tensors, accumulate(sizes), strict=True):
+        _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, unrounded=True)
+    return scale
+
+
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
     """Empty scales of a matrix of `shape`. Triton does not have E8M0: as bytes."""
     dtype = torch.uint8 if cast.scale == "e8m0" else torch.float32
@@ -72,34 +81,31 @@ def _as_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
 
-def _rows(
-    x: Tensor,
-    first_row: int,
-    data: Tensor,
-    scale: Tensor,
-    cast: Cast,
-    column_scale: Tensor | None,
-    row_scale: Tensor | None,
-) -> None:
+def _rows(x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *factors: Tensor | None) -> None:
     """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`."""
-    m, k = x.shape
-    block_k, block_m, warps = row_tile(k)
-    constants = {"POWER_OF_TWO": cast.power_of_two, "BLOCK_K": block_k, "num_warps": warps}
     if not cast.relative_floor:
-        launcher(_row_kernel, (cdiv(m, block_m),))(
-            x, data, scale, column_scale, row_scale, first_row, m, k,
-            FORMAT_MAX=cast.fmt.max, UNROUNDED=False, E8M0=cast.scale == "e8m0", BLOCK_M=block_m, **constants,
-        )  # fmt: skip
+        _launch_rows(x, first_row, data, scale, cast, *factors, unrounded=False)
         return
     unfloored = allocate(scale, scale.shape)
-    launcher(_row_kernel, (cdiv(m, block_m),))(
-        x, data, unfloored, column_scale, row_scale, first_row, m, k,
-        FORMAT_MAX=cast.fmt.max, UNROUNDED=True, E8M0=False, BLOCK_M=block_m, **constants,
-    )  # fmt: skip
+    _launch_rows(x, first_row, data, unfloored, cast, *factors, unrounded=True)
+    m, k = x.shape
+    block_k, _, warps = row_tile(k)
     rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
     launcher(_floor_kernel, (cdiv(m, rows_per_program),))(
-        x, data, unfloored, scale, column_scale, row_scale, first_row, m, k,
-        RELATIVE_FLOOR=cast.relative_floor, BLOCK_M=rows_per_program, **constants,
+        x, data, unfloored, scale, *factors, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
+        POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
+    )  # fmt: skip
+
+
+def _launch_rows(
+    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *factors: Tensor | None, unrounded: bool
+) -> None:
+    m, k = x.shape
+    block_k, block_m, warps = row_tile(k)
+    launcher(_row_kernel, (cdiv(m, block_m),))(
+        x, data, scale, *factors, first_row, m, k,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
+        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
 
 
@@ -115,8 +121,9 @@ def _row_kernel(
     x = _load(x_ptr, column_scale_ptr, row_scale_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
     bits = amax_bits(x, 1)
     scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
-    offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
-    tl.store(data_ptr + offs, (x * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), mask)
+    if data_ptr is not None:
+        offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
+        tl.store(data_ptr + offs, (x * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), mask)
     if UNROUNDED:  # the floor is relative to the largest scale before rounding to a power of two
         scale = scale_from_amax(bits, FORMAT_MAX, False)
     store_scale(scale_ptr + first_row + offs_m, scale, offs_m < M, E8M0)

@@ -13,7 +13,7 @@ from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
 from octavo.ops.checks import check_matrix, check_tensor, eager_check
 from octavo.ops.inductor import operation
-from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
+from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference, row_scales_reference
 from octavo.ops.triton_support import converts, fits
 
 
@@ -48,6 +48,23 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
         raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
     data, scale = _quantize_stack(list(tensors), cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
+
+
+def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
+    """The float32 scales [sum of N_i, 1] of the matrices [N_i, K], stacked, by row.
+
+    These are the scales of `quantize_stack` before the cast's relative floor and its rounding to powers of two, which
+    may depend on parts of the matrices that are elsewhere. `requantize` computes the data for the final scales.
+
+    Raises:
+        ValueError: for another shape or dtype, or a cast that is not by row.
+    """
+    for x in tensors:
+        check_matrix("row_scales", x)
+    if cast.granularity != ROW:
+        raise ValueError(f"row_scales takes a cast by row, got {cast}")
+    result: Tensor = _row_scales(list(tensors), cast.spec)
+    return result
 
 
 def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
@@ -130,6 +147,20 @@ def _quantize_stack(tensors: list[Tensor], spec: str) -> tuple[Tensor, Tensor]:
 def _(tensors: list[Tensor], spec: str) -> tuple[Tensor, Tensor]:
     shape = (sum(x.shape[0] for x in tensors), tensors[0].shape[1])
     return _empty(tensors[0], shape, parse_cast(spec))
+
+
+@operation("row_scales", _quantizes_stack)
+def _row_scales(tensors: list[Tensor], spec: str) -> Tensor:
+    if not _quantizes_stack(tensors, spec):
+        return row_scales_reference(tensors, parse_cast(spec))
+    from octavo.ops.quantization import kernel
+
+    return kernel.row_scales([x.contiguous() for x in tensors], parse_cast(spec))
+
+
+@_row_scales.register_fake
+def _(tensors: list[Tensor], spec: str) -> Tensor:
+    return tensors[0].new_empty((sum(x.shape[0] for x in tensors), 1), dtype=torch.float32)
 
 
 def _quantizes_transposed(x: Tensor, spec: str, seed: Tensor | None) -> bool:

@@ -33,6 +33,11 @@ def quantize_reference(
     return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
 
 
+def row_scales_reference(tensors: list[Tensor], cast: Cast) -> Tensor:
+    """The scales [sum of N_i, 1] of the stacked matrices, before a relative floor and a power of two."""
+    return torch.cat([scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors])
+
+
 def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Data of `x` under a given scale, and the amax [1, 1] of x. If x holds inf or NaN, all data is NaN."""
     x = x.float()

@@ -1,5 +1,5 @@
-"""Requantization: the transposed data of an earlier quantization, computed again from its input and its scales."""
+"""Requantization: data for given scales, as an earlier quantization computed it or by larger scales."""
 
-from octavo.ops.requantization.op import requantize_norm, requantize_transposed
+from octavo.ops.requantization.op import requantize, requantize_norm, requantize_transposed
 
-__all__ = ["requantize_norm", "requantize_transposed"]
+__all__ = ["requantize", "requantize_norm", "requantize_transposed"]

@@ -36,6 +36,16 @@ def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, gra
     return result
 
 
+def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
+    """Same as `requantize_reference`, for contiguous matrices."""
+    result = allocate(scale, (scale.shape[0], tensors[0].shape[1]), fmt.dtype)
+    first_row = 0
+    for x in tensors:
+        _launch(x, None, None, None, None, scale, result, first_row, 0, transposed=False)
+        first_row += x.shape[0]
+    return result
+
+
 def _side(granularity: Granularity) -> int:
     """The rows, and columns, of a square block."""
     return granularity.rows or _WHOLE
@@ -60,18 +70,20 @@ def _launch(
     result: Tensor,
     first_row: int,
     side: int,
+    *,
+    transposed: bool = True,
 ) -> None:
     m, k = x.shape
     launcher(_requantize_kernel, (cdiv(k, BLOCK_K), cdiv(m, BLOCK_M)))(
         x, mean, rstd, weight, bias, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
-        SIDE=side, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=2,
+        SIDE=side, TRANSPOSED=transposed, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit
 def _requantize_kernel(
     x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, result_ptr, M, K, first_row, total_rows, stride_scale,
-    SIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -90,4 +102,7 @@ def _requantize_kernel(
         block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
         scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
     q = (x * inverse(scale)[:, None]).to(result_ptr.dtype.element_ty)
-    tl.store(result_ptr + offs_k[:, None] * total_rows + (first_row + offs_m)[None, :], tl.trans(q), tl.trans(mask))
+    if TRANSPOSED:
+        tl.store(result_ptr + offs_k[:, None] * total_rows + (first_row + offs_m)[None, :], tl.trans(q), tl.trans(mask))
+    else:
+        tl.store(result_ptr + (first_row + offs_m)[:, None] * K + offs_k[None, :], q, mask)

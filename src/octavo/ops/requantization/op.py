@@ -7,10 +7,34 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.formats import fp8_format
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_row_cast
 from octavo.ops.inductor import operation
-from octavo.ops.requantization.reference import requantize_norm_reference, requantize_transposed_reference
+from octavo.ops.requantization.reference import (
+    requantize_norm_reference,
+    requantize_reference,
+    requantize_transposed_reference,
+)
 from octavo.ops.triton_support import converts
+
+
+def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
+    """Quantize matrices by given row scales, and stack the results.
+
+    Args:
+        tensors: [M_i, K].
+        scale: float32 [sum of M_i, 1]. Numbers beyond the format's max saturate; a row with the scale NaN becomes NaN.
+        cast: by row, rounded to nearest.
+
+    Raises:
+        ValueError: the scales have another shape, or the cast is another.
+    """
+    if scale.shape != (_transposed_shape(tensors)[1], 1):
+        raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
+    if cast.granularity != ROW or cast.rounding != "nearest":
+        raise ValueError(f"requantize takes a cast by row, rounded to nearest, got {cast}")
+    return QTensor(_requantize(list(tensors), cast.spec, scale), scale, cast.fmt, ROW)
 
 
 def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> Tensor:
@@ -72,6 +96,22 @@ def _requantizes(tensors: list[Tensor], spec: str, scale: Tensor) -> bool:
     from octavo.ops.requantization import kernel
 
     return kernel.takes(cast.granularity)
+
+
+@operation("requantize", _requantizes)
+def _requantize(tensors: list[Tensor], spec: str, scale: Tensor) -> Tensor:
+    fmt = parse_cast(spec).fmt
+    if not _requantizes(tensors, spec, scale):
+        return requantize_reference(tensors, scale, fmt)
+    from octavo.ops.requantization import kernel
+
+    return kernel.requantize([x.contiguous() for x in tensors], scale.contiguous(), fmt)
+
+
+@_requantize.register_fake
+def _(tensors: list[Tensor], spec: str, scale: Tensor) -> Tensor:
+    k, total = _transposed_shape(tensors)
+    return scale.new_empty((total, k), dtype=parse_cast(spec).fmt.dtype)
 
 
 @operation("requantize_transposed", _requantizes)

@@ -13,6 +13,11 @@ from octavo.numerics.formats import Format
 from octavo.numerics.granularity import Granularity
 
 
+def requantize_reference(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
+    """[sum of M_i, K] from matrices [M_i, K] and the row scales of the stacked matrix."""
+    return cast_to(torch.cat([x.float() for x in tensors]) * (1 / scale), fmt)
+
+
 def requantize_transposed_reference(
     tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity
 ) -> Tensor:
