@@ -1,8 +1,11 @@
-"""Finding out whether a language model is causal, from its logits and not from its name.
+"""Finding out how a language model computes its logits, from the logits and not from the model's name.
 
 Training on the next token is only possible if the logits of a token depend on that token and the ones before it. In an
-encoder they depend on the later tokens too, so that the model sees the answer.
+encoder they depend on the later tokens too, so that the model sees the answer. The logits need not be in memory as a
+whole if they are the outputs of a linear layer.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,3 +45,31 @@ def logits_of(output: object) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError(f"a language model must return logits, got {type(output).__name__}")
     return logits
+
+
+@torch.no_grad()
+def head_name(model: nn.Module) -> str | None:
+    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does.
+
+    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
+
+    Args:
+        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, args, output: outputs.__setitem__(name, output)
+
+    # a subclass may compute in another way
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name}
+    handles = [module.register_forward_hook(note(name)) for name, module in linear.items() if module.bias is None]
+    training = model.training
+    model.eval()
+    try:
+        logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return next((name for name, output in outputs.items() if output is logits), None)

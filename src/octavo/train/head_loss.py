@@ -1,0 +1,148 @@
+"""The cross-entropy of a linear layer's outputs, with the outputs of a chunk of tokens at a time.
+
+    z[T,V] = x[T,K] @ w[V,K]^T      loss = mean over t of  log(sum_v exp z[t,v]) - z[t,target]
+    g[T,V] = softmax(z) - onehot(target)        dx[T,K] = g @ w / T        dw[V,K] = g^T @ x / T
+
+With a vocabulary V of 128k, z and the tensors of its size that autograd saves are the peak of a training step: 4 GB
+each for 8,192 tokens in FP32. The forward pass here goes over chunks of tokens and computes g @ w and g^T @ x too, so
+that z is computed once and never exists as a whole. The backward pass multiplies both by the gradient of the loss
+(Hsu et al. 2024, Liger Kernel, arXiv:2410.10989).
+
+With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange one number a
+token, the logarithm of their sum over v, and add up dx.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int) -> Tensor:
+    """The mean over tokens of the cross-entropy of `x @ weight.T` and `targets`, without the whole product in memory.
+
+    Products run in the dtype of autocast, if it is on, and otherwise in that of `x`. Softmax, sums over tokens and the
+    gradient of the weight are float32. The gradients can be computed once (no `retain_graph`, no second derivatives).
+
+    Args:
+        x: [..., K], the inputs of the head.
+        weight: [V, K], the head's. A DTensor that is sharded by rows over a mesh of one dimension is the vocabulary's
+            share of each rank: then x holds all tokens, the same on each rank, or each rank's equal share of the
+            tokens along dimension 1, as sequence parallelism has them.
+        targets: int64 [...], from 0 to V - 1, of all tokens.
+        chunk: the tokens whose logits exist at a time.
+
+    Returns:
+        The loss, 0-dim, float32 (float64 if x is).
+
+    Example:
+        >>> x, head = torch.randn(2, 512, 64), torch.nn.Linear(64, 50_000, bias=False)
+        >>> linear_cross_entropy(x, head.weight, torch.randint(50_000, (2, 512)), chunk=128).backward()
+    """
+    group, first = None, 0
+    if hasattr(weight, "device_mesh"):
+        x, weight, group, first = _vocabulary_parallel(x, weight, targets)
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    rows, labels = x.flatten(0, -2), targets.flatten()
+    # within Function.forward gradients are always disabled
+    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(rows, weight, labels, dtype, chunk, wants, first, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _vocabulary_parallel(x: Tensor, weight: Any, targets: Tensor) -> tuple[Tensor, Tensor, ProcessGroup, int]:
+    """All tokens, this rank's rows of the weight, the group that shares the weight, and the number of the first row."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh, placements = weight.device_mesh, weight.placements
+    if tuple(placements) != (Shard(0),):
+        raise ValueError(
+            f"the head's weight must be sharded by rows over one mesh dimension; got {placements} on {mesh}"
+        )
+    shared: Any = x
+    if not isinstance(x, DTensor):
+        shared = DTensor.from_local(x, mesh, [Replicate() if x.shape[:-1] == targets.shape else Shard(1)])
+    # Each rank computes the part of dx that its part of the vocabulary gives: the parts are added in backward.
+    every = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    first = mesh.get_local_rank() * -(-len(weight) // mesh.size())
+    return every, weight.to_local(grad_placements=placements), mesh.get_group(), first
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [T, K]
+        weight: Tensor,  # [V, K]
+        targets: Tensor,  # [T]
+        dtype: torch.dtype,
+        chunk: int,
+        wants: list[bool],
+        first: int,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        exact = torch.promote_types(dtype, torch.float32)
+        inputs, w = x.to(dtype), weight.to(dtype)
+        dx = torch.empty_like(inputs) if wants[0] else None
+        dw = torch.zeros_like(weight, dtype=exact) if wants[1] else None
+        picked = torch.empty(len(x), dtype=exact, device=x.device)  # [T], log p of the targets
+        for start in range(0, len(x), chunk):
+            some = slice(start, start + chunk)
+            log_p = _log_softmax(inputs[some] @ w.t(), exact, group)  # [c,K] @ [V,K]^T
+            local = targets[some, None] - first
+            own = (local >= 0) & (local < len(weight))  # other ranks have the rows of the other targets
+            local = local.clamp(0, len(weight) - 1)
+            picked[some] = torch.where(own, log_p.gather(1, local), 0)[:, 0]
+            if dx is not None or dw is not None:
+                g = log_p.exp_().scatter_add_(1, local, -own.to(exact)).to(dtype)
+            if dx is not None:
+                dx[some] = g @ w  # [c,V] @ [V,K]
+            if dw is not None:
+                _add_product(dw, g, inputs[some])
+        if group is not None:
+            picked = _sum(picked, group)
+        ctx.save_for_backward(dx, dw)
+        ctx.dtypes, ctx.tokens = (x.dtype, weight.dtype), len(x)
+        return -picked.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        factor = grad / ctx.tokens
+        if dx is not None:
+            dx = (dx.to(factor.dtype) * factor).to(ctx.dtypes[0])
+        if dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
+            dw = dw * factor if torch.compiler.is_compiling() else dw.mul_(factor)
+            dw = dw.to(ctx.dtypes[1])
+        return dx, dw, *[None] * 6
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
+    """Of logits [c, V]; with a group, the logits of other ranks are in the sum."""
+    log_p = torch.log_softmax(logits, 1, dtype=dtype)
+    if group is not None:
+        own = torch.logsumexp(logits.to(dtype), 1)  # [c]
+        every = own.new_zeros(group.size(), len(own))
+        every[group.rank()] = own
+        log_p += (own - torch.logsumexp(_sum(every, group), 0))[:, None]
+    return log_p
+
+
+def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, in a way that `torch.compile` can trace."""
+    return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _add_product(dw: Tensor, g: Tensor, x: Tensor) -> None:
+    """dw[V,K] += g[c,V]^T @ x[c,K], with sums in the dtype of dw."""
+    if g.dtype == dw.dtype:
+        dw.addmm_(g.t(), x)
+    elif g.is_cuda:
+        torch.addmm(dw, g.t(), x, out_dtype=dw.dtype, out=dw)
+    else:  # the CPU has no product of BF16 with an FP32 sum
+        dw.addmm_(g.t().to(dw.dtype), x.to(dw.dtype))
