@@ -17,6 +17,7 @@ from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from octavo.text import ReadReport, read_text
+from octavo.train.blocks import prepare_blocks
 from octavo.train.checkpoint import TrainState
 from octavo.train.config import Config
 from octavo.train.data import Batches, Corpus, build_corpus
@@ -24,11 +25,12 @@ from octavo.train.evaluation import next_token_loss
 from octavo.train.loop import Trainer
 from octavo.train.model import convert_model, make_model
 from octavo.train.optimizer import make_optimizer
+from octavo.train.tables import Compile
 
 CONFIG = Config(
     model="gpt2", layers=12, width=768, heads=12, context=1024, tokenizer="bpe", vocabulary=50_257,
     batch=32, accumulate=2, steps=800, learning_rate=6e-4, min_learning_rate=6e-5, warmup=40,
-    evaluate_batches=64, compile=True,
+    evaluate_batches=64, compile=Compile(blocks=True),
 )  # fmt: skip
 CHARACTERS = 220_000_000  # of the text; the tokenizer is trained on the first
 SAMPLE = 30_000_000
@@ -85,6 +87,7 @@ def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
     converted = len(convert_model(model, config).converted)
     if mode == "torchao":
         converted = use_torchao(model, "rowwise")
+    prepare_blocks(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
     parts = data.corpus.train, data.corpus.validation
@@ -135,7 +138,7 @@ def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
     """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
     restart(trainer, data, 0)
     model, config = trainer.model.train(), trainer.config
-    next_token_loss(trainer.compiled, trainer.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
+    next_token_loss(trainer.model, trainer.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
     linears = {
         name: m.weight.grad for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     }

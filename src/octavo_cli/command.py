@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from octavo_cli.choices import FLAGS, SETTINGS
+from octavo_cli.choices import FLAGS, FORMER_SETTINGS, SETTINGS
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
 from octavo_cli.other_names import OTHER_NAMES
 
@@ -98,7 +98,9 @@ class SettingsCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse a word that is neither an option nor a setting, before PyTorch is imported."""
-        known = [*self._option_names(ctx), *(f"--{name}" for name in SETTINGS), *(f"--no-{name}" for name in FLAGS)]
+        flags = (*FLAGS, *FORMER_SETTINGS)
+        known = [*self._option_names(ctx), *(f"--{name}" for name in (*SETTINGS, *FORMER_SETTINGS))]
+        known += [f"--no-{name}" for name in flags]
         for word in args:
             name = word.partition("=")[0]
             if name.startswith("--") and name.replace("_", "-") not in known:

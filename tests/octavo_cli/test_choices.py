@@ -7,6 +7,7 @@ from octavo.generation.engine import AUTO
 from octavo.gguf.export import WEIGHTS
 from octavo.kv_cache.layer import DTYPES
 from octavo.train.config import describe
+from octavo.train.tables import FORMER
 from octavo_cli import choices
 
 
@@ -19,3 +20,4 @@ def test_help_lists_what_the_library_takes():
     kinds = {name.replace("_", "-"): kind for name, kind, *_ in describe()}
     assert tuple(kinds) == choices.SETTINGS
     assert tuple(name for name, kind in kinds.items() if kind == "true or false") == choices.FLAGS
+    assert {name.replace("_", "-") for name in FORMER} == set(choices.FORMER_SETTINGS)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from octavo.train.config import Config
+from octavo.train.declaration import flatten
 from octavo.train.start import resume_run, start_run
 
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
@@ -45,7 +46,7 @@ def settings(tmp_path, text):
             "batch": 2, "steps": 8, "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu",
             "out": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
         }  # fmt: skip
-        return Config(**(tiny | overrides))
+        return Config.from_dict(tiny | overrides)
 
     return make
 
@@ -71,7 +72,7 @@ def spawn(settings):
     def start_process(**overrides):
         streams = {name: overrides.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
         words = [sys.executable, "-m", "octavo", "train"]
-        for key, value in settings(**overrides).to_dict().items():
+        for key, value in flatten(settings(**overrides).to_dict()).items():
             if key != "derived":
                 values = (
                     value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]

@@ -4,6 +4,8 @@ import json
 import pytest
 
 from octavo.train.config import Config, ConfigError, describe
+from octavo.train.declaration import settings_of
+from octavo.train.tables import ActivationCheckpointing, Parallel
 
 
 def write(folder, text):
@@ -22,7 +24,7 @@ def fails(*essentials, overrides=(), path=None):
 def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
     path = write(tmp_path, 'layers = 6\nkv_heads = 1\nlearning_rate = 1\nskip = ["lm_head"]\ncompile = true\n')
     config = Config.load(path, ["--kv-heads", "4", "--clip=0", "--compile", "false"])
-    assert (config.layers, config.kv_heads, config.compile, config.skip) == (6, 4, False, ("lm_head",))
+    assert (config.layers, config.kv_heads, config.compile.blocks, config.skip) == (6, 4, False, ("lm_head",))
     assert (config.width, config.data) == (256, ("stdlib",))
     assert type(config.learning_rate) is float
     assert config.learning_rate == 1.0
@@ -65,7 +67,7 @@ def test_config_is_frozen():
 
 def test_describe_covers_every_setting_with_help():
     rows = describe()
-    assert [row[0] for row in rows] == [each.name for each in dataclasses.fields(Config)]
+    assert [row[0] for row in rows] == list(settings_of(Config))
     assert all(row[3] for row in rows)
     assert next(row[:3] for row in rows if row[0] == "heads") == ("heads", "an integer", 4)
 
@@ -140,6 +142,12 @@ def test_a_setting_that_is_no_list_is_given_once(again):
         ("data = [1]", ["data", "a list of strings", "[1]"]),
         ('model = ["llama"]', ["model", "a string", "llama"]),
         ("[model]\nlayers = 3", ["model", "a string", "table"]),
+        ("[parallel]\ndp_shards = 2", ["'parallel.dp_shards'", "'parallel.dp_shard'"]),
+        ("[paralel]\ntp = 2", ["'paralel.tp'", "'parallel.tp'"]),
+        ("[parallel]\ntp = 0", ["parallel.tp must be at least 1, or -1", "got 0"]),
+        ('[parallel]\ntp = "2"', ["parallel.tp", "run.toml", "an integer"]),
+        ("parallel = 2", ["'parallel'", "'parallel.tp'"]),
+        ('[activation_checkpointing]\nmode = "some"', ["none, full, selective", "'some'"]),
         ("layers = 3\nwidth = = 4", ["run.toml", "TOML", "line 2"]),
     ],
 )
@@ -152,6 +160,30 @@ def test_missing_and_binary_file(tmp_path):
     fails("directory", path=tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"ab\xff")
     fails("binary.toml", "UTF-8", "byte 2", path=tmp_path / "binary.toml")
+
+
+def test_a_table_reads_the_same_from_a_file_the_command_line_and_json(tmp_path):
+    path = write(tmp_path, '[parallel]\ntp = 2\ndp_shard = 4\n\n[activation_checkpointing]\nmode = "selective"\n')
+    config = Config.load(path, ["--parallel.dp-shard", "2", "--parallel.dp_replicate=-1", "--compile.blocks"])
+    assert config.parallel == Parallel(dp_shard=2, dp_replicate=-1, tp=2)
+    assert (config.activation_checkpointing.mode, config.compile.blocks) == ("selective", True)
+    assert json.loads(json.dumps(config.to_dict()))["parallel"]["tp"] == 2
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.replace(["--parallel.tp", "1", "--no-compile.blocks"]).change(steps=7) == Config(
+        steps=7,
+        parallel=Parallel(dp_shard=2, dp_replicate=-1),
+        activation_checkpointing=ActivationCheckpointing("selective"),
+    )
+
+
+def test_former_settings_are_read_as_the_tables_that_replace_them(tmp_path):
+    path = write(tmp_path, "compile = true\ncheckpoint_activations = true\n")
+    config = Config.load(path)
+    assert (config.compile.blocks, config.activation_checkpointing.mode) == (True, "full")
+    config = Config.load(path, ["--no-compile", "--checkpoint-activations", "false"])
+    assert (config.compile.blocks, config.activation_checkpointing.mode) == (False, "none")
+    assert Config.from_dict({"compile": True, "checkpoint_activations": False}).compile.blocks
+    fails("compile", "former name of compile.blocks", overrides=["--compile", "--compile.blocks"])
 
 
 def test_from_dict_names_the_unknown_key():

@@ -1,47 +1,44 @@
-"""A training run is one flat, frozen record of settings: `Config`.
+"""A training run is one frozen record of settings: `Config`.
 
 There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
-the command line. All share one namespace (no tables, no nesting), so a key reads the same in the file
-(`kv_heads = 2`), on the command line (`--kv-heads 2`) and in code (`config.kv_heads`). A setting's default, help and
-valid values stand on its line. Conditions on several settings (such as heads dividing the width) are checked after
-them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
+the command line. A setting has one name in all of them: `kv_heads = 2` in a file, `--kv-heads 2` on the command line
+and `config.kv_heads` in code. Settings that belong together form a table (`octavo.train.declaration`). A setting's
+default, help and valid values stand on its line. Conditions on several settings (such as heads dividing the width) are
+checked after them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
 
 A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its derived value and the
 names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
 """
 
-import functools
-import re
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from octavo.models import BUILT_IN_MODELS
+from octavo.train.declaration import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    BYTES,
+    DEVICE,
+    FRACTION,
+    INSIDE,
+    NAMED,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SOME,
+    flatten,
+    nest,
+    setting,
+    settings_of,
+    table,
+)  # fmt: skip
 from octavo.train.derived import RULES, outdated
 from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, read_file, typed
+from octavo.train.tables import FORMER, ActivationCheckpointing, Compile, Parallel, replace_former
 
 __all__ = ["Config", "ConfigError", "describe"]
-
-_Range = tuple[str, Callable[[Any], bool]]
-_POSITIVE: _Range = ("at least 1", lambda value: value >= 1)
-_NOT_NEGATIVE: _Range = ("0 or more", lambda value: value >= 0)
-_ABOVE_ZERO: _Range = ("above 0", lambda value: value > 0)
-_FRACTION: _Range = ("between 0 and 1, both included", lambda value: 0 <= value <= 1)
-_INSIDE: _Range = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
-_BELOW_ONE: _Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
-_BYTES: _Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
-_SOME: _Range = ("a list of at least one entry", lambda value: len(value) > 0)
-_NAMED: _Range = ("a name that is not empty", lambda value: value != "")
-_SEED: _Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
-_DEVICE: _Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
-
-
-def _setting(default: Any, help: str, valid: _Range | None = None, choices: tuple[str, ...] = ()) -> Any:
-    if choices:
-        valid = ("one of " + ", ".join(choices), choices.__contains__)
-    return field(default=default, metadata={"help": help, "valid": valid})
 
 
 @dataclass(frozen=True)
@@ -53,90 +50,95 @@ class Config:
     """
 
     # Model
-    model: str = _setting("llama", "llama, gpt2, or a local Hugging Face folder", _NAMED)
-    layers: int = _setting(4, "transformer blocks", _POSITIVE)
-    width: int = _setting(256, "features of the residual stream", _POSITIVE)
-    heads: int = _setting(4, "query heads of an attention", _POSITIVE)
-    kv_heads: int = _setting(None, "key and value heads of an attention (llama)", _POSITIVE)
-    mlp_width: int = _setting(704, "hidden features of the MLP (llama; gpt2 has 4 * width)", _POSITIVE)
-    context: int = _setting(None, "tokens in a sequence", _POSITIVE)
-    tied: bool = _setting(True, "share the weight of the embedding with the output projection")
-    bias: bool = _setting(True, "biases in linear layers and norms (gpt2)")
-    dropout: float = _setting(0.0, "probability of dropout (llama, gpt2)", _BELOW_ONE)
-    rope_theta: float = _setting(10000.0, "base of the rotary position embedding (llama)", _ABOVE_ZERO)
+    model: str = setting("llama", "llama, gpt2, or a local Hugging Face folder", NAMED)
+    layers: int = setting(4, "transformer blocks", POSITIVE)
+    width: int = setting(256, "features of the residual stream", POSITIVE)
+    heads: int = setting(4, "query heads of an attention", POSITIVE)
+    kv_heads: int = setting(None, "key and value heads of an attention (llama)", POSITIVE)
+    mlp_width: int = setting(704, "hidden features of the MLP (llama; gpt2 has 4 * width)", POSITIVE)
+    context: int = setting(None, "tokens in a sequence", POSITIVE)
+    tied: bool = setting(True, "share the weight of the embedding with the output projection")
+    bias: bool = setting(True, "biases in linear layers and norms (gpt2)")
+    dropout: float = setting(0.0, "probability of dropout (llama, gpt2)", BELOW_ONE)
+    rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama)", ABOVE_ZERO)
 
     # FP8
-    recipe: str = _setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", _NAMED)
-    skip: tuple[str, ...] = _setting((), "globs of the linear layers that stay in BF16")
-    only_if_faster: bool = _setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
-    emulate: bool = _setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
+    recipe: str = setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", NAMED)
+    skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
+    only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
+    emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
 
     # Data
-    data: tuple[str, ...] = _setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", _SOME)
-    tokenizer: str = _setting(
+    data: tuple[str, ...] = setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", SOME)
+    tokenizer: str = setting(
         "bytes", "bytes, characters (of the data), or bpe (trained on the data)", choices=("bytes", "characters", "bpe")
     )
-    vocabulary: int = _setting(4096, "tokens to train (bpe)", _BYTES)
-    sampling: str = _setting(
+    vocabulary: int = setting(4096, "tokens to train (bpe)", BYTES)
+    sampling: str = setting(
         "epochs",
         "epochs: every sequence once before any twice; random: sequences at random offsets",
         choices=("epochs", "random"),
     )
-    validation_fraction: float = _setting(0.05, "share of the tokens held out for evaluation", _INSIDE)
+    validation_fraction: float = setting(0.05, "share of the tokens held out for evaluation", INSIDE)
 
     # Optimization
-    steps: int = _setting(500, "optimizer steps", _POSITIVE)
-    batch: int = _setting(4, "sequences in a micro-batch", _POSITIVE)
-    accumulate: int = _setting(1, "micro-batches in a step", _POSITIVE)
-    seed: int = _setting(0, "seed of the initial weights and of the order of the data", _SEED)
-    learning_rate: float = _setting(None, "peak learning rate", _ABOVE_ZERO)
-    min_learning_rate: float = _setting(None, "learning rate at the end", _NOT_NEGATIVE)
-    schedule: str = _setting("cosine", "cosine, or wsd (warmup, stable, decay)", choices=("cosine", "wsd"))
-    warmup: int = _setting(None, "steps of linear warmup", _NOT_NEGATIVE)
-    decay_steps: int = _setting(None, "steps until the learning rate is at its end, where it stays", _POSITIVE)
-    decay: float = _setting(0.2, "share of decay_steps spent in the final decay (wsd)", _FRACTION)
-    weight_decay: float = _setting(0.1, "decoupled weight decay", _NOT_NEGATIVE)
-    beta1: float = _setting(0.9, "decay of the first moment", _BELOW_ONE)
-    beta2: float = _setting(0.95, "decay of the second moment", _BELOW_ONE)
-    clip: float = _setting(1.0, "largest norm of the gradient; 0 turns clipping off", _NOT_NEGATIVE)
+    steps: int = setting(500, "optimizer steps", POSITIVE)
+    batch: int = setting(4, "sequences in a micro-batch", POSITIVE)
+    accumulate: int = setting(1, "micro-batches in a step", POSITIVE)
+    seed: int = setting(0, "seed of the initial weights and of the order of the data", SEED)
+    learning_rate: float = setting(None, "peak learning rate", ABOVE_ZERO)
+    min_learning_rate: float = setting(None, "learning rate at the end", NOT_NEGATIVE)
+    schedule: str = setting("cosine", "cosine, or wsd (warmup, stable, decay)", choices=("cosine", "wsd"))
+    warmup: int = setting(None, "steps of linear warmup", NOT_NEGATIVE)
+    decay_steps: int = setting(None, "steps until the learning rate is at its end, where it stays", POSITIVE)
+    decay: float = setting(0.2, "share of decay_steps spent in the final decay (wsd)", FRACTION)
+    weight_decay: float = setting(0.1, "decoupled weight decay", NOT_NEGATIVE)
+    beta1: float = setting(0.9, "decay of the first moment", BELOW_ONE)
+    beta2: float = setting(0.95, "decay of the second moment", BELOW_ONE)
+    clip: float = setting(1.0, "largest norm of the gradient; 0 turns clipping off", NOT_NEGATIVE)
 
     # Machine
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N", _DEVICE)
-    precision: str = _setting("bf16", "precision of what is not FP8", choices=("bf16", "fp32", "fp16"))
-    compile: bool = _setting(False, "compile the model with torch.compile")
-    checkpoint_activations: bool = _setting(False, "recompute the activations of a block in its backward")
-    deterministic: bool = _setting(False, "use deterministic algorithms only")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", DEVICE)
+    precision: str = setting("bf16", "precision of what is not FP8", choices=("bf16", "fp32", "fp16"))
+    deterministic: bool = setting(False, "use deterministic algorithms only")
+    compile: Compile = table(Compile)
+    activation_checkpointing: ActivationCheckpointing = table(ActivationCheckpointing)
+    parallel: Parallel = table(Parallel)
 
     # Output
-    out: str = _setting("runs/train", "folder of the run", _NAMED)
-    log_every: int = _setting(10, "steps between log lines", _POSITIVE)
-    evaluate_every: int = _setting(100, "steps between evaluations", _POSITIVE)
-    evaluate_batches: int = _setting(20, "micro-batches in an evaluation", _POSITIVE)
-    save_every: int = _setting(100, "steps between checkpoints", _POSITIVE)
-    keep: int = _setting(3, "newest checkpoints to keep", _POSITIVE)
-    tensorboard: bool = _setting(False, "write TensorBoard events as well")
-    sample: int = _setting(0, "tokens to sample at each evaluation", _NOT_NEGATIVE)
+    out: str = setting("runs/train", "folder of the run", NAMED)
+    log_every: int = setting(10, "steps between log lines", POSITIVE)
+    evaluate_every: int = setting(100, "steps between evaluations", POSITIVE)
+    evaluate_batches: int = setting(20, "micro-batches in an evaluation", POSITIVE)
+    save_every: int = setting(100, "steps between checkpoints", POSITIVE)
+    keep: int = setting(3, "newest checkpoints to keep", POSITIVE)
+    tensorboard: bool = setting(False, "write TensorBoard events as well")
+    sample: int = setting(0, "tokens to sample at each evaluation", NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
-        kinds, derived = _kinds(), set()
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.name in RULES:
-                derived.add(each.name)
-            else:
-                object.__setattr__(self, each.name, typed(each.name, value, kinds, "Config()"))
+        settings, values = settings_of(Config), self._flat()
+        derived = {name for name in RULES if values[name] is None}
+        for name in settings.keys() - derived:
+            values[name] = typed(name, values[name], _kinds(), "Config()")
         for name, rule in RULES.items():
             if name in derived:
-                object.__setattr__(self, name, rule.value(vars(self)))
+                values[name] = rule.value(values)
+        for name, declared in settings.items():
+            if declared.valid is not None and not declared.valid[1](values[name]):
+                raise ConfigError(f"{name} must be {declared.valid[0]}; got {values[name]!r}")
+        for name, value in _tables_of(values).items():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_derived", frozenset(derived))
-        for each in fields(self):
-            value, valid = getattr(self, each.name), each.metadata["valid"]
-            if valid is not None and not valid[1](value):
-                raise ConfigError(f"{each.name} must be {valid[0]}; got {value!r}")
         _check_model(self)
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
         _check_schedule(self)
+
+    def _flat(self) -> dict[str, Any]:
+        """The value of every setting by name, those of a table as TABLE.KEY."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tables = {each.name for each in fields(self) if "table" in each.metadata}
+        return flatten({name: vars(value) if name in tables else value for name, value in values.items()}, _kinds())
 
     @property
     def derived(self) -> frozenset[str]:
@@ -161,8 +163,8 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"derived": sorted(self.derived)}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        flat = {key: list(value) if isinstance(value, tuple) else value for key, value in self._flat().items()}
+        return nest(flat) | {"derived": sorted(self.derived)}
 
     def replace(self, overrides: Sequence[str]) -> Self:
         """A copy with command-line `overrides` applied (in the form that `load` takes)."""
@@ -177,26 +179,32 @@ class Config:
         names = values.get("derived", [])
         if not isinstance(names, list) or not set(names) <= RULES.keys():
             raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")
-        stale = outdated(names, changes)
-        kept = {key: value for key, value in values.items() if key != "derived" and key not in stale}
-        config = cls(**(known_values(kept, _kinds(), source) | dict(changes)))
-        object.__setattr__(config, "_derived", config.derived | (set(names) - changes.keys()))
+        flat = flatten({key: value for key, value in values.items() if key != "derived"}, _kinds())
+        changed = replace_former(changes)
+        stale = outdated(names, changed)
+        kept = replace_former(known_values({k: v for k, v in flat.items() if k not in stale}, _kinds(), source))
+        config = cls(**_tables_of(kept | changed))
+        object.__setattr__(config, "_derived", config.derived | (set(names) - changed.keys()))
         return config
 
 
 def describe() -> list[tuple[str, str, object, str]]:
     """(name, type, default, help) of every setting, in the order of declaration; a derived default in words."""
-    kinds = _kinds()
-    rows = []
-    for each in fields(Config):
-        default = RULES[each.name].words if each.default is None else each.default
-        rows.append((each.name, TYPE_NAMES[kinds[each.name]], default, each.metadata["help"]))
-    return rows
+    return [
+        (name, TYPE_NAMES[each.kind], RULES[name].words if each.default is None else each.default, each.help)
+        for name, each in settings_of(Config).items()
+    ]
 
 
-@functools.cache
 def _kinds() -> dict[str, Any]:
-    return typing.get_type_hints(Config)
+    """The type of each setting by its name, of former settings too."""
+    return {name: each.kind for name, each in settings_of(Config).items()} | dict.fromkeys(FORMER, bool)
+
+
+def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Config` from values by name: those of a table become its dataclass."""
+    tables = {each.name: each.metadata["table"] for each in fields(Config) if "table" in each.metadata}
+    return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
 
 
 # --- What concerns several settings ------------------------------------------------------------------------------

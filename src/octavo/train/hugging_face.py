@@ -39,10 +39,6 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     if config.context > limit:
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
     model.config.use_cache = False
-    if config.checkpoint_activations:
-        # transformers renames it within its version 5
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
     trained: nn.Module = model
     return trained
 

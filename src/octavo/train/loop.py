@@ -31,6 +31,7 @@ from octavo.generation.text import stream_texts
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import cast_once, update_scales
 from octavo.text import ReadReport
+from octavo.train.blocks import eager
 from octavo.train.checkpoint import TrainState, save_checkpoint
 from octavo.train.config import Config
 from octavo.train.data import Batches
@@ -40,7 +41,6 @@ from octavo.train.interrupt import delay_interrupts
 from octavo.train.log import print_line
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
-from octavo.train.model import Forward
 from octavo.train.schedule import learning_rate
 
 
@@ -76,7 +76,6 @@ class Trainer:
         self.run_folder, self.lock = run, lock
         self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model = state.model
-        self.compiled = torch.compile(state.model) if config.compile else state.model
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
@@ -118,7 +117,7 @@ class Trainer:
         self.model.train()
         total = torch.zeros((), device=state.device)
         for micro in range(config.accumulate):
-            loss = self._loss(self.compiled, *self.training.at(state.step * config.accumulate + micro))
+            loss = self._loss(*self.training.at(state.step * config.accumulate + micro))
             state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         state.scaler.unscale_(state.optimizer)
@@ -138,19 +137,19 @@ class Trainer:
         self.model.eval()
         config, device = self.config, self.state.device
         return mean_loss(
-            self.compiled, self.validation, device, precision=config.precision, count=config.evaluate_batches
+            self.model, self.validation, device, precision=config.precision, count=config.evaluate_batches
         )[0]
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
-        with own_random(self.state.device), autocast(self.config.precision, self.state.device):
+        with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
             prompts = [self.tokenizer.encode("\n")]
             steps = Engine(self.model, context=self.config.context).generate(prompts, count, Sampling(seed=0))
             return "".join(piece for [piece] in stream_texts(self.tokenizer, prompts, steps))
 
-    def _loss(self, model: Forward, inputs: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(model, (inputs, targets), self.state.device, self.config.precision)
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision)
 
     def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
@@ -182,8 +181,8 @@ class Trainer:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
         inputs, targets = self.validation.at(0)
-        with own_random(self.state.device):
-            return observed_dtypes(self.model, lambda: self._loss(self.model, inputs[:1], targets[:1]))
+        with eager(), own_random(self.state.device):
+            return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
     def _evaluate_and_sample(self, metrics: Metrics) -> float:
         loss = self.evaluate()

@@ -21,7 +21,7 @@ from octavo.train.memory import total_memory
 
 _BYTES = 16  # of a parameter in training: weight, gradient and two moments, in float32
 
-Forward = Callable[..., Any]  # a model, or what torch.compile made of it
+Forward = Callable[..., Any]  # a model, or a function that calls one
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -30,9 +30,7 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
     """
     if config.model in BUILT_IN_MODELS:
-        model = build(_built_in(config, vocabulary))
-        model.checkpoint_activations = config.checkpoint_activations
-        return model
+        return build(_built_in(config, vocabulary))
     return open_language_model(config, saved)
 
 

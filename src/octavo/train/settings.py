@@ -53,7 +53,7 @@ def typed(key: str, value: object, kinds: Kinds, source: str) -> Any:
         # type() and not isinstance(): a bool is an int in Python, but never here.
         matches = type(value) is required and not (isinstance(value, float) and not math.isfinite(value))
     if not matches:
-        hint = "; the file is flat, write its settings without a table" if isinstance(value, Mapping) else ""
+        hint = "; it is no table of settings" if isinstance(value, Mapping) else ""
         raise ConfigError(
             f"{key} in {source} must be {TYPE_NAMES[required]}; got {value!r} ({type(value).__name__}){hint}"
         )

@@ -14,6 +14,7 @@ from octavo.device import choose_device
 from octavo.models import BUILT_IN_MODELS
 from octavo.recipe import get_recipe
 from octavo.text import absolute_source
+from octavo.train.blocks import prepare_blocks
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, RandomBatches, build_corpus, open_data
@@ -137,6 +138,7 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
     report = convert_model(model, config)
+    prepare_blocks(model, config)
     print_line(console, header_text(config, model, device, corpus, report))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)

@@ -1,0 +1,79 @@
+"""The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
+
+Activation checkpointing (Chen et al., arXiv:1604.06174) is inside of the compiled code, so the compiler sees what the
+backward pass computes again.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from octavo.train.config import Config, ConfigError
+
+# Selective checkpointing saves the outputs of the first, and of every second of the others. Both are slow to compute:
+# the first because their cost grows with the square of the sequence.
+_ATTENTION = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+]
+_GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.octavo.scaled_mm.default]
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The repeated blocks of a model, in order: the list of modules of one class that holds the most parameters.
+
+    Raises:
+        ConfigError: the model has no such list.
+    """
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(entry) for entry in module}) == 1
+    ]
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__} must have a list of equal blocks for compile.blocks, activation_checkpointing "
+            "and parallel, and has none: leave these settings out"
+        )
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def prepare_blocks(model: nn.Module, config: Config) -> None:
+    """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
+    mode = config.activation_checkpointing.mode
+    if mode != "none":
+        for block in find_blocks(model):
+            block.forward = _checkpointed(block.forward, mode)
+    if config.compile.blocks:
+        for block in find_blocks(model):
+            block.compile(backend=config.compile.backend)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Run compiled blocks as they were before, for passes that would compile them anew: with a cache, or with hooks."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    if mode == "full":
+        return functools.partial(checkpoint, forward, use_reentrant=False)
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
+
+
+def _selective() -> Any:
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _GEMMS:
+            counts[context.is_recompute] += 1
+        saved = operation in _ATTENTION or (operation in _GEMMS and counts[context.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -1,0 +1,56 @@
+"""The tables of settings: `[parallel]`, `[activation_checkpointing]` and `[compile]`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.train.declaration import DEGREE, NAMED, POSITIVE, setting
+from octavo.train.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the processes that `torchrun` starts share the model and the data. The degrees multiply to their number."""
+
+    dp_shard: int = setting(-1, "processes that share the weights of a replica (FSDP2); -1: those left", DEGREE)
+    dp_replicate: int = setting(1, "replicas of the weights, each on other data (HSDP); -1: those left", DEGREE)
+    tp: int = setting(1, "processes that share each layer (tensor parallel); -1: those left", DEGREE)
+    fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
+    timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """What the backward pass of a block computes again instead of reading it from memory."""
+
+    mode: str = setting(
+        "none",
+        "none; full: a block saves its input only; selective: also its attention and every second GEMM",
+        choices=("none", "full", "selective"),
+    )
+
+
+@dataclass(frozen=True)
+class Compile:
+    """How `torch.compile` compiles the model."""
+
+    blocks: bool = setting(False, "compile each block of the model with torch.compile")
+    backend: str = setting("inductor", "backend of torch.compile", NAMED)
+
+
+# Settings that became tables: the setting that replaces each, and its value in place of false and true.
+FORMER: dict[str, tuple[str, tuple[Any, Any]]] = {
+    "checkpoint_activations": ("activation_checkpointing.mode", ("none", "full")),
+    "compile": ("compile.blocks", (False, True)),
+}
+
+
+def replace_former(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by name, with the settings in place of former ones, which files and command lines may still hold."""
+    current = {name: value for name, value in values.items() if name not in FORMER}
+    for former, (name, by_flag) in FORMER.items():
+        if former in values:
+            if name in current:
+                raise ConfigError(f"{former} is the former name of {name}: give one of the two")
+            current[name] = by_flag[values[former]]
+    return current

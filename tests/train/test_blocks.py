@@ -1,0 +1,70 @@
+"""The blocks of a model: which they are, and what selective activation checkpointing saves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.nn import convert
+from octavo.train.blocks import find_blocks, prepare_blocks
+from octavo.train.config import Config, ConfigError
+
+LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
+GPT2 = GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16)
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def saved_and_gradients(config, table, recipe="rowwise"):
+    """The elements that autograd saves for the backward pass, and the gradients."""
+    torch.manual_seed(0)
+    model = build(config)
+    convert(model, recipe)
+    prepare_blocks(model, Config.from_dict(table))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        loss = F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
+    loss.backward()
+    return sum(sizes), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_each_mode_gives_the_same_gradients(config):
+    none, full, selective = (
+        saved_and_gradients(config, {"activation_checkpointing": {"mode": mode}})
+        for mode in ("none", "full", "selective")
+    )
+    assert full[0] < none[0] / 2
+    for _, gradients in (full, selective):
+        assert all(torch.equal(a, b) for a, b in zip(gradients, none[1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_blocks_recompute(mode):
+    compiled = {"compile": {"blocks": True, "backend": "aot_eager"}, "activation_checkpointing": {"mode": mode}}
+    _, actual = saved_and_gradients(LLAMA, compiled)
+    _, expected = saved_and_gradients(LLAMA, {})
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+def test_selective_computes_fewer_gemms_again(monkeypatch):
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        model = build(LLAMA)
+        prepare_blocks(model, Config.from_dict({"activation_checkpointing": {"mode": mode}}))
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            model(TOKENS).sum().backward()
+        counts[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert counts["none"] < counts["selective"] < counts["full"]
+
+
+def test_blocks_are_the_list_with_the_most_parameters():
+    model = build(LLAMA)
+    assert find_blocks(model) is model.model.layers
+    small = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+    assert find_blocks(nn.ModuleDict({"small": small, "model": model})) is model.model.layers
+    with pytest.raises(ConfigError, match="Sequential must have a list of equal blocks"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2)))
