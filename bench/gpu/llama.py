@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.cache import causal_attention
-from octavo.models.llama import Block, LlamaConfig, rotate
+from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
 
 CONFIG = LlamaConfig(
     vocabulary=128_256, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, context=8192, tied=False,
@@ -84,3 +85,30 @@ class Engine(Plain):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         with self.autocast():
             return Plain.forward(self, x, cos, sin)
+
+
+class LanguageModel(nn.Module):
+    """A stack of blocks (`Fused` or `Plain`) between an embedding and a head; its forward returns the loss."""
+
+    def __init__(self, config: LlamaConfig, stack: Callable[[LlamaConfig], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.stack = stack(config)
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stack.layers)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of tokens [B, T] and targets [B, T]."""
+        tables = rope_tables(self.config, torch.arange(tokens.shape[1], device=tokens.device))
+        logits = self.lm_head(self.norm(self.stack(self.embed(tokens), *tables)))
+        return self.loss(logits.flatten(0, 1), targets.flatten())
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets)

@@ -6,6 +6,7 @@ sources of Transformer Engine 2.20 and has run with a stand-in for the library o
 """
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +17,23 @@ from bench.gpu.llama import PlainBlock
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
-def use_torchao(model: nn.Module, recipe: str) -> int:
-    """Convert the linear layers of `model` but an output head to torchao's FP8 training; returns how many."""
+def use_torchao(model: nn.Module, recipe: str, *, fp8_gather: bool = False) -> int:
+    """Convert the linear layers of `model` but an output head to torchao's FP8 training; returns how many.
+
+    With `fp8_gather` FSDP2 gathers the weights in FP8, which only `tensorwise` can; then call `update_torchao` after
+    each optimizer step. Without a GPU torchao emulates its GEMMs.
+    """
     float8: Any = importlib.import_module("torchao.float8")
     names = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=fp8_gather, emulate=not torch.cuda.is_available())
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
     return len(names)
+
+
+def update_torchao(model: nn.Module) -> None:
+    """Compute the scales of weights that FSDP2 gathers in FP8: one all-reduce for all of them."""
+    importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def use_transformer_engine(model: nn.Module, recipe: str) -> None:

@@ -1,0 +1,180 @@
+"""Training steps of Llama-3-8B's shape under FSDP2: BF16, Octavo and torchao in one run, one process a GPU.
+
+A step is whole: forward, backward, gradient reduction in FP32 and fused AdamW on FP32 weights, 8,192 tokens a GPU. The
+gradients of each mode are compared with those of compiled BF16 first. Then the mode takes turns with compiled BF16, and
+its ratio is the median over these turns; where the memory does not hold both, BF16 runs first and last, and the ratio
+is to the mean of the two. The time of a step is that of the slowest rank.
+
+    torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6] [--seconds 560]
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from bench import record
+from bench.gpu import llama
+from bench.gpu.communication import profiled
+from bench.gpu.modes import BASE
+from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, say, slowest, start
+from bench.gpu.sharded import MODES, Runner, check_gradients, gradient_error
+from bench.gpu.timing import interleaved, summary
+from octavo.models.llama import LlamaConfig
+
+REPEAT = 3  # steps between two readings of the clock
+ROOM = 0.85  # of the GPU's memory, that two models at once may fill
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """The rows of the modes so far, and the model of BF16 that they are compared with."""
+
+    def __init__(self, config: LlamaConfig, tokens: int, rounds: int, device: torch.device) -> None:
+        self.config, self.tokens, self.rounds, self.device = config, tokens, rounds, device
+        self.base: Runner | None = None
+        self.expected: list[Tensor] = []
+        self.rows: list[Row] = []
+
+    def measure(self, name: str) -> None:
+        """Add the row of a mode. One that fails adds its error; the others go on."""
+        began = time.monotonic()
+        before = allocated()
+        runner = Runner(name, self.config, self.tokens, self.device)
+        grads = runner.gradients()
+        self.expected = self.expected or grads
+        row: Row = {"mode": name, "gradient_error": gradient_error(self.expected, grads)}
+        check_gradients(name, row["gradient_error"])
+        for _ in range(2):
+            runner.step()
+        row["seconds_to_build"] = time.monotonic() - began
+        row |= memory_and_bytes(runner, before)
+        row |= self.times(name, runner)
+        row["kernels"] = profiled(runner.step)
+        self.rows.append(row)
+        if name == BASE and self.base is None and self.room_for_two():
+            self.base = runner
+        say(line(row))
+
+    def times(self, name: str, runner: Runner) -> Row:
+        """The milliseconds of a step, and its speed as a multiple of that of BF16."""
+        beside = {} if self.base is None else {BASE: self.base.step}
+        found = interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
+        times = {mode: slowest(each) for mode, each in found.items()}
+        speed = self.tokens * 1e3 / statistics.median(times[name])
+        row = {**summary(times[name]), "tokens_per_second": speed, "rounds": times}
+        if name != BASE and beside:
+            row["ratio"] = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
+        return row
+
+    def room_for_two(self) -> bool:
+        if self.device.type == "cpu":
+            return True
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        return bool(agreed(2 * self.rows[0]["peak_bytes"] < ROOM * whole))
+
+    def finish(self) -> None:
+        """The ratios of modes that had no BF16 beside them, to the mean of its first and its last time."""
+        base = [row["median"] for row in self.rows if row["mode"] == BASE]
+        for row in self.rows:
+            if "median" in row:
+                row.setdefault("ratio", statistics.mean(base) / row["median"])
+
+    def result(self) -> dict[str, Any]:
+        config = self.config
+        setting = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "mlp_width")}
+        setting |= {"vocabulary": config.vocabulary, "tokens": self.tokens, "world": distributed.get_world_size()}
+        return {"setting": setting, "modes": self.rows}
+
+
+def memory_and_bytes(runner: Runner, before: int) -> Row:
+    """The peak memory of a step, and the bytes of this rank's shards in its collectives."""
+    network: Network = runner.network
+    network.gathered = network.reduced = 0
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    runner.step()
+    peak = torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
+    return {"peak_bytes": peak, "gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
+
+
+def allocated() -> int:
+    gc.collect()  # the models of earlier modes
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def line(row: Row) -> str:
+    parts = [f"{row['mode']:36} {row['median']:8.1f} ms, {row['tokens_per_second']:8.0f} tokens/s a GPU"]
+    parts.append(f"{row['ratio']:.3f} of {BASE}" if "ratio" in row else "")
+    parts.append(f"{row['peak_bytes'] / 2**30:.1f} GiB, gathered {row['gathered_bytes'] / 1e9:.3f} GB")
+    parts.append(f"off by {row['gradient_error']:.3f}, built in {row['seconds_to_build']:.0f} s")
+    parts.append(str({kind: round(ms, 1) for kind, ms in row["kernels"].items()}))
+    return ", ".join(part for part in parts if part)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
+    parser.add_argument("--rounds", type=int, default=6, help="times that each mode has its turn")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no mode that would end later")
+    options = parser.parse_args()
+    deadline = Deadline(options.seconds)
+    torch._dynamo.config.recompile_limit = 64
+    device = start()
+    config = replace(llama.CONFIG, layers=options.layers)
+    run(chosen(options.only), Bench(config, llama.TOKENS, options.rounds, device), deadline)
+    distributed.destroy_process_group()
+
+
+def chosen(only: str | None) -> list[str]:
+    """The names of the modes that contain one of the words, and of compiled BF16."""
+    there = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
+    words = only.split(",") if only else [""]
+    return [name for name in there if name == BASE or any(word in name for word in words)]
+
+
+def run(names: list[str], bench: Bench, deadline: Deadline) -> None:
+    """Measure the modes, and write the result after each."""
+    world = distributed.get_world_size()
+    links = {"bytes_per_second": bandwidth()} if world > 1 else {}
+    say(links)
+    for name in names:
+        attempt(bench, name, deadline)
+        write(bench, links)
+    if bench.base is None and len(names) > 1:
+        attempt(bench, BASE, deadline)
+    bench.finish()
+    write(bench, links)
+
+
+def attempt(bench: Bench, name: str, deadline: Deadline) -> None:
+    if not deadline.allows(name):
+        return
+    try:
+        bench.measure(name)
+    except Exception as error:  # a mode that does not run here must not end the others; it fails on every rank alike
+        text = f"{type(error).__name__}: {str(error)[:500]}"
+        bench.rows.append({"mode": name, "error": text})
+        print(f"{name}: {text}", flush=True)
+
+
+def write(bench: Bench, links: dict[str, float]) -> None:
+    if distributed.get_rank() == 0:
+        world = distributed.get_world_size()
+        record.write(f"gpu_fsdp_{bench.config.layers}_layers_{world}_gpus", {**bench.result(), **links})
+
+
+if __name__ == "__main__":
+    main()

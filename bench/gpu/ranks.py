@@ -1,0 +1,126 @@
+"""Benchmarks of several processes, one a GPU: their start, their agreement, and the collectives of FSDP2.
+
+Without a GPU the processes use gloo, for rehearsals.
+"""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from bench.gpu.timing import once
+
+MEGABYTE = 1 << 20
+TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
+
+
+def start() -> torch.device:
+    """Join the group that torchrun describes; the device of this process."""
+    if not torch.cuda.is_available():
+        if not distributed.is_initialized():  # a test makes the group itself
+            distributed.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    distributed.init_process_group("nccl", timeout=TIMEOUT)
+    return device
+
+
+def say(*words: object) -> None:
+    """Print on rank 0."""
+    if distributed.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def agreed(value: Any) -> Any:
+    """The value of rank 0, on every rank."""
+    values = [value]
+    distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def slowest(times: list[float]) -> list[float]:
+    """The largest of each time over the ranks: a step ends when its last rank ends."""
+    found = torch.tensor(times, dtype=torch.float64, device=_device())
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return [float(each) for each in found.tolist()]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Deadline:
+    """The seconds of a benchmark: no part starts that, taking as long as the longest before it, would end later."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = self.last = time.monotonic()
+        self.seconds, self.longest = seconds, 0.0
+
+    def allows(self, part: str) -> bool:
+        """Whether `part` may start; the answer is that of rank 0 everywhere."""
+        now = time.monotonic()
+        self.longest, self.last = max(self.longest, now - self.last), now
+        ends = now - self.began + self.longest
+        allowed: bool = agreed(ends <= self.seconds)
+        if not allowed:
+            say(f"{part} is not started: it would end after {ends:.0f} s of {self.seconds:.0f}")
+        return allowed
+
+
+# --- The collectives of FSDP2 ----------------------------------------------------------------------------------
+
+
+class Network:
+    """The bytes that FSDP2 sends, and the group that sends them: the group of FSDP's mesh if `group` is None."""
+
+    def __init__(self) -> None:
+        self.group: distributed.ProcessGroup | None = None
+        self.gathered = self.reduced = 0  # bytes of this rank's shards, in all calls so far
+
+    def carry(self, model: nn.Module) -> None:
+        """Let every FSDP2 unit of `model` communicate here."""
+        gather, reduce = _AllGather(self), _ReduceScatter(self)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(reduce)
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, async_op: bool = False
+    ) -> distributed.Work | None:
+        self.network.gathered += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, self.network.group or group, async_op)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> distributed.Work:  # fmt: skip
+        self.network.reduced += output_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, self.network.group or group, op, async_op)
+
+
+def bandwidth(group: distributed.ProcessGroup | None = None, megabytes: int = 256) -> float:
+    """Bytes a second that a rank receives in an all-gather of `megabytes` in total."""
+    world = distributed.get_world_size()
+    share = torch.zeros(megabytes * MEGABYTE // world, dtype=torch.uint8, device=_device())
+    whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=_device())
+    gather, members = DefaultAllGather(), group or distributed.group.WORLD
+    assert members is not None
+    times = [once(lambda: gather(whole, share, members), 4) for _ in range(4)]
+    return (whole.numel() - share.numel()) / (min(slowest(times[1:])) / 1e3)

@@ -1,0 +1,109 @@
+"""bench/gpu/fsdp.py and bench/gpu/network.py: a tiny model on two processes without a GPU."""
+
+import json
+import math
+import statistics
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from bench.gpu import fsdp
+from bench.gpu.communication import kind_of, split, union
+from bench.gpu.modes import BASE
+from bench.gpu.sharded import MODES, WIDE, check_gradients
+from octavo.models.llama import LlamaConfig
+
+TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
+TOKENS = 16
+BLOCK = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64  # parameters
+EAGER = "bf16, eager"
+
+
+def measure(rank: int, folder: str) -> list[dict[str, Any]]:
+    """The rows of a run with a mode that fails, then times over two links."""
+    from bench import record
+    from bench.gpu import network, ranks
+
+    warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
+    record.RESULTS = Path(folder)
+    MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
+    MODES["broken"] = replace(MODES[EAGER], convert=fail)
+    device, deadline = ranks.start(), ranks.Deadline(math.inf)
+    bench = fsdp.Bench(TINY, TOKENS, 3, device)
+    fsdp.run([BASE, EAGER, "broken", WIDE], bench, deadline)
+    fsdp.attempt(bench, EAGER, ranks.Deadline(-1.0))
+    network.run([BASE, WIDE], TINY, TOKENS, [1, 2], 2, device, deadline)
+    return bench.rows
+
+
+def fail(model: Any) -> None:
+    raise ValueError("no such recipe")
+
+
+def test_modes_are_measured_and_written(tmp_path: Path) -> None:
+    rows, others = run_ranks(2, measure, str(tmp_path))
+    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE]  # none after the deadline
+    base, eager, broken, wide = rows
+    assert broken["error"] == "ValueError: no such recipe"
+    assert eager["gradient_error"] == 0  # compiled neither
+    assert 0.02 < wide["gradient_error"] < 0.5
+    for row, other in zip(rows, others, strict=True):
+        assert row.get("rounds") == other.get("rounds")  # of the slowest rank
+    # forward and backward gather half of the blocks in BF16; the root stays gathered; gradients are reduced in FP32
+    root = 2 * 64 * 64 + 64
+    assert base["gathered_bytes"] == (2 * 2 * BLOCK + root) // 2 * 2
+    assert wide["gathered_bytes"] == base["gathered_bytes"]
+    assert base["reduced_bytes"] == (2 * BLOCK + root) // 2 * 4
+    assert eager["tokens_per_second"] == pytest.approx(TOKENS * 1e3 / statistics.median(eager["rounds"][EAGER]))
+    turns = [b / a for a, b in zip(eager["rounds"][EAGER], eager["rounds"][BASE], strict=True)]
+    assert eager["ratio"] == statistics.median(turns)
+
+    written = json.loads((tmp_path / "gpu_fsdp_2_layers_2_gpus.json").read_text())
+    assert written["modes"] == rows
+    assert written["setting"]["world"] == 2
+    assert written["bytes_per_second"] > 0
+    network = json.loads((tmp_path / "gpu_network_direct.json").read_text())
+    assert [link["channels"] for link in network["links"]] == [2, 1]
+    assert all(len(times) == 2 for link in network["links"] for times in link["rounds"].values())
+
+
+def test_without_room_for_two_models_the_ratio_is_to_the_mean_of_bf16() -> None:
+    bench = object.__new__(fsdp.Bench)
+    bench.rows = [{"mode": BASE, "median": 10.0}, {"mode": WIDE, "median": 8.0}, {"mode": "x", "error": "none"}]
+    bench.rows.append({"mode": BASE, "median": 14.0})
+    bench.finish()
+    assert [row.get("ratio") for row in bench.rows] == [1.2, 1.5, None, 12 / 14]
+
+
+def test_gradients_that_are_wrong_or_not_of_fp8_are_refused() -> None:
+    check_gradients(EAGER, 0.01)
+    check_gradients(WIDE, 0.1)
+    for name, error in ((EAGER, 0.1), (WIDE, 0.001), (WIDE, 1.0), (WIDE, math.nan)):
+        with pytest.raises(RuntimeError, match="must be off by"):
+            check_gradients(name, error)
+
+
+def test_words_choose_modes() -> None:
+    expected = [name for name in fsdp.chosen(None) if name in (BASE, EAGER) or "FP8" in name]
+    assert fsdp.chosen("eager,FP8") == expected
+    assert len(expected) < len(fsdp.chosen(None))
+
+
+def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> None:
+    kernels = [
+        ("nvjet_gemm", 0.0, 4.0),
+        ("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0),  # 4 to 6 alone
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 5.0, 7.0),  # 6 to 7 alone
+        ("flash_fwd", 9.0, 10.0),  # after 2 of nothing
+        ("triton_red_fused", 10.0, 10.5),
+    ]
+    expected = {"all-gather": 4.0, "reduce-scatter": 2.0, "gemm": 4.0, "attention": 1.0, "rest": 0.5}
+    found = split(kernels)
+    assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
+    assert split([])["idle"] == 0
+    assert union([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 3.0)]
+    assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"
