@@ -66,8 +66,7 @@ def generation_machine(results: dict[str, Result]) -> str:
     found = results.get(NAME)
     if found is None:
         return ""
-    earlier = [f"{what} of an earlier run, at {commit}." for what, commit in found.get("earlier", {}).items()]
-    return " ".join([f"{found['layers']} layers. {machine(found)}", *earlier])
+    return f"{found['layers']} layers. {machine(found)}"
 
 
 # --- Figures, for the aims too ---------------------------------------------------------------------------------
