@@ -115,6 +115,11 @@ class Recipe:
         return None if self.dx is None else self.dx.a
 
     @property
+    def quantizes_w_once(self) -> bool:
+        """Whether the bytes of w in y serve dx too, transposed."""
+        return self.dx is not None and self.dx.b == self.w and self.dx.b.bytes_serve_both
+
+    @property
     def _casts(self) -> list[Cast]:
         return [cast for gemm in (self.y, self.dx, self.dw) if gemm is not None for cast in (gemm.a, gemm.b)]
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from octavo.nn.backends import gemm_backends, pick_recipe
 from octavo.nn.conv1d import shape_of, to_fp8_conv1d
@@ -31,6 +32,7 @@ def convert(
     emulate: bool = False,
     only_if_faster: bool = False,
     tokens: int = 8192,
+    device: torch.device | str | None = None,
 ) -> Conversion:
     """Change the linear layers of `model` in place into layers that compute by `recipe`.
 
@@ -56,6 +58,8 @@ def convert(
             as one). All layers stay in BF16 if together they are too little work to hide the longer launches of FP8,
             and where FP8 is emulated or has no GEMM; that is no error. On an unknown GPU the layers are timed first.
         tokens: with `only_if_faster`, the rows of a layer's input in a forward pass: batch x sequence.
+        device: where the model will run, which decides the GEMMs. By default the device of its weights; for a model on
+            the meta device, this machine's accelerator, or else the CPU.
 
     Returns:
         The report: which layers were converted, which were skipped and why, the backend of each GEMM, and the
@@ -75,7 +79,7 @@ def convert(
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
     layers = select_linears(model, skip)
     first: Any = layers[0].module
-    device = first.weight.device
+    device = _execution_device(first.weight) if device is None else torch.device(device)
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -100,6 +104,12 @@ def convert(
     leave_fast_paths(model)
     quantized = [row.name for row in rows if not row.reason and recipe.quantized]
     return Conversion(recipe, rows, backends, find_coverage(model, quantized), speedup_source, _fused_modules(model))
+
+
+def _execution_device(weight: Tensor) -> torch.device:
+    if not weight.is_meta:
+        return weight.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.numerics.cast import Cast
@@ -30,6 +31,15 @@ class ScaleHistory(nn.Module):
         self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As in `nn.Module`. A model on the meta device is given memory (`to_empty`) that is not zero."""
+        was_meta = self.scale.is_meta
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.scale.is_meta:
+            for buffer in self.buffers():
+                buffer.zero_()
+        return result
 
     def observe(self, amax: Tensor) -> None:
         """Record an amax [1, 1] of this training step. One that is not finite is ignored."""
@@ -80,10 +90,22 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
+    Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are those of all
+    ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
+
     Args:
         freeze: record the amax values, and leave the scales unchanged.
     """
-    for _, history in histories(model):
+    found = [history for _, history in histories(model)]
+    if not found:
+        return
+    pending = torch.cat([history.pending.view(1) for history in found])
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(pending, dist.ReduceOp.MAX, group)
+    for history, amax in zip(found, pending, strict=True):
+        history.pending.copy_(amax)
         history.update(freeze=freeze)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_function import LinearCall, shaped
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
@@ -87,8 +87,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.call, ctx.norm, ctx.stack, ctx.shape = call, norm, StackInfo.of(stack), shape
         ctx.has_residual = residual is not None
         ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, layers[0], *stack.weights)
-        y = y.view(*shape[:-1], -1)
-        return (y, total.view(shape)) if residual is not None else y
+        y = shaped(y, shape)
+        return (y, shaped(total, shape)) if residual is not None else y
 
     @staticmethod
     @differentiable_once
@@ -163,8 +163,8 @@ class _MLP(torch.autograd.Function):
         of_norm = (total, mean, rstd, gamma, beta, None) if norm is not None else (*[None] * 5, n_q.data)
         scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
         ctx.save_for_backward(*of_norm, u, *scales, layers[4], layers[0], *outer.weights, *inner.weights)
-        y = y.view(shape)
-        return (y, total.view(shape)) if residual is not None else y
+        y = shaped(y, shape)
+        return (y, shaped(total, shape)) if residual is not None else y
 
     @staticmethod
     @differentiable_once

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory
+from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
 from octavo.nn.precomputed import PrecomputedProjections
@@ -52,6 +53,7 @@ class RecipeLayer(nn.Module):
         check_call(self, x, w)
         dtype = compute_dtype(x)
         if x.numel() == 0:
+            w = w.dequantize() if isinstance(w, GatheredWeight) else w
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
             x, w = hadamard(x), hadamard(w)
@@ -76,9 +78,18 @@ class Linear(RecipeLayer, nn.Linear):
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
-        cast = self._cacheable_cast()
-        cached = None if cast is None or x.numel() == 0 else self.weight_cache.get([self.weight], cast)
+        cached = None if x.numel() == 0 else self._quantized_weight()
         return self.compute(x, self.weight, self.bias, cached)
+
+    def _quantized_weight(self) -> QTensor | None:
+        """The weight, quantized, where FSDP2 has gathered it so, or `octavo.cast_once` has cached it."""
+        if isinstance(self.weight, GatheredWeight):
+            history = None if self.histories is None else self.histories.of("w")
+            if history is not None and self.weight_cache.amax is not None:
+                history.observe(self.weight_cache.amax)
+            return self.weight_cache.gathered
+        cast = self._cacheable_cast()
+        return None if cast is None else self.weight_cache.get([self.weight], cast)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, if `octavo.cast_once` can cache it."""

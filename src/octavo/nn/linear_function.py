@@ -92,9 +92,7 @@ class _Linear(torch.autograd.Function):
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
         saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w, w)
-        # FSDP warns of an output that is a view.
-        shaped: Tensor = torch.ops.aten._unsafe_view(y, (*ctx.shape[:-1], y.shape[1]))
-        return shaped
+        return shaped(y, ctx.shape)
 
     @staticmethod
     @differentiable_once
@@ -114,6 +112,12 @@ class _Linear(torch.autograd.Function):
             dw = _dw(dy, g, x, s_x, folded_s_w, w.dtype, call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
+
+
+def shaped(y: Tensor, shape: torch.Size) -> Tensor:
+    """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
+    result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
+    return result
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
@@ -144,18 +148,13 @@ def _by_row(gemm: Gemm | None) -> bool:
     return gemm is not None and gemm.b.granularity == ROW
 
 
-def _bytes_serve_both(cast: Cast) -> bool:
-    """Whether the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
-    return cast.granularity == ROW or cast.granularity.transposes
-
-
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
     """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
     gemm = call.recipe.dw
     if gemm is None:
         return x.to(call.dtype), None
     cast = gemm.b
-    if cast == call.recipe.x and x_q is not None and _bytes_serve_both(cast):
+    if cast == call.recipe.x and x_q is not None and cast.bytes_serve_both:
         return x_q.data, x_q.scale
     x_t = quantize_transposed(x, cast)
     return x_t.data, x_t.scale
@@ -169,9 +168,8 @@ def _saved_w(
     Bytes rounded to nearest are computed again from w and the scale, unless they are cached: then to save them takes no
     memory. Where dx casts w along its other axis, neither bytes nor scale are read.
     """
-    cast = None if recipe.dx is None else recipe.dx.b
-    if w_q is not None and cast is not None and cast == recipe.w and _bytes_serve_both(cast):
-        computed_again = not needs_x or (cached is None and cast.rounding == "nearest")
+    if w_q is not None and recipe.w is not None and recipe.quantizes_w_once:
+        computed_again = not needs_x or (cached is None and recipe.w.rounding == "nearest")
         return None if computed_again else w_q.data, w_q.scale
     return None, None
 
@@ -192,7 +190,7 @@ def _dx(
     gemm = call.recipe.dx
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
-    if gemm.b == call.recipe.w and _bytes_serve_both(gemm.b):
+    if call.recipe.quantizes_w_once:
         w_t = weight_transposed([w], w_data, s_w, gemm.b)
     else:
         w_t = quantize_transposed(w, gemm.b)
@@ -206,7 +204,7 @@ def _dw(
     if gemm is None:
         return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
-    if gemm.b == recipe.x and _bytes_serve_both(gemm.b):
+    if gemm.b == recipe.x and gemm.b.bytes_serve_both:
         x_t = transposed(x_t)
     if g is not None and gemm.b.granularity == ROW:
         dy_t = dw_operand(g, s_x, s_w)

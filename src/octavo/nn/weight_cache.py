@@ -7,7 +7,8 @@ Outside the block every forward pass casts the weights, so nothing can be stale.
 after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
 so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
 moved or written in place since. Sharded parameters (DTensor: FSDP2, tensor parallel) are not cached: their memory is
-freed and filled again while the parameter looks the same.
+freed and filled again while the parameter looks the same. With `octavo.dist.fp8_all_gather`, those of FSDP2 are cast
+once a step too.
 
 Some writes leave no trace and are not noticed inside the block: through `.data` by code that is no optimizer, through
 memory that the weight shares (`w.detach().numpy()`), and in place before compiled code, which does not check. For
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
@@ -31,10 +33,19 @@ from octavo.ops import quantize, quantize_stack
 
 
 class WeightCache:
-    """A cache for the quantized weights of one layer, or of several that are stacked along their rows."""
+    """A cache for the quantized weights of one layer, or of several that are stacked along their rows.
+
+    Attributes:
+        q: what `octavo.cast_once` has cached.
+        gathered: what FSDP2 has gathered, where `octavo.dist.fp8_all_gather` makes it gather quantized weights. Valid
+            while the weights are `GatheredWeight`s; at other times its memory is freed.
+        amax: [1, 1], the amax of this rank's part of the gathered weight, where a history records it.
+    """
 
     def __init__(self) -> None:
         self.q: QTensor | None = None
+        self.gathered: QTensor | None = None
+        self.amax: Tensor | None = None
         self.cast_weights: list[Tensor] = []
         self.key: tuple[Any, ...] = ()
 
@@ -43,7 +54,9 @@ class WeightCache:
         return WeightCache()
 
     def get(self, weights: Sequence[Tensor], cast: Cast) -> QTensor | None:
-        """The quantized `weights`, if they are cached; cast again if a weight has changed."""
+        """The quantized `weights`, if they are gathered or cached; cast again if a weight has changed."""
+        if isinstance(weights[0], GatheredWeight):
+            return self.gathered
         if self.q is not None and not torch.compiler.is_compiling() and _key(weights) != self.key:
             self.fill(weights, cast)
         return self.q

@@ -63,6 +63,11 @@ class Cast:
     def power_of_two(self) -> bool:
         return self.scale != "fp32"
 
+    @property
+    def bytes_serve_both(self) -> bool:
+        """Whether the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
+        return self.granularity == ROW or self.granularity.transposes
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-compatible dictionary that `from_dict` reads back."""
         fields = asdict(self) | {"granularity": self.granularity.name}

@@ -29,21 +29,34 @@ SMALLEST_SCALE = 2.0**-126
 RULES = ("max", "most_recent", "ema", "percentile")
 
 
-def scale_from_amax(amax: Tensor, fmt: Format, *, power_of_two: bool = False, relative_floor: float = 0.0) -> Tensor:
+def scale_from_amax(
+    amax: Tensor,
+    fmt: Format,
+    *,
+    power_of_two: bool = False,
+    relative_floor: float = 0.0,
+    largest_scale: Tensor | None = None,
+) -> Tensor:
     """The float32 scales that map `amax` onto the largest number of `fmt`; NaN for an amax that is not finite.
 
     Args:
         amax: float tensor, any shape.
         power_of_two: round the scales up to powers of two.
         relative_floor: the smallest scale allowed, as a fraction of the largest in the tensor.
+        largest_scale: the largest in the tensor, before rounding to a power of two, where `amax` is of a part of it.
     """
     largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # a GPU's division by a Python number is not exact
     scale = (amax / largest).clamp(min=SMALLEST_SCALE)
     if relative_floor and scale.numel():
-        scale = torch.maximum(scale, scale.nan_to_num(0, 0).amax() * relative_floor)
+        largest_scale = _largest_finite(scale) if largest_scale is None else largest_scale
+        scale = torch.maximum(scale, largest_scale * relative_floor)
     if power_of_two:
         scale = ceil_power_of_two(scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def _largest_finite(scale: Tensor) -> Tensor:
+    return scale.nan_to_num(0, 0, 0).amax()
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:

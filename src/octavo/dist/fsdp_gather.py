@@ -1,0 +1,125 @@
+"""FSDP2's all-gather of the weights in eight bits.
+
+The bytes and scales of a rank's rows are made once an optimizer step, at the next forward pass of the model, and every
+all-gather until the next step sends them. They equal those that one rank makes of the whole weight
+(`octavo.dist.shard_quantization`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from octavo.dist.fsdp_units import UnitWeight, has_run, is_unit, sharded_weights
+from octavo.dist.fusion import fused_modules, unfusing_units
+from octavo.dist.gather_report import GatherReport, GatherRow
+from octavo.dist.shard_cache import ShardCache
+from octavo.dist.sharded_weight import ShardedWeight, WeightStack
+from octavo.nn.linear import Linear, RecipeLayer
+
+
+def fp8_all_gather(model: nn.Module) -> GatherReport:
+    """Make FSDP2 gather the converted weights of `model` as eight-bit numbers and scales, where it can.
+
+    Call it after the last `fully_shard` and before the first forward pass. The model may be on the meta device.
+
+        octavo.convert(model, "rowwise")
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        report = octavo.dist.fp8_all_gather(model)
+
+    Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
+    rank quantizes its own rows once after each optimizer step, and keeps the bytes: one byte a weight, divided by the
+    ranks. The bytes and scales are those that one rank makes of the whole weight. For that, one small all-reduce takes
+    place at the first forward pass after a step. There is no other collective.
+
+    Weights that were loaded, or written in place, are quantized again at the next forward pass. Writes through `.data`
+    by code that is no optimizer leave no trace and are not noticed.
+
+    Args:
+        model: with converted layers, on which `fully_shard` was called, and on all units below it.
+
+    Returns:
+        The report: which weights are gathered in eight bits, and why the others are gathered wide, which is as exact
+        and slower.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: no layer of `model` is converted, `fully_shard` was not called, the model has run already, or a unit
+            of FSDP2 gathers weights that a module outside of the unit reads.
+    """
+    layers = _converted_layers(model)
+    units = sharded_weights(model)
+    modules = fused_modules(model)
+    unfused = unfusing_units(model, modules, units)
+    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
+    for module in modules:
+        _agree(module.stacked, reasons, layers)
+    cache = ShardCache(model)
+    weights = {
+        layer: ShardedWeight(layer, units[layer], cache.prepare)
+        for layer, reason in reasons.items()
+        if not reason and isinstance(layer, Linear)
+    }
+    for module in modules:
+        parts = [weights[layer] for layer in module.stacked if layer in weights]
+        if parts and len({part.unit.group for part in parts}) == 1:
+            stack = WeightStack(parts, [module.cache])
+            for part in parts:
+                part.stack = stack
+    cache.weights = tuple(weights.values())
+    for weight in cache.weights:
+        weight.attach()
+    rows = (GatherRow(name, "wide" if reasons[layer] else "fp8", reasons[layer]) for layer, name in layers.items())
+    return GatherReport(tuple(rows), unfused)
+
+
+def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
+    """The converted layers of a model that is ready for `fp8_all_gather`, and their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fp8_all_gather takes a torch.nn.Module, got {model!r}: pass the model itself")
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
+    if not layers:
+        raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
+    if not any(is_unit(module) for module in model.modules()):
+        raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
+    if has_run(model):
+        raise ValueError(
+            "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
+            "before the first forward pass"
+        )
+    return layers
+
+
+def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
+    """Gather layers that run as one GEMM all alike: one that is gathered wide makes the others wide."""
+    layers = [layer for layer in stacked if isinstance(layer, RecipeLayer)]
+    wide = next((layer for layer in layers if reasons[layer]), None)
+    for layer in layers:
+        if wide is not None and not reasons[layer]:
+            reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
+
+
+def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
+    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
+    recipe = layer.recipe
+    if unit is None:
+        return "fully_shard was not called on a module that holds it"
+    if not isinstance(layer, Linear):
+        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
+    if unit.reason:
+        return unit.reason
+    if recipe.w is None or recipe.dx is None:
+        return f"the recipe {recipe.name} reads the weight in high precision"
+    if recipe.rotate:
+        return f"the recipe {recipe.name} rotates the weight before it is quantized"
+    if not recipe.quantizes_w_once:
+        return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
+    if recipe.w.rounding != "nearest":
+        return f"the recipe {recipe.name} rounds the weight at random"
+    rows = recipe.w.granularity.rows
+    if rows is not None and unit.world > 1 and unit.shard_rows % rows:
+        return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
+    return ""

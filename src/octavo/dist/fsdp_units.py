@@ -1,0 +1,89 @@
+"""The units of FSDP2 in a model, and how each gathers its weights.
+
+PyTorch has no public way to ask for a unit's policies, so this file reads the private state of torch 2.11 to 2.13.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+@dataclass(frozen=True)
+class UnitWeight:
+    """The weight of a layer that FSDP2 shards.
+
+    Args:
+        unit: the name of the FSDP unit that gathers it.
+        group: the same for weights that are gathered together.
+        rows: of the gathered weight.
+        shard_rows: that each rank sends; those of the last ranks may be padding.
+        world: the number of ranks over which it is sharded.
+        reason: why FSDP2 cannot gather it in eight bits; "" where it can.
+    """
+
+    unit: str
+    group: int
+    rows: int
+    shard_rows: int
+    world: int
+    reason: str
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `module`."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def has_run(model: nn.Module) -> bool:
+    """Whether a unit of `model` has been prepared for its first forward pass, after which hooks come too late."""
+    units: Iterator[Any] = (module for module in model.modules() if is_unit(module))
+    return any(getattr(unit._get_fsdp_state(), "_is_root", None) is not None for unit in units)
+
+
+def sharded_weights(model: nn.Module) -> dict[nn.Module, UnitWeight]:
+    """The modules of `model` whose parameter `weight` FSDP2 shards."""
+    found = {}
+    for unit, group in _groups(model):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            if info.param_name == "weight":
+                found[info.module] = UnitWeight(
+                    unit,
+                    id(group),
+                    parameter._orig_size[0],
+                    parameter.padded_sharded_param_size[0],
+                    getattr(parameter.mesh_info, "shard_mesh_size", 1),
+                    _reason(group, parameter),
+                )
+    return found
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The groups of parameters that are gathered together, each with the name of its unit."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if is_unit(module):
+            any_module: Any = module
+            state = any_module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on there may be several
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield name, group
+
+
+def _reason(group: Any, parameter: Any) -> str:
+    if not hasattr(parameter.mesh_info, "shard_mesh_size"):
+        return "FSDP replicates it"
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        return "FSDP offloads it to the CPU"
+    if parameter.fsdp_placement.dim != 0:
+        return f"FSDP shards it on dimension {parameter.fsdp_placement.dim}, not on its rows"
+    if group.post_forward_mesh_info not in (None, group.mesh_info):
+        return "FSDP reshards it after forward to a smaller number of ranks (reshard_after_forward=int)"
+    if parameter._module_info.shared_modules:
+        return "another module has the same weight"
+    return ""

@@ -1,0 +1,70 @@
+"""The quantized rows of this rank, of all weights, kept fresh."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from octavo.dist.shard_quantization import quantize_shards
+from octavo.dist.sharded_weight import ShardedWeight
+
+
+class ShardCache:
+    """Quantizes the rows of all weights again when an optimizer, a load or a write in place has changed one.
+
+    Ranks must agree on when that happens, since it takes an all-reduce. So the forward pass of the model decides for
+    all weights at once, from events that are the same on every rank: a rank that has no rows of one weight sees no
+    write to it, but sees the writes to others.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights: Sequence[ShardedWeight] = ()
+        self.stale = True
+        self.written: torch.Event | None = None  # on a GPU: when the bytes were made
+        self.waited: set[int] = set()  # the streams that have waited for it
+        # Before FSDP2's own hook, which gathers the weights of the root.
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        # PyTorch holds the hook for good: it must not hold the model.
+        this = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            cache = this()
+            if cache is not None:
+                cache.note_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Mark the bytes as stale if `optimizer` updates one of the weights."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.stale = self.stale or any(id(weight.parameter) in updated for weight in self.weights)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, *_: Any) -> None:
+        for weight in self.weights:
+            weight.attach()
+        if self.stale or any(weight.current_key() != weight.key for weight in self.weights):
+            self.refresh()
+
+    def prepare(self, weight: ShardedWeight) -> None:
+        """Called in the stream that will send the bytes of `weight`, before it does."""
+        if self.stale or weight.current_key() != weight.key:  # `unshard()` was called before the forward pass
+            self.refresh()
+        if self.written is not None:
+            stream = torch.accelerator.current_stream(weight.local.device)
+            if stream.stream_id not in self.waited:
+                stream.wait_event(self.written)
+                self.waited.add(stream.stream_id)
+
+    def refresh(self) -> None:
+        """Quantize the rows of all weights."""
+        quantize_shards(self.weights)
+        self.stale = False
+        device = self.weights[0].local.device if self.weights else torch.device("cpu")
+        if device.type != "cpu":
+            self.written, self.waited = torch.accelerator.current_stream(device).record_event(), set()

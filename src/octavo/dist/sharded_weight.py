@@ -1,0 +1,181 @@
+"""One weight of FSDP2 and what its all-gather moves: the bytes and scales of this rank's rows.
+
+FSDP2 looks for `fsdp_pre_all_gather` and `fsdp_post_all_gather` on the local tensor of a sharded parameter. Ours are
+attributes of that one tensor, so the parameter stays a plain DTensor: `state_dict`, optimizers and DCP see no subclass.
+Only the gathered parameter is one (`GatheredWeight`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
+
+from octavo.dist.fsdp_units import UnitWeight
+from octavo.nn.gathered_weight import GatheredWeight
+from octavo.nn.linear import Linear
+from octavo.nn.weight_cache import WeightCache
+from octavo.numerics.cast import Cast
+from octavo.numerics.granularity import TENSOR
+from octavo.numerics.qtensor import QTensor
+
+_HOOK = "fsdp_pre_all_gather"
+
+
+class ShardedWeight:
+    """The weight of a converted layer.
+
+    Args:
+        layer: whose weight FSDP2 shards on its rows.
+        unit: how FSDP2 shards it.
+        prepare: called with this weight before its bytes are sent.
+
+    Attributes:
+        parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
+        data: the bytes [shard_rows, K] of this rank's rows, uint8; scale: of these rows; amax: of the shard, [1, 1].
+    """
+
+    def __init__(self, layer: Linear, unit: UnitWeight, prepare: Callable[[ShardedWeight], None]) -> None:
+        assert layer.recipe.w is not None
+        self.layer, self.unit, self.prepare = layer, unit, prepare
+        self.cast: Cast = layer.recipe.w
+        self.history = None if layer.histories is None else layer.histories.of("w")
+        self.stack = WeightStack([self], [])
+        self.parameter: Any = layer.weight
+        self.data: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.key: tuple[Any, ...] = ()
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, as FSDP2 holds them: fewer than `shard_rows`, or none, on the last ranks."""
+        local: Tensor = self.parameter._local_tensor
+        return local
+
+    def attach(self) -> None:
+        """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace."""
+        current = self.layer.weight
+        if isinstance(current, DTensor) and not isinstance(current._local_tensor, GatheredWeight):
+            self.parameter = current
+        local: Any = self.local
+        if not hasattr(local, _HOOK):
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._hooks()
+
+    def current_key(self) -> tuple[Any, ...]:
+        """Differs from `key` if the weight was written, or its scale has changed, since the bytes were made."""
+        history = self.history
+        scale = None if history is None else (history.ready, history.scale._version)
+        return self.local._version, self.local.data_ptr(), scale
+
+    def store(self, data: Tensor, scale: Tensor, amax: Tensor) -> None:
+        """Keep the bytes of this rank's rows and their scales, in the same memory as before."""
+        if self.data is None or self.data.device != data.device:
+            blocks = self.cast.granularity.scale_shape((self.unit.shard_rows, data.shape[1]))
+            self.data = torch.zeros(self.unit.shard_rows, data.shape[1], dtype=torch.uint8, device=data.device)
+            self.scale = torch.ones(blocks, dtype=scale.dtype, device=data.device)
+            self.amax = torch.zeros(1, 1, device=data.device)
+        assert self.scale is not None
+        assert self.amax is not None
+        self.data[: data.shape[0]] = data.view(torch.uint8)
+        self.scale[: scale.shape[0]] = scale
+        self.amax.copy_(amax)
+        self.layer.weight_cache.amax = None if self.history is None else self.amax
+        self.key = self.current_key()
+
+    def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            """The inputs of the all-gather, and what the other hook needs besides."""
+            self.prepare(self)
+            assert self.data is not None
+            assert self.scale is not None
+            # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
+            if self.cast.granularity == TENSOR or mesh.size() == 1:
+                return (self.data,), self.scale
+            return (self.data, self.scale), None
+
+        def post_all_gather(
+            outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
+        ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+            """The gathered weight and the memory that FSDP2 is to free; None where `out` is filled."""
+            scale = outputs[1] if scale is None else scale
+            rows = self.unit.rows
+            scale_rows = self.cast.granularity.scale_shape((rows, outputs[0].shape[1]))[0]
+            data = outputs[0].view(self.cast.fmt.dtype)
+            return self.stack.receive(self, data[:rows], scale[:scale_rows], dtype, first=out is None)
+
+        pre: Any = pre_all_gather
+        pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
+        return pre, post_all_gather
+
+
+class WeightStack:
+    """Weights of a unit that run as one GEMM: their gathered bytes lie one under the other, in memory FSDP2 frees.
+
+    Args:
+        parts: in the order of the stack.
+        caches: of the modules that run the stack. The cache of each layer gets its own part.
+    """
+
+    def __init__(self, parts: Sequence[ShardedWeight], caches: Sequence[WeightCache]) -> None:
+        self.parts, self.caches = parts, list(caches)
+        self.data: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.received: list[tuple[Tensor, Tensor]] = []  # pairs of destination and source, until all parts are there
+
+    def receive(
+        self, part: ShardedWeight, data: Tensor, scale: Tensor, dtype: torch.dtype, *, first: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Take the gathered bytes of a part; the result is that of `fsdp_post_all_gather`."""
+        if len(self.parts) == 1:
+            return self._publish(part, data, scale, dtype, self.caches, ()) if first else None
+        owned: tuple[Tensor, ...] = ()
+        if self.data is None or self.scale is None:
+            owned = self.data, self.scale = self._allocate(data, scale)
+        start = sum(p.unit.rows for p in self.parts[: self.parts.index(part)])
+        rows = slice(start, start + data.shape[0])
+        self.received += [(self.data[rows], data), (self.scale[rows], scale)]
+        if len(self.received) == 2 * len(self.parts):
+            self._copy()
+        if not first:
+            return None
+        return self._publish(part, self.data[rows], self.scale[rows], dtype, (), owned)
+
+    def _allocate(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        total = sum(part.unit.rows for part in self.parts)
+        with torch.inference_mode(False):  # autograd saves them
+            stacked = data.new_empty(total, data.shape[1]), scale.new_empty(total, 1)
+        q = QTensor(*stacked, self.parts[0].cast.fmt, self.parts[0].cast.granularity)
+        for cache in self.caches:
+            cache.gathered = q
+        return stacked
+
+    def _copy(self) -> None:
+        """Copy all parts, in one launch, and free what FSDP2 gathered into: it allocates that again by itself."""
+        assert self.data is not None
+        assert self.scale is not None
+        destinations, sources = ([t.view(torch.uint8) for t in side] for side in zip(*self.received, strict=True))
+        with torch.no_grad(), _unsafe_preserve_version_counter((self.data, self.scale)):
+            torch._foreach_copy_(destinations, sources)
+        for _, source in self.received[:: 1 if self.parts[0].unit.world > 1 else 2]:
+            source.untyped_storage().resize_(0)
+        self.received = []
+
+    def _publish(
+        self,
+        part: ShardedWeight,
+        data: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        caches: Sequence[WeightCache],
+        owned: tuple[Tensor, ...],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        q = QTensor(data, scale, part.cast.fmt, part.cast.granularity)
+        for cache in (part.layer.weight_cache, *caches):
+            cache.gathered = q
+        return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned

@@ -1,0 +1,107 @@
+"""Small models that FSDP2 shards, and their comparison with one rank."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.nn import NormLinear, SwiGLU
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Two layers that share a norm, a plain layer, and an MLP. `rows` of the plain layer need not divide evenly."""
+
+    def __init__(self, rows: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, rows), nn.Linear(WIDTH, rows)
+        self.plain = nn.Linear(rows, WIDTH)
+        self.both = NormLinear(self, "norm", "left", "right")
+        self.mlp = SwiGLU(WIDTH, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (left, right), x = self.both(x)
+        return self.mlp.forward_residual(x, self.mlp_norm, self.plain(left * right))
+
+
+def blocks(rows: int = WIDTH, count: int = 2) -> nn.Sequential:
+    """A model of blocks. Rows of one weight are zero or tiny, so that the relative floor decides their scales."""
+    model = nn.Sequential(*(Block(rows) for _ in range(count)))
+    with torch.no_grad():
+        for block in model:
+            block.left.weight[1] = 0
+            block.mlp.down_proj.weight[-3:] *= 1e-6
+    return model
+
+
+def batch(seed: int = 0, rows: int = 6) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """A copy of `model` in which each child and the whole are units of FSDP2."""
+    model = copy.deepcopy(model)
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = None, steps: int = 3) -> list[Tensor]:
+    """The losses of AdamW steps, and the parameters after them, whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    results = []
+    for i in range(steps):
+        loss = backward(model, i) if step is None else step(model, i)
+        results.append(loss.detach())
+        optimizer.step()
+        octavo.update_scales(model)
+        optimizer.zero_grad()
+    return [*results, *whole(model.parameters())]
+
+
+def backward(model: nn.Module, seed: int) -> Tensor:
+    loss = model(batch(seed)).square().mean()
+    loss.backward()
+    return loss
+
+
+def whole(tensors: Iterator[Tensor]) -> list[Tensor]:
+    return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in tensors]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """The bytes that this rank gives to each collective in the block, by its name."""
+    sent: dict[str, list[int]] = {"gather": [], "reduce": []}
+    names = [("gather", "all_gather_single"), ("gather", "all_gather_into_tensor"), ("reduce", "all_reduce")]
+    originals = {name: getattr(dist, name) for _, name in names if hasattr(dist, name)}
+
+    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            t = (args[1] if len(args) > 1 else kwargs["input_tensor"]) if kind == "gather" else args[0]
+            sent[kind].append(t.nbytes)
+            return function(*args, **kwargs)
+
+        return run
+
+    for kind, name in names:
+        if name in originals:
+            setattr(dist, name, counting(kind, originals[name]))
+    try:
+        yield sent
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
