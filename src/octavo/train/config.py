@@ -36,7 +36,7 @@ from octavo.train.declaration import (
 )  # fmt: skip
 from octavo.train.derived import RULES, outdated
 from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, read_file, typed
-from octavo.train.tables import FORMER, ActivationCheckpointing, Compile, Parallel, replace_former
+from octavo.train.tables import FORMER, ActivationCheckpointing, Compile, LossSettings, Parallel, replace_former
 
 __all__ = ["Config", "ConfigError", "describe"]
 
@@ -96,6 +96,7 @@ class Config:
     beta1: float = setting(0.9, "decay of the first moment", BELOW_ONE)
     beta2: float = setting(0.95, "decay of the second moment", BELOW_ONE)
     clip: float = setting(1.0, "largest norm of the gradient; 0 turns clipping off", NOT_NEGATIVE)
+    loss: LossSettings = table(LossSettings)
 
     # Machine
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", DEVICE)

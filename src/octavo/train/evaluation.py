@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.train.data import Batches
-from octavo.train.model import Forward, logits
+from octavo.train.loss import Loss, whole_loss
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,17 +30,24 @@ def own_random(device: torch.device) -> Iterator[None]:
         yield
 
 
-def next_token_loss(model: Forward, batch: tuple[Tensor, Tensor], device: torch.device, precision: str) -> Tensor:
+def next_token_loss(
+    model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device, precision: str, loss: Loss = whole_loss
+) -> Tensor:
     """The mean cross-entropy, 0-dim, of a batch (inputs, targets), each int64 [B, T]."""
     inputs, targets = (part.to(device) for part in batch)
     with autocast(precision, device):
-        predicted = logits(model, inputs)
-    return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
+        return loss(model, inputs, targets)
 
 
 @torch.no_grad()
 def mean_loss(
-    model: Forward, batches: Batches, device: torch.device, *, precision: str, count: int | None = None
+    model: nn.Module,
+    batches: Batches,
+    device: torch.device,
+    *,
+    precision: str,
+    count: int | None = None,
+    loss: Loss = whole_loss,
 ) -> tuple[float, int]:
     """The mean loss over batches, and the number of tokens that were predicted.
 
@@ -51,9 +57,10 @@ def mean_loss(
         device: where the batches go.
         precision: as of `autocast`.
         count: the batches to take; None, or a number above all of them, takes each whole batch once.
+        loss: of a batch.
     """
     whole = max(batches.sequences // batches.batch, 1)
     count = whole if count is None else min(count, whole)
     with own_random(device):
-        losses = [next_token_loss(model, batches.at(index), device, precision) for index in range(count)]
+        losses = [next_token_loss(model, batches.at(index), device, precision, loss) for index in range(count)]
     return float(torch.stack(losses).mean()), count * batches.batch * batches.context

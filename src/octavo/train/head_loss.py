@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
-    """Of logits [c, V]; with a group, the logits of other ranks are in the sum."""
+    """log softmax(logits) [c, V]; with a group, the sum includes the logits of the other ranks."""
     log_p = torch.log_softmax(logits, 1, dtype=dtype)
     if group is not None:
         own = torch.logsumexp(logits.to(dtype), 1)  # [c]

@@ -39,6 +39,7 @@ from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_ra
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import delay_interrupts
 from octavo.train.log import print_line
+from octavo.train.loss import Loss, whole_loss
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
 from octavo.train.schedule import learning_rate
@@ -71,11 +72,12 @@ class Trainer:
         run: RunFolder,
         lock: FolderLock,
         console: Console,
+        loss: Loss = whole_loss,
     ) -> None:
         self.config, self.state, self.console = config, state, console
         self.run_folder, self.lock = run, lock
         self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
-        self.model = state.model
+        self.model, self.loss = state.model, loss
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
@@ -137,7 +139,12 @@ class Trainer:
         self.model.eval()
         config, device = self.config, self.state.device
         return mean_loss(
-            self.model, self.validation, device, precision=config.precision, count=config.evaluate_batches
+            self.model,
+            self.validation,
+            device,
+            precision=config.precision,
+            count=config.evaluate_batches,
+            loss=self.loss,
         )[0]
 
     def sample(self, count: int) -> str:
@@ -149,7 +156,7 @@ class Trainer:
             return "".join(piece for [piece] in stream_texts(self.tokenizer, prompts, steps))
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision)
+        return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
 
     def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models.causal import logits_of
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert
 from octavo.train.config import Config, ConfigError
@@ -97,11 +96,6 @@ def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, fol
     for path in sorted(Path(config.model).iterdir()):  # all but the weights
         if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
             shutil.copy(path, folder / path.name)
-
-
-def logits(model: Forward, tokens: Tensor) -> Tensor:
-    """The logits [B, T, V] of int64 tokens [B, T], for a model of Octavo or of transformers."""
-    return logits_of(model(tokens))
 
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:

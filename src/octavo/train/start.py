@@ -22,6 +22,7 @@ from octavo.train.header import header_text
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
+from octavo.train.loss import make_loss
 from octavo.train.metrics import event_writer
 from octavo.train.model import check_memory, check_vocabulary, convert_model, make_model, save_description
 from octavo.train.optimizer import make_optimizer
@@ -137,9 +138,10 @@ def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
+    loss = make_loss(config, model)
     report = convert_model(model, config)
     prepare_blocks(model, config)
     print_line(console, header_text(config, model, device, corpus, report))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, training, validation, tokenizer, reading.report, run, lock, console)
+    return Trainer(config, state, training, validation, tokenizer, reading.report, run, lock, console, loss)

@@ -1,4 +1,4 @@
-"""The tables of settings: `[parallel]`, `[activation_checkpointing]` and `[compile]`."""
+"""The tables of settings: `[loss]`, `[compile]`, `[activation_checkpointing]` and `[parallel]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +17,19 @@ class Parallel:
     tp: int = setting(1, "processes that share each layer (tensor parallel); -1: those left", DEGREE)
     fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
     timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How the loss is computed from the inputs of the model's head (`octavo.train.loss`)."""
+
+    logits: str = setting(
+        "auto",
+        "chunked: the logits of `chunk` tokens are in memory at a time; whole: all; auto: chunked if the vocabulary is "
+        "32,768 or more",
+        choices=("auto", "chunked", "whole"),
+    )
+    chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
 
 
 @dataclass(frozen=True)

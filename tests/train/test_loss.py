@@ -1,0 +1,110 @@
+"""The loss of a run: which of the two the settings choose, and that both are the same function."""
+
+import copy
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.fsdp import fully_shard
+
+from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.train.config import ConfigError
+from octavo.train.loss import LARGE_VOCABULARY, ChunkedLoss, make_loss, whole_loss
+
+VOCABULARY = 50
+HF_LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 64,
+}  # fmt: skip
+
+
+def llama(tied=True, vocabulary=VOCABULARY):
+    torch.manual_seed(0)
+    return build(LlamaConfig(vocabulary, 2, 32, 2, 1, 64, 16, tied=tied))
+
+
+def transformers_llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_LLAMA))
+
+
+def tokens(count=16):
+    drawn = torch.randint(VOCABULARY, (2, count + 1), generator=torch.Generator().manual_seed(0))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def gradients(model, loss):
+    """The loss and the gradients by name."""
+    value = loss(model, *tokens())
+    value.backward()
+    return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama, lambda: llama(tied=False), lambda: build(GPT2Config(VOCABULARY, 2, 32, 2, 16)), transformers_llama],
+    ids=["tied", "own head", "gpt2", "transformers"],
+)
+def test_chunks_give_the_gradients_of_the_whole_and_leave_the_model_as_it_was(make):
+    model = make()
+    other, names = copy.deepcopy(model), [name for name, _ in model.named_modules()]
+    expected = gradients(other, whole_loss)
+    found = gradients(model, ChunkedLoss("lm_head", chunk=10))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    assert [name for name, _ in model.named_modules()] == names
+    assert model(tokens()[0])[0].shape[-1] == VOCABULARY
+
+
+def test_the_head_comes_back_after_an_error():
+    model = llama()
+    head = model.lm_head
+    with pytest.raises(ValueError, match="context is 16 tokens"):
+        ChunkedLoss("lm_head", chunk=10)(model, *tokens(count=17))
+    assert model.lm_head is head
+
+
+def test_chunks_are_taken_of_a_large_vocabulary_unless_the_settings_say_otherwise(settings):
+    large, small = llama(vocabulary=LARGE_VOCABULARY), llama()
+    assert isinstance(make_loss(settings(), large), ChunkedLoss)
+    assert make_loss(settings(), small) is whole_loss
+    assert make_loss(settings(loss={"logits": "whole"}), large) is whole_loss
+    assert isinstance(make_loss(settings(loss={"logits": "chunked"}), small), ChunkedLoss)
+
+
+def test_a_model_that_changes_its_logits_needs_them_whole(settings):
+    transformers = pytest.importorskip("transformers")
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**HF_LLAMA | {"vocab_size": LARGE_VOCABULARY}))
+    assert make_loss(settings(), capped) is whole_loss
+    with pytest.raises(ConfigError, match=r"loss\.logits = chunked requires .* Gemma2ForCausalLM"):
+        make_loss(settings(loss={"logits": "chunked"}), capped)
+
+
+def test_a_run_with_chunks_loses_as_one_without_and_resumes_bit_for_bit(begin, go_on, records, tmp_path):
+    chunked = {"logits": "chunked", "chunk": 24}
+    for out, loss in {"whole": {}, "chunked": chunked}.items():
+        begin(out=str(tmp_path / out), loss=loss).run()
+    whole, found = (records(tmp_path / out) for out in ("whole", "chunked"))
+    assert list(found.values()) == pytest.approx(list(whole.values()), rel=1e-3)
+    begin(out=str(tmp_path / "short"), loss=chunked, steps=4, decay_steps=8).run()
+    go_on(tmp_path / "short", "--steps", "8").run()
+    assert records(tmp_path / "short") == found
+
+
+def sharded_gradients(rank):
+    """The gradients under FSDP2: the head is of the root, which frees its weights after the forward pass."""
+    model = llama()
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model, reshard_after_forward=True)
+    found = gradients(model, ChunkedLoss("lm_head", chunk=10))
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for name, t in found.items()}
+
+
+def test_the_head_of_a_sharded_model_is_read_while_it_is_gathered():
+    expected = gradients(llama(), ChunkedLoss("lm_head", chunk=10))
+    for found in run_ranks(2, sharded_gradients):
+        for name, array in found.items():
+            torch.testing.assert_close(torch.from_numpy(array), expected[name])
