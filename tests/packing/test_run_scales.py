@@ -20,7 +20,8 @@ from octavo.artifact.run import RunFolder
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.packing import pack
-from octavo.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from octavo.train.checkpoint import TrainState, load_checkpoint
+from octavo.train.checkpoint_writer import save_checkpoint
 from octavo_cli.app import app
 
 CONFIGS: dict[str, Any] = {

@@ -11,7 +11,8 @@ from torch import nn
 from octavo import scale_state
 from octavo.artifact.atomic_folder import WriteError
 from octavo.artifact.files import ArtifactError, model_tensors
-from octavo.train.checkpoint import load_checkpoint, save_checkpoint
+from octavo.train.checkpoint import load_checkpoint
+from octavo.train.checkpoint_writer import save_checkpoint
 from octavo.train.optimizer import optimizer_state
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]

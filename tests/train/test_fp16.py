@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.artifact.files import model_tensors
-from octavo.train.checkpoint import save_checkpoint
+from octavo.train.checkpoint_writer import save_checkpoint
 from octavo.train.loop import TrainingError
 from octavo.train.optimizer import optimizer_state
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo.artifact.run import RunFolder
-from octavo.train import loop
-from octavo.train.interrupt import delay_interrupts
+from octavo.train.checkpoint_writer import CheckpointWriter
+from octavo.train.interrupt import delay_interrupts, name_of
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -18,9 +18,9 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def test_a_signal_is_noted_within_the_block_only(number):
     before = [signal.getsignal(each) for each in SIGNALS]
     with delay_interrupts() as state:
-        assert state.received is None
+        assert state.number == 0
         os.kill(os.getpid(), number)
-        assert state.received == number.name
+        assert name_of(state.number) == number.name
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
@@ -51,7 +51,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     try:
         with delay_interrupts() as state:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert state.received is None
+            assert state.number == 0
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -59,7 +59,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 def signalled(trainer, monkeypatch, where, step):
     """Send SIGTERM to this process when the run comes to the end of `where` at `step`."""
-    owner = loop if where == "save_checkpoint" else trainer
+    owner = CheckpointWriter if where == "save" else trainer
     original = getattr(owner, where)
 
     def wrapped(*args, **kwargs):
@@ -73,7 +73,7 @@ def signalled(trainer, monkeypatch, where, step):
 
 @pytest.mark.parametrize(
     ("where", "step", "saved"),
-    [("step", 3, 3), ("_log", 3, 4), ("evaluate", 4, 5), ("save_checkpoint", 4, 5), ("step", 4, 4), ("_log", 1, 2)],
+    [("step", 3, 3), ("_log", 3, 4), ("evaluate", 4, 5), ("save", 4, 5), ("step", 4, 4), ("_log", 1, 2)],
 )
 def test_the_step_it_stops_at_is_saved(begin, go_on, monkeypatch, records, where, step, saved):
     trainer = begin(recipe="bf16")
@@ -96,14 +96,14 @@ def test_a_signal_in_the_last_step_finds_the_run_done(begin, monkeypatch):
 def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
     trainer = begin(recipe="bf16")
     signalled(trainer, monkeypatch, "step", 6)
-    original = loop.save_checkpoint
+    original = CheckpointWriter.save
 
-    def interrupted(*args):
-        if trainer.state.step == 6:
+    def interrupted(writer, state):
+        if state.step == 6:
             monkeypatch.setattr(torch, "get_rng_state", lambda: os.kill(os.getpid(), signal.SIGINT))
-        return original(*args)
+        return original(writer, state)
 
-    monkeypatch.setattr(loop, "save_checkpoint", interrupted)
+    monkeypatch.setattr(CheckpointWriter, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(4)]

@@ -30,6 +30,11 @@ def check_absent(target: Path) -> None:
     check_unlocked(target)
 
 
+def partial_folder(target: Path) -> Path:
+    """The hidden folder that `whole_folder` writes before it becomes `target`."""
+    return target.parent / f".{target.name}.partial"
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, which becomes `target` when the block ends without an error.
@@ -40,7 +45,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         WriteError: the disk is full, or refused the write for another reason.
     """
     _check_new(target)
-    partial = target.parent / f".{target.name}.partial"
+    partial = partial_folder(target)
     with locked_folder(target):
         _check_new(target)  # the last holder of the lock may have made it
         try:

@@ -1,29 +1,35 @@
 """Checkpoints: the state from which a run continues bit for bit, as safetensors and JSON files.
 
-A checkpoint folder is written completely or not at all. The data needs no state: batch i depends only on i and the
-seed (`octavo.train.data`).
+The files have whole tensors, however many ranks wrote them (`octavo.train.checkpoint_writer`), and any number of ranks
+loads them: each rank reads its parts. The data needs no state: batch i depends only on i and the seed
+(`octavo.train.data`).
 """
 
 import json
-import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from octavo.artifact.atomic_folder import whole_folder
-from octavo.artifact.files import ArtifactError, check_match, load_tensors, model_tensors, save_tensors
-from octavo.artifact.run import RunFolder
+from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
+from octavo.artifact.safetensors_files import THREADS, ShardReader
 from octavo.nn import load_scale_state, scale_state
 from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
+from octavo.train.random_state import PREFIX, check_random_state, random_state, restore_random_state
+from octavo.train.ranks import same_outcome
 
 
 @dataclass
 class TrainState:
-    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done."""
+    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done.
+
+    The parameters of `model` may be sharded (DTensor: FSDP2, tensor parallel); the optimizer's state then is, too.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -34,95 +40,121 @@ class TrainState:
     skipped_steps: int = 0
 
 
-def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
-    """Write the checkpoint of `state.step`, then remove all but the newest `keep`.
+def checkpoint_tensors(state: TrainState) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as FILE/NAME -> tensor. Each rank has the random states of its own."""
+    files = {
+        "model": model_tensors(state.model),
+        "optimizer": optimizer_state(state.model, state.optimizer),
+        "state": random_state(state.device) | scale_state(state.model),
+    }
+    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
 
-    Raises:
-        WriteError: the files could not be written; all older checkpoints are still there.
-    """
-    for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
-        shutil.rmtree(leftover)
-    target = run.checkpoint(state.step)
-    with whole_folder(target) as folder:
-        save_tensors(model_tensors(state.model), folder / "model.safetensors", {"format": "pt"})
-        save_tensors(optimizer_state(state.model, state.optimizer), folder / "optimizer.safetensors")
-        save_tensors(_random_state(state.device) | scale_state(state.model), folder / "state.safetensors")
-        described = {
-            "step": state.step,
-            "skipped_steps": state.skipped_steps,
-            "fingerprint": state.fingerprint,
-            "scaler": state.scaler.state_dict(),
-        }
-        (folder / "train.json").write_text(json.dumps(described, indent=2) + "\n")
-    for old in run.checkpoints()[:-keep]:
-        shutil.rmtree(old)
-    return target
+
+def describe_checkpoint(state: TrainState) -> str:
+    """The text of train.json."""
+    described = {
+        "step": state.step,
+        "skipped_steps": state.skipped_steps,
+        "fingerprint": state.fingerprint,
+        "scaler": state.scaler.state_dict(),
+    }
+    return json.dumps(described, indent=2) + "\n"
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a checkpoint. Everything is read and checked before anything is changed.
+    """Restore `state` from a checkpoint, on every rank. Everything is checked before anything is changed.
 
     Raises:
-        ArtifactError: a file is truncated or of another model, or the data differs from the data of the checkpoint.
+        ArtifactError: a file is truncated or of another model, or the data differs from the data of the checkpoint. All
+            ranks raise the same error.
     """
-    try:
+    with same_outcome():
         described = _read_description(folder)
-        files = [folder / f"{name}.safetensors" for name in ("model", "optimizer", "state")]
-        tensors, moments, saved = map(load_tensors, files)
-    except (FileNotFoundError, ArtifactError) as error:
-        raise ArtifactError(
-            f"the checkpoint {folder} is not whole: {error}. Remove that folder to resume from the one before it"
-        ) from error
-    if described["fingerprint"] != state.fingerprint:
-        raise ArtifactError(
-            f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
-        )
-    current = model_tensors(state.model)
-    scales = {name: t for name, t in saved.items() if not name.startswith("random.")}
-    check_match(tensors, current, f"{files[0]} is of another model")
-    check_match(moments, required_state(state.model), f"{files[1]} is of another model")
-    check_match(scales, scale_state(state.model), f"{files[2]} is of another recipe")
-    random = _saved_random(saved, state.device, files[2])
-    with torch.no_grad():
-        for name, tensor in current.items():
-            tensor.copy_(tensors[name])
+        if described["fingerprint"] != state.fingerprint:
+            raise ArtifactError(
+                f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
+            )
+        model, optimizer = _ModelFiles(folder, state.model), _open(folder, "optimizer")
+        required = required_state(state.model)
+        _check_fit(optimizer, required, f"{folder / 'optimizer.safetensors'} is of another model")
+        check_random_state(model.saved, str(folder / "state.safetensors"))
+    model.load()
+    moments = {name: torch.empty_like(tensor) for name, tensor in required.items()}
+    _read_into(moments, optimizer)
     load_optimizer_state(state.model, state.optimizer, moments)
-    load_scale_state(state.model, scales)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
         state.scaler.load_state_dict(described["scaler"])
-    torch.set_rng_state(random["random.cpu"])
-    if "random.cuda" in random:
-        torch.cuda.set_rng_state(random["random.cuda"], state.device)
+    restore_random_state(model.saved, state.device)
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Restore the weights and the scale histories of a converted model from a checkpoint, without an optimizer.
+
+    Raises:
+        ArtifactError: a file is truncated or of another model. The model is unchanged then.
+    """
+    _ModelFiles(folder, model).load()
+
+
+class _ModelFiles:
+    """The weights and the scale histories of a checkpoint, which fit the model; `saved` has the random states too."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.model, self.weights = model, _open(folder, "model")
+        self.saved = _open(folder, "state").get_all("cpu")
+        self.scales = {name: tensor for name, tensor in self.saved.items() if not name.startswith(PREFIX)}
+        _check_fit(self.weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
+        check_match(self.scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
+
+    def load(self) -> None:
+        _read_into(model_tensors(self.model), self.weights)
+        load_scale_state(self.model, self.scales)
+
+
+def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
+    """Fill `tensors` in place. Of a DTensor, each rank reads the part that it holds."""
+
+    @torch.no_grad()
+    def fill(name: str) -> None:
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            tensor, offsets = tensor.to_local(), chunk.offsets
+        else:
+            offsets = torch.Size([0] * tensor.ndim)
+        if tensor.numel():  # a parameter with fewer rows than there are ranks
+            tensor.copy_(reader.get_part(name, offsets, tensor.shape))
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(fill, tensors))
+
+
+def _open(folder: Path, stem: str) -> ShardReader:
+    try:
+        return ShardReader(folder, stem)
+    except (FileNotFoundError, ArtifactError) as error:
+        raise _not_whole(folder, error) from error
+
+
+def _not_whole(folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"the checkpoint {folder} is not whole: {error}. Remove that folder to resume from the one before it"
+    )
+
+
+def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
+    check_match({name: spec.meta() for name, spec in reader.specs.items()}, required, where)
 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:
     path = folder / "train.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
     try:
-        described: Mapping[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+        described = read_json(path)
+    except (FileNotFoundError, ArtifactError) as error:
+        raise _not_whole(folder, error) from error
     required = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": dict}
-    if not isinstance(described, dict) or any(not isinstance(described.get(k), kind) for k, kind in required.items()):
+    if any(not isinstance(described.get(key), kind) for key, kind in required.items()):
         entries = ", ".join(f"{key} ({kind.__name__})" for key, kind in required.items())
-        raise ArtifactError(f"{path} must be an object with {entries}")
+        raise _not_whole(folder, ArtifactError(f"{path} must be an object with {entries}"))
     return described
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["random.cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _saved_random(saved: Mapping[str, Tensor], device: torch.device, path: Path) -> dict[str, Tensor]:
-    """The random states for `device`. A run that was trained on a CPU has none for a GPU; it may continue there."""
-    required = _random_state(device)
-    if "random.cuda" not in saved:
-        required.pop("random.cuda", None)
-    found = {name: saved[name] for name in required if name in saved}
-    check_match(found, required, f"{path} has no random state of this machine")
-    return found

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo.artifact.files import ArtifactError, check_match, load_tensors, model_tensors
 from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.nn import load_scale_state, scale_state
 from octavo.text import ReadReport
+from octavo.train.checkpoint import load_model
 from octavo.train.config import Config
 from octavo.train.data import Batches, build_corpus, open_data
 from octavo.train.model import convert_model, make_model
@@ -47,18 +46,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     tokenizer = load_tokenizer(run.model)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
     convert_model(model, config)
-    try:
-        tensors, state = (load_tensors(checkpoint / f"{name}.safetensors") for name in ("model", "state"))
-    except FileNotFoundError as error:
-        raise ArtifactError(f"the checkpoint {checkpoint} is not whole: {error}") from error
-    scales = {name: tensor for name, tensor in state.items() if not name.startswith("random.")}
-    current = model_tensors(model)
-    check_match(tensors, current, f"{checkpoint} is not of the model that the run describes")
-    check_match(scales, scale_state(model), f"{checkpoint} is of another recipe")
-    with torch.no_grad():
-        for name, tensor in current.items():
-            tensor.copy_(tensors[name])
-    load_scale_state(model, scales)
+    load_model(checkpoint, model)
     return FinishedRun(config, run.step_of(checkpoint), model.eval(), tokenizer, place)
 
 

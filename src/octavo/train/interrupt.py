@@ -17,9 +17,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Interrupt:
-    """Holds the name of the signal that came, if any."""
+    """Holds the number of the signal that came; 0 if none came."""
 
-    received: str | None = None
+    number: int = 0
+
+
+def name_of(number: int) -> str | None:
+    """The name of a signal by its number; None for 0."""
+    return signal.Signals(number).name if number else None
 
 
 @contextmanager
@@ -30,7 +35,7 @@ def delay_interrupts() -> Iterator[Interrupt]:
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
-        state.received = signal.Signals(number).name
+        state.number = number
         for each in before:
             signal.signal(each, before[each])
 

@@ -32,16 +32,18 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.nn import cast_once, update_scales
 from octavo.text import ReadReport
 from octavo.train.blocks import eager
-from octavo.train.checkpoint import TrainState, save_checkpoint
+from octavo.train.checkpoint import TrainState
+from octavo.train.checkpoint_writer import CheckpointWriter
 from octavo.train.config import Config
 from octavo.train.data import Batches
 from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
-from octavo.train.interrupt import delay_interrupts
+from octavo.train.interrupt import delay_interrupts, name_of
 from octavo.train.log import print_line
 from octavo.train.loss import Loss, whole_loss
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, show_progress
+from octavo.train.ranks import Agreement
 from octavo.train.schedule import learning_rate
 
 
@@ -83,32 +85,37 @@ class Trainer:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
         evaluation = signal = None
-        clock = _Clock(state.step)
+        clock, agreement = _Clock(state.step), Agreement()
         with (
             self.lock,
             delay_interrupts() as stop,
             Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
             cast_once(self.model),
+            CheckpointWriter(self.run_folder, config.keep) as checkpoints,
         ):
             with clock.paused():
                 precision = precision_of(self.model, state.device)
                 metrics.write(state.step, data=self.read.to_dict(), precision=precision, dtypes=self._dtypes())
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
-                signal = stop.received  # read once a step: what comes later in this turn is for the next
+                # Read once a step: what comes later in this turn is for the next.
+                number, failed = agreement.reach(stop.number, checkpoints.failed)
+                if failed:
+                    checkpoints.wait()
+                signal = name_of(number)
                 done = state.step == config.steps
                 logs = state.step % config.log_every == 0 or done or signal is not None
                 evaluates = state.step % config.evaluate_every == 0 or done
                 saves = state.step % config.save_every == 0 or done or signal is not None
                 if logs or evaluates or saves:
-                    self._check_finite(loss, norm)
+                    self._check_finite(loss, norm, checkpoints)
                 if logs:
                     self._log(metrics, clock, loss, norm)
                 with clock.paused():
                     if evaluates:
                         evaluation = self._evaluate_and_sample(metrics)
                     if saves:
-                        save_checkpoint(self.run_folder, state, config.keep)
+                        checkpoints.save(state)
         return Result(state.step, evaluation, signal)
 
     def step(self) -> tuple[Tensor, Tensor]:
@@ -201,11 +208,12 @@ class Trainer:
         metrics.write(self.state.step, **record)
         return loss
 
-    def _check_finite(self, loss: Tensor, norm: Tensor) -> None:
+    def _check_finite(self, loss: Tensor, norm: Tensor, checkpoints: CheckpointWriter) -> None:
         """Raise a TrainingError at a loss that is not finite, and at such a gradient unless FP16's scaler skips its
         step."""
         if loss.isfinite() and (norm.isfinite() or self.config.precision == "fp16"):
             return
+        checkpoints.wait()
         saved = self.run_folder.checkpoints()
         raise TrainingError(
             f"step {self.state.step}: the loss is {float(loss)} and the gradient's norm {float(norm)}. Lower "

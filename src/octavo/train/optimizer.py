@@ -46,4 +46,4 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     for name, p in model.named_parameters():
         if p.requires_grad:
             entries = ("step", "exp_avg", "exp_avg_sq")
-            optimizer.state[p] = {entry: state[f"{name}.{entry}"].to(p.device, copy=True) for entry in entries}
+            optimizer.state[p] = {entry: state[f"{name}.{entry}"].to(p.device) for entry in entries}

@@ -1,0 +1,134 @@
+"""Writing the checkpoints of a run while it trains on."""
+
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from octavo.artifact.atomic_folder import WriteError, write_error
+from octavo.artifact.dcp_writer import SafetensorsWriter
+from octavo.artifact.run import RunFolder
+from octavo.train.checkpoint import TrainState, checkpoint_tensors, describe_checkpoint
+from octavo.train.ranks import rank, world_size
+
+_PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all.
+
+    `save` copies the state to memory of the CPU (pinned, where it comes from a GPU) and returns; the copy, as large as
+    the state, stays for the next one. As a context manager it waits for the last checkpoint. Every rank of the run
+    must make it, and call `save` at the same steps.
+
+    Args:
+        run: the folder of the run.
+        keep: number of checkpoints; older ones are removed when a new one is whole.
+    """
+
+    def __init__(self, run: RunFolder, keep: int) -> None:
+        self.run, self.keep = run, keep
+        # A group of its own: its messages must not meet those of the thread that trains.
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
+        on_gpu = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, state: TrainState) -> None:
+        """Begin to write the checkpoint of `state.step`, after the one before it is done.
+
+        Raises:
+            WriteError: the files of the checkpoint before could not be written; all older ones are still there.
+        """
+        self.wait()
+        tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
+        staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)  # it is a future if the copy runs in a thread, too
+        target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
+        self._pending = self._thread.submit(self._write, target, staged, description)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last checkpoint could not be written: `wait` then raises its error."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        self._stager.close()
+        if error is None:
+            self.wait()
+
+    def _write(self, target: Path, tensors: dict[str, Tensor], description: str) -> None:
+        if rank() == 0:
+            for leftover in self.run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
+                shutil.rmtree(leftover)
+        metadata = {"model": {"format": "pt"}}
+        try:
+            with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
+                if self._group is None:
+                    _save_alone(tensors, writer)
+                else:
+                    save(tensors, storage_writer=writer, planner=_planner(), process_group=self._group)
+        except CheckpointException as error:
+            raise _readable(error, target) from error
+        if rank() == 0:
+            for old in self.run.checkpoints()[: -self.keep]:
+                shutil.rmtree(old)
+
+
+def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
+    """Write the checkpoint of `state.step`, wait for it, and remove all but the newest `keep`. Every rank calls it.
+
+    Raises:
+        WriteError: the files could not be written; all older checkpoints are still there.
+    """
+    with CheckpointWriter(run, keep) as writer:
+        writer.save(state)
+    return run.checkpoint(state.step)
+
+
+def _planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _save_alone(tensors: dict[str, Tensor], writer: SafetensorsWriter) -> None:
+    """The steps of `torch.distributed.checkpoint.save` in a single process, where it warns that there are no others."""
+    planner = _planner()
+    planner.set_up_planner(tensors, None, True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan] = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+
+
+def _readable(error: CheckpointException, target: Path) -> Exception:
+    """The first failure of a rank, as the writer of a single process raises it."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, WriteError):
+        return cause
+    if isinstance(cause, OSError):
+        return write_error(target, cause)
+    return RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}")
