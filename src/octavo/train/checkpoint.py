@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
 from octavo.artifact.safetensors_files import THREADS, ShardReader
 from octavo.nn import load_scale_state, scale_state
+from octavo.train.generators import PREFIX, check_random_state, random_state, restore_random_state
 from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
-from octavo.train.random_state import PREFIX, check_random_state, random_state, restore_random_state
 from octavo.train.ranks import same_outcome
 
 
