@@ -85,7 +85,7 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
         state.scaler.load_state_dict(described["scaler"])
-    restore_random_state(model.saved, state.device)
+    restore_random_state(model.saved, state.device, state.step)
 
 
 def load_model(folder: Path, model: nn.Module) -> None:

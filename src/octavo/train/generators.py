@@ -1,12 +1,13 @@
-"""The states of torch's random generators, of every rank, as tensors in a checkpoint."""
+"""The states of torch's random generators on every rank, as tensors in a checkpoint."""
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from octavo.artifact.files import check_match
-from octavo.train.ranks import rank
+from octavo.train.ranks import rank, world_size
 
 PREFIX = "random."  # of the names; rank 0 has random.cpu and random.cuda, rank 1 random.cpu.1 and random.cuda.1
 
@@ -20,32 +21,23 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
-    """Raise an ArtifactError, which begins with `where`, unless `saved` has a state of rank 0's CPU."""
-    check_match(
-        {name: state for name, state in saved.items() if name == "random.cpu"},
-        {"random.cpu": torch.get_rng_state()},
-        f"{where} has no random state of this machine",
-    )
+    """Raise an ArtifactError, which begins with `where`, unless `saved` has the state of a CPU."""
+    found = {name: state for name, state in saved.items() if name == "random.cpu"}
+    check_match(found, {"random.cpu": torch.get_rng_state()}, f"{where} has no random state of this machine")
 
 
-def restore_random_state(saved: Mapping[str, Tensor], device: torch.device) -> None:
+def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:
     """Set the generators of this rank. A run that was trained on a CPU has no state for a GPU; it may continue there.
 
-    A rank that the saved run did not have takes the state of rank 0 if all of its ranks had the same, else one of its
-    own, which follows from rank 0's and its number.
+    If the run continues with another number of ranks, each seeds its generators anew, from its seed and the step.
     """
-    for kind, set_state in (("cpu", torch.set_rng_state), ("cuda", lambda s: torch.cuda.set_rng_state(s, device))):
-        if f"{PREFIX}{kind}" not in saved or (kind == "cuda" and device.type != "cuda"):
-            continue
-        first = saved[f"{PREFIX}{kind}"]
-        ranks = [state for name, state in saved.items() if name.startswith(f"{PREFIX}{kind}.")]
-        own = saved.get(_name(kind))
-        if own is None and not all(torch.equal(state, first) for state in ranks):
-            generator = torch.Generator()
-            generator.set_state(saved["random.cpu"])
-            seed = int(torch.randint(2**63 - 1, (rank() + 1,), generator=generator)[-1])
-            own = torch.Generator(device if kind == "cuda" else "cpu").manual_seed(seed).get_state()
-        set_state(first if own is None else own)
+    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():
+        digest = hashlib.sha256(f"{torch.initial_seed()} {step}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7]))
+        return
+    torch.set_rng_state(saved[_name("cpu")])
+    if device.type == "cuda" and _name("cuda") in saved:
+        torch.cuda.set_rng_state(saved[_name("cuda")], device)
 
 
 def _name(kind: str) -> str:
