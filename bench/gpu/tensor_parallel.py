@@ -1,0 +1,197 @@
+"""Blocks of Llama-3-70B's shape under tensor parallelism, 8,192 tokens, BF16 weights: forward and backward.
+
+Every mode is in memory, and they take turns. First the outputs and the gradients of the input of each mode are compared
+with those of BF16. The time of a step is that of the slowest rank.
+
+    torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8] [--seconds 300]
+"""
+
+import argparse
+import importlib
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import octavo
+from bench import record
+from bench.gpu.communication import profiled
+from bench.gpu.llama import TOKENS
+from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
+from bench.gpu.peers import use_torchao
+from bench.gpu.ranks import Deadline, bandwidth, say, slowest, start
+from bench.gpu.timing import decibels, interleaved, own_code, summary
+from octavo.models.llama import Llama, LlamaConfig, rope_tables
+
+BASE, ASYNC = "bf16", ", async"
+
+
+class OctavoStack(nn.Module):
+    """The blocks of a whole Llama, which `octavo.dist.tensor_parallel` takes."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.llama = Llama(config)
+        self.layers = self.llama.model.layers
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        delta = None
+        for block in self.layers:
+            x, delta = block(x, delta, cos, sin, None)
+        return x if delta is None else x + delta
+
+
+def _octavo(model: nn.Module, mesh: DeviceMesh) -> None:
+    dist: Any = importlib.import_module("octavo.dist")
+    assert isinstance(model, OctavoStack)
+    octavo.convert(model.llama, "rowwise")
+    dist.tensor_parallel(model.llama, mesh)
+
+
+def _torchao(recipe: str) -> Callable[[nn.Module, DeviceMesh], None]:
+    def make(model: nn.Module, mesh: DeviceMesh) -> None:
+        use_torchao(model, recipe)
+        split(model, mesh, torchao=recipe == "tensorwise")  # its styles gather tensorwise activations only
+
+    return make
+
+
+@dataclass(frozen=True)
+class Mode:
+    stack: Callable[[LlamaConfig], nn.Module]
+    split: Callable[[nn.Module, DeviceMesh], None]
+    overlap: bool = False  # Inductor's asynchronous tensor parallelism
+
+
+MODES = {
+    BASE: Mode(SplitStack, split),
+    BASE + ASYNC: Mode(SplitStack, split, overlap=True),
+    "octavo: rowwise": Mode(OctavoStack, _octavo),
+    "torchao: rowwise": Mode(SplitStack, _torchao("rowwise")),
+    "torchao: rowwise" + ASYNC: Mode(SplitStack, _torchao("rowwise"), overlap=True),
+    "torchao: tensorwise, gathered in FP8": Mode(SplitStack, _torchao("tensorwise")),
+}
+
+
+class Runner:
+    """The model of a mode, and its step on this rank's part of the sequence."""
+
+    def __init__(
+        self, mode: Mode, config: LlamaConfig, tokens: int, mesh: DeviceMesh, *, compiled: bool = True
+    ) -> None:
+        device = torch.device(mesh.device_type)
+        torch.manual_seed(0)  # the matrices of all models come in the same order
+        with torch.device(device):
+            self.model = mode.stack(config).to(torch.bfloat16)
+        self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
+        for p in self.layers.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.02)
+        mode.split(self.model, mesh)
+        options = {"_micro_pipeline_tp": True} if mode.overlap else None
+        if mode.overlap and torch.cuda.is_available():
+            enable_symm_mem_for_group(mesh.get_group().group_name)
+        for block in self.layers if compiled else ():
+            block.__class__ = own_code(type(block))
+            block.compile(fullgraph=True, dynamic=False, options=options)
+        generator = torch.Generator(device).manual_seed(1)
+        world, rank = mesh.size(), mesh.get_local_rank()
+        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
+        self.x, self.dy = (t.to(torch.bfloat16).chunk(world, 1)[rank].contiguous() for t in (x, dy))
+        self.x.requires_grad_()
+        self.tables = rope_tables(config, torch.arange(tokens, device=device))
+
+    def step(self) -> None:
+        """Forward and backward. The gradients are dropped, as `zero_grad` drops them."""
+        self.model(self.x, *self.tables).backward(self.dy)
+        self.model.zero_grad()
+        self.x.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's parts of the output and of the gradient of the input."""
+        y = self.model(self.x, *self.tables)
+        y.backward(self.dy)
+        found = self.x.grad
+        assert found is not None
+        self.model.zero_grad()
+        self.x.grad = None
+        return [y.detach(), found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
+    parser.add_argument("--rounds", type=int, default=8, help="times that each mode has its turn")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="build no mode that would end later")
+    options = parser.parse_args()
+    deadline = Deadline(options.seconds)
+    torch._dynamo.config.recompile_limit = 64
+    device = start()
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    words = options.only.split(",") if options.only else [""]
+    there = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
+    names = [name for name in there if name == BASE or any(word in name for word in words)]
+    config = replace(CONFIG, layers=options.layers)
+    runners, errors = build(names, config, TOKENS, mesh, deadline)
+    rows = measure(runners, options.rounds)
+    write(config, TOKENS, [*rows, *({"mode": name, "error": text} for name, text in errors.items())])
+    distributed.destroy_process_group()
+
+
+def build(
+    names: list[str], config: LlamaConfig, tokens: int, mesh: DeviceMesh, deadline: Deadline, *, compiled: bool = True
+) -> tuple[dict[str, Runner], dict[str, str]]:
+    """The modes that run and agree with BF16, and the errors of the others."""
+    runners: dict[str, Runner] = {}
+    errors: dict[str, str] = {}
+    for name in names:
+        if not deadline.allows(name):
+            break
+        try:
+            runner = Runner(MODES[name], config, tokens, mesh, compiled=compiled)
+            actual = runner.gradients()
+            expected = runners[BASE].gradients() if runners else actual
+            found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+            say(f"{name:40} output {found[0]:.1f} dB, gradient of the input {found[1]:.1f} dB")
+            if runners and not all(db > 6 for db in found):
+                raise RuntimeError(f"off by {found} dB")
+            runners[name] = runner
+        except (
+            Exception
+        ) as error:  # a mode that does not run here must not end the others; it fails on every rank alike
+            errors[name] = f"{type(error).__name__}: {str(error)[:500]}"
+            print(f"{name}: {errors[name]}", flush=True)
+    return runners, errors
+
+
+def measure(runners: dict[str, Runner], rounds: int) -> list[dict[str, Any]]:
+    """A row a mode: milliseconds, and the speed as a multiple of that of BF16 in the same round."""
+    steps = {name: runner.step for name, runner in runners.items()}
+    times = {name: slowest(each) for name, each in interleaved(steps, rounds=rounds, repeat=4).items()}
+    rows = []
+    for name, found in times.items():
+        ratio = statistics.median(b / a for a, b in zip(found, times[BASE], strict=True))
+        row = {"mode": name, **summary(found), "ratio": ratio, "rounds": found, "kernels": profiled(steps[name])}
+        say(f"{name:40} {row['median']:8.2f} ms  {ratio:.3f} of {BASE}  {row['kernels']}")
+        rows.append(row)
+    return rows
+
+
+def write(config: LlamaConfig, tokens: int, rows: list[dict[str, Any]]) -> None:
+    setting = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "mlp_width")}
+    setting |= {"tokens": tokens, "world": distributed.get_world_size()}
+    rate = bandwidth()
+    if distributed.get_rank() == 0:
+        name = f"gpu_tensor_parallel_{distributed.get_world_size()}_gpus"
+        record.write(name, {"setting": setting, "bytes_per_second": rate, "modes": rows})
+
+
+if __name__ == "__main__":
+    main()
