@@ -36,9 +36,9 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "quantize_stack", ([x, x[: m // 2]], ROW)
     yield "row_scales", ([x, x[: m // 2]], ROW)
     yield "requantize", ([x, x], ROW, torch.cat((row, row)))
-    yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)))
+    yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)), row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
-        yield "transpose", (quantize(x, Cast(fmt)).data, shift)
+        yield "transpose", (quantize(x, Cast(fmt)).data, shift, x)
     for center in (False, True):
         residual, bias, mean = (x, vector, row) if center else (None, None, None)
         for statistics in (False, True):

@@ -37,7 +37,7 @@ def blocks(rows: int = WIDTH, count: int = 2) -> nn.Sequential:
     model = nn.Sequential(*(Block(rows) for _ in range(count)))
     with torch.no_grad():
         for block in model:
-            block.left.weight[1] = 0
+            block.left.weight[1:2] = 0
             block.mlp.down_proj.weight[-3:] *= 1e-6
     return model
 

@@ -67,6 +67,8 @@ def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[.
     from torch import distributed
 
     warnings.simplefilter("error")
+    for message in (".*should not be instantiated", ".torch.jit.script", "The .grad attribute of a Tensor that is not"):
+        warnings.filterwarnings("ignore", message)  # torch.compile's own
     torch.set_num_threads(1)
     try:
         store = distributed.FileStore(str(folder / "store"), world)

@@ -99,7 +99,7 @@ class _NormLinear(torch.autograd.Function):
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m = mantissa(s_n)
         g = quantize_folded(dy, s_w, m, recipe.dy)
-        w_t = weight_transposed(weights, w_data, s_w, recipe.w)
+        w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         dn = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
         n_t = scale_folded(requantize_norm(total, mean if ctx.norm.center else None, rstd, gamma, beta, s_n, recipe.x))
         dw = call.mm(recipe.dw, dw_operand(g, s_n, s_w), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
@@ -177,14 +177,14 @@ class _MLP(torch.autograd.Function):
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m_h, m_n = mantissa(s_h), mantissa(s_n)
         g = quantize_folded(dy, s_out, m_h, recipe.dy)
-        w_out_t = weight_transposed([w], out_data, s_out, recipe.w)
+        w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
         dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
-        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w)
+        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn = call.mm(recipe.dx, dx_operand(du, m_n), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
         if n_data is None:
             n_t = scale_folded(

@@ -56,7 +56,7 @@ class RecipeLayer(nn.Module):
             w = w.dequantize() if isinstance(w, GatheredWeight) else w
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
-            x, w = hadamard(x), hadamard(w)
+            x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
         return linear(x, w, bias, LinearCall(self.recipe, dtype, *histories), cached)
 

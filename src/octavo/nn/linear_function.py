@@ -28,6 +28,7 @@ from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_f
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
+from octavo.numerics.rotation import hadamard, hadamard_gradient
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
@@ -77,16 +78,16 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape
         x = x.reshape(-1, x.shape[-1])
-        gemm = call.recipe.y
+        gemm, read_w = call.recipe.y, _rotated(w, call)
         x_q = w_q = None
         if gemm is None:
-            y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
+            y = F.linear(x.to(call.dtype), read_w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
             x_q = _quantize(x, gemm.a, call.x_history)
             if w_data is not None and w_scale is not None:
                 w_q = QTensor(w_data, w_scale, gemm.b.fmt, gemm.b.granularity)
             else:
-                w_q = _quantize_w(w, gemm.b, call.w_history)
+                w_q = _quantize_w(read_w, gemm.b, call.w_history)
             y = call.mm(gemm, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
@@ -107,9 +108,10 @@ class _Linear(torch.autograd.Function):
         g = _quantize_dy(dy, folded_s_w, m, call) if needs_x or needs_w else None
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, m, w_data, s_w, w, call).to(ctx.x_dtype).view(ctx.shape)
+            dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call), call).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
             dw = _dw(dy, g, x, s_x, folded_s_w, w.dtype, call)
+            dw = hadamard_gradient(dw) if recipe.rotate else dw
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
@@ -118,6 +120,11 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
     """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
     result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
     return result
+
+
+def _rotated(w: Tensor, call: Call) -> Tensor:
+    """The weight as the recipe reads it."""
+    return hadamard(w) if call.recipe.rotate else w
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
@@ -191,7 +198,7 @@ def _dx(
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
     if call.recipe.quantizes_w_once:
-        w_t = weight_transposed([w], w_data, s_w, gemm.b)
+        w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = quantize_transposed(w, gemm.b)
     return call.mm(gemm, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T

@@ -22,9 +22,12 @@ def mantissa(s_x: Tensor) -> Tensor:
     return split_scale(s_x)[0]
 
 
-def transposed(q: QTensor) -> QTensor:
-    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1."""
-    data = transpose(q.data)
+def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
+    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1.
+
+    `after` is that of `octavo.ops.transpose`.
+    """
+    data = transpose(q.data, None, after)
     return scale_folded(data) if q.granularity == ROW else QTensor(data, q.scale.t(), q.format, q.granularity)
 
 
@@ -33,18 +36,21 @@ def scale_folded(data: Tensor) -> QTensor:
     return QTensor(data, torch.ones_like(data[:, :1], dtype=torch.float32), format_of(data.dtype), ROW)
 
 
-def weight_transposed(weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast) -> QTensor:
+def weight_transposed(
+    weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
+) -> QTensor:
     """The bytes of the weights, stacked along N and transposed.
 
     Args:
         weights: one, or several with row scales.
         data: their bytes, where these were saved; None casts the weights again, by the scale `s_w`.
+        after: a tensor of the backward pass, before which compiled code cannot compute the result.
     """
     # Quantizing again would give the same bytes. But torch.compile merges equal calls: it would quantize once, in the
     # forward pass, and keep the bytes until the backward pass.
     if data is not None:
-        return transposed(QTensor(data, s_w, cast.fmt, cast.granularity))
-    data = requantize_transposed(weights, s_w, cast)
+        return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
+    data = requantize_transposed(weights, s_w, cast, after)
     if cast.granularity == ROW:
         return scale_folded(data)
     return QTensor(data, s_w.t(), cast.fmt, cast.granularity)

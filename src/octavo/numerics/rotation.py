@@ -17,12 +17,28 @@ from torch import Tensor
 
 def hadamard(x: Tensor) -> Tensor:
     """`x` rotated along its last dimension, same shape and dtype, in n log2 n additions; differentiable."""
-    n = x.shape[-1]
-    size = max(n & -n, 1)  # the largest power of two that divides n
+    size = _size(x)
     y = x.reshape(-1, size)
-    half = 1
-    while half < size:
-        a, b = y.view(-1, size // (2 * half), 2, half).unbind(2)
-        y = torch.stack((a + b, a - b), dim=2).view(-1, size)
-        half *= 2
+    for stage in range(size.bit_length() - 1):
+        y = _butterflies(y, 1 << stage)
     return y.mul(size**-0.5).view(x.shape)
+
+
+def hadamard_gradient(dy: Tensor) -> Tensor:
+    """The gradient of `hadamard`, as autograd computes it: the same steps from the last to the first."""
+    size = _size(dy)
+    dx = dy.reshape(-1, size).mul(size**-0.5)
+    for stage in reversed(range(size.bit_length() - 1)):
+        dx = _butterflies(dx, 1 << stage)
+    return dx.view(dy.shape)
+
+
+def _size(x: Tensor) -> int:
+    """The largest power of two that divides the last dimension."""
+    return max(x.shape[-1] & -x.shape[-1], 1)
+
+
+def _butterflies(y: Tensor, half: int) -> Tensor:
+    """(a + b, a - b) for all pairs of neighbouring runs a, b of `half` columns."""
+    a, b = y.view(-1, y.shape[1] // (2 * half), 2, half).unbind(2)
+    return torch.stack((a + b, a - b), dim=2).view(y.shape)

@@ -37,7 +37,7 @@ def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
     return QTensor(_requantize(list(tensors), cast.spec, scale), scale, cast.fmt, ROW)
 
 
-def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> Tensor:
+def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
     """The data of an earlier `quantize` (of one matrix), `quantize_stack` or `quantize_scaled`, transposed.
 
     Args:
@@ -45,6 +45,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) 
         scale: float32, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's granularity.
             Numbers beyond the format's max saturate.
         cast: the cast of the earlier call, by row, tensor or square block, rounded to nearest.
+        after: as in `transpose`.
 
     Returns:
         [K, sum of M_i] of the cast's dtype.
@@ -56,7 +57,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) 
     if scale.shape != cast.granularity.scale_shape((total, k)):
         shapes = [list(x.shape) for x in tensors]
         raise ValueError(f"need the scales of {shapes} by {cast.granularity.name}, got scales {list(scale.shape)}")
-    result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale)
+    result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale, after)
     return result
 
 
@@ -89,7 +90,7 @@ def _transposed_shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
     return tensors[0].shape[1], sum(x.shape[0] for x in tensors)
 
 
-def _requantizes(tensors: list[Tensor], spec: str, scale: Tensor) -> bool:
+def _requantizes(tensors: list[Tensor], spec: str, scale: Tensor, *rest: Any) -> bool:
     cast = parse_cast(spec)
     if not converts(scale, cast.format):
         return False
@@ -115,7 +116,7 @@ def _(tensors: list[Tensor], spec: str, scale: Tensor) -> Tensor:
 
 
 @operation("requantize_transposed", _requantizes)
-def _requantize_transposed(tensors: list[Tensor], spec: str, scale: Tensor) -> Tensor:
+def _requantize_transposed(tensors: list[Tensor], spec: str, scale: Tensor, after: Tensor | None) -> Tensor:
     cast = parse_cast(spec)
     if not _requantizes(tensors, spec, scale):
         return requantize_transposed_reference(tensors, scale, cast.fmt, cast.granularity)
@@ -126,7 +127,7 @@ def _requantize_transposed(tensors: list[Tensor], spec: str, scale: Tensor) -> T
 
 
 @_requantize_transposed.register_fake
-def _(tensors: list[Tensor], spec: str, scale: Tensor) -> Tensor:
+def _(tensors: list[Tensor], spec: str, scale: Tensor, *rest: Any) -> Tensor:
     return scale.new_empty(_transposed_shape(tensors), dtype=parse_cast(spec).fmt.dtype)
 
 

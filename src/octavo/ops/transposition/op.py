@@ -1,5 +1,7 @@
 """The byte transpose: checks, the registered operation, and the choice between the kernel and the reference."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,14 @@ from octavo.ops.triton_support import has_kernels
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
+def transpose(data: Tensor, shift: Tensor | None = None, after: Tensor | None = None) -> Tensor:
     """Transpose an eight-bit matrix.
 
     Args:
         data: [M, K], an eight-bit float dtype.
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
+        after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
+            pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
 
     Returns:
         [K, M], contiguous, the same dtype.
@@ -27,17 +31,17 @@ def transpose(data: Tensor, shift: Tensor | None = None) -> Tensor:
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
-    result: Tensor = _transpose(data, shift)
+    result: Tensor = _transpose(data, shift, after)
     return result
 
 
-def _transposes(data: Tensor, shift: Tensor | None) -> bool:
+def _transposes(data: Tensor, *rest: Any) -> bool:
     return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
 
 
 @operation("transpose", _transposes)
-def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
-    if not _transposes(data, shift):
+def _transpose(data: Tensor, shift: Tensor | None, after: Tensor | None) -> Tensor:
+    if not _transposes(data):
         return transpose_reference(data, shift)
     from octavo.ops.transposition import kernel
 
@@ -45,5 +49,5 @@ def _transpose(data: Tensor, shift: Tensor | None) -> Tensor:
 
 
 @_transpose.register_fake
-def _(data: Tensor, shift: Tensor | None) -> Tensor:
+def _(data: Tensor, *rest: Any) -> Tensor:
     return data.new_empty((data.shape[1], data.shape[0]))
