@@ -42,25 +42,34 @@ def train_command(
 
       octavo train --resume runs/first --steps 400
     """
-    from octavo.train.config import Config, ConfigError, describe
-    from octavo.train.log import print_line, training_console
-    from octavo.train.start import resume_run, start_run
+    from octavo.train.config import ConfigError, describe
+    from octavo.train.processes import run_in_group
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
         print_table(("setting", "type", "default", "meaning"), rows, prose=["meaning"])
         return
-    console = training_console()
     overrides = list(context.args)
     if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
         overrides, config = [str(config), *overrides], None
     if resume_from and config:
         raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} out")
-    trainer = (
-        resume_run(resume_from, overrides, console)
-        if resume_from
-        else start_run(Config.load(config, overrides), console)
-    )
+    run_in_group(lambda: _train(config, resume_from, overrides))
+
+
+def _train(path: Path | None, resume_from: Path | None, overrides: list[str]) -> None:
+    from octavo.train.config import Config
+    from octavo.train.log import print_line, training_console
+    from octavo.train.ranks import same_outcome
+    from octavo.train.start import resume_run, start_run
+
+    console = training_console()
+    if resume_from:
+        trainer = resume_run(resume_from, overrides, console)
+    else:
+        with same_outcome():
+            config = Config.load(path, overrides)
+        trainer = start_run(config, console)
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:

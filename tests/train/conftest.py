@@ -46,7 +46,7 @@ def settings(tmp_path, text):
             "batch": 2, "steps": 8, "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu",
             "out": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
         }  # fmt: skip
-        return Config.from_dict(tiny | overrides)
+        return Config.from_dict({key: value for key, value in (tiny | overrides).items() if value is not None})
 
     return make
 

@@ -188,3 +188,17 @@ def test_random_offsets_follow_from_seed_and_position_alone():
 
 def test_random_offsets_stay_the_same_from_release_to_release():
     assert offsets(RandomBatches(TOKENS, 7, 6, seed=7), 1) == [3, 6, 9, 24, 34, 37]
+
+
+@pytest.mark.parametrize("kind", [Batches, RandomBatches])
+def test_shares_of_a_batch_are_its_parts(kind):
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = kind(tokens, 8, 6, 3)
+    parts = [kind(tokens, 8, 6, 3, (index, 3)) for index in range(3)]
+    for at in (0, 1, 50):
+        inputs, targets = zip(*(part.at(at) for part in parts), strict=True)
+        assert torch.equal(torch.cat(inputs), whole.at(at)[0])
+        assert torch.equal(torch.cat(targets), whole.at(at)[1])
+    assert parts[0].size == 2
+    with pytest.raises(ValueError, match=r"equal parts of a batch of 6; got 0 of 4"):
+        kind(tokens, 8, 6, 3, (0, 4))

@@ -223,13 +223,6 @@ def test_an_empty_folder_will_do(begin, tmp_path):
     assert (written.steps, written.out) == (3, str(tmp_path / "run"))
 
 
-def test_more_than_one_process_is_refused(begin, monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="without torchrun"):
-        begin()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_gpu_that_is_not_there_is_refused(begin, tmp_path):
     with pytest.raises(ValueError, match=r"cuda:1.*sees no GPU: use cpu"):

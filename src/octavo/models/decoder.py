@@ -88,7 +88,12 @@ class Decoder(nn.Module, ABC):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all parameters anew, for example after `to_empty`, which leaves them uninitialized."""
+        """Draw all parameters anew, for example after `to_empty`, which leaves them uninitialized.
+
+        Does nothing on the meta device.
+        """
+        if self.embedding.weight.is_meta:
+            return
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.rpartition(".")[2] in self.residual_projections

@@ -120,9 +120,16 @@ class Batches:
     The tokens are cut into `sequences` = (len(tokens) - 1) // context sequences without overlap. With a `seed`, each
     epoch is a fresh permutation of them; with None, they come in order (validation). After the last sequence of an
     epoch comes the first of the next, inside a batch too.
+
+    Args:
+        batch: sequences in a micro-batch.
+        share: (index, count): this object gives the index-th of count equal shares of each micro-batch. The sequences
+            of a micro-batch do not depend on it.
     """
 
-    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int | None) -> None:
+    def __init__(
+        self, tokens: Tokens, context: int, batch: int, seed: int | None, share: tuple[int, int] = (0, 1)
+    ) -> None:
         if context < 1 or batch < 1 or (seed is not None and seed < 0):
             raise ValueError(
                 f"context and batch must be at least 1 and seed 0 or more; got context {context}, batch {batch}, "
@@ -131,18 +138,25 @@ class Batches:
         self.sequences = (len(tokens) - 1) // context
         if self.sequences < 1:
             raise DataError(f"a sequence needs {context + 1} tokens (context + 1); got {len(tokens)}")
+        index, count = share
+        if batch % count or not 0 <= index < count:
+            raise ValueError(f"share must be one of equal parts of a batch of {batch}; got {index} of {count}")
         self.context, self.batch = context, batch
+        self.size = batch // count
+        self._first = index * self.size
         self._tokens, self._seed = tokens, seed
 
     def at(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-batch `index`, from 0 without end: (inputs, targets), each int64 [batch, context] on the CPU.
+        """The share of micro-batch `index`, from 0 without end: (inputs, targets), each int64 [size, context] on the
+        CPU, with `size` = batch / count.
 
         `targets[:, t]` is the token after `inputs[:, t]`.
         """
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
-        starts = self._starts(range(index * self.batch, (index + 1) * self.batch))[:, None]
-        window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [batch, context + 1]
+        first = index * self.batch + self._first
+        starts = self._starts(range(first, first + self.size))[:, None]
+        window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [size, context + 1]
         pair = torch.from_numpy(window)
         return pair[:, :-1].contiguous(), pair[:, 1:].contiguous()
 
@@ -162,8 +176,8 @@ class RandomBatches(Batches):
     too. They have no epochs: some tokens are seen more often than others.
     """
 
-    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int) -> None:
-        super().__init__(tokens, context, batch, seed)
+    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int, share: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(tokens, context, batch, seed, share)
         self._key = np.array([seed, 0], dtype=np.uint64)
 
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:

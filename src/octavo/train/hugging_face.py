@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.artifact.files import read_json
 from octavo.extras import import_extra, open_local
+from octavo.hf.meta_model import compute_buffers
 from octavo.hf.quiet import quiet_transformers
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import is_causal
@@ -38,6 +39,18 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     limit = getattr(model.config, "max_position_embeddings", None) or config.context
     if config.context > limit:
         raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    trained: nn.Module = model
+    return trained
+
+
+def describe_language_model(config: Config, saved: Path) -> nn.Module:
+    """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
+    transformers = import_extra("transformers", "hf", f"model {config.model!r} is a Hugging Face folder")
+    described = open_local(transformers.AutoConfig, saved if saved.exists() else Path(config.model))
+    with quiet_transformers(), torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    compute_buffers(model, "cpu")
     model.config.use_cache = False
     trained: nn.Module = model
     return trained

@@ -6,6 +6,8 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
+from octavo.train.ranks import rank
+
 
 def training_console() -> Console:
     """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
@@ -13,7 +15,7 @@ def training_console() -> Console:
     Standard output may be a pipe whose reader ended (`octavo train | head`), a terminal that was closed, or a file on
     a full disk. None of these ends a run: its numbers are in metrics.jsonl.
     """
-    if sys.stdout is None:  # the program was started without one
+    if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
         return Console(quiet=True)
     return Console(file=cast(IO[str], LastingStream(sys.stdout)))
 

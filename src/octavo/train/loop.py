@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.generation import Engine, Sampling
 from octavo.generation.text import stream_texts
@@ -42,8 +41,9 @@ from octavo.train.interrupt import delay_interrupts, name_of
 from octavo.train.log import print_line
 from octavo.train.loss import Loss, whole_loss
 from octavo.train.memory import peak_memory
-from octavo.train.metrics import Metrics, show_progress
-from octavo.train.ranks import Agreement
+from octavo.train.metrics import Metrics, open_metrics, show_progress
+from octavo.train.processes import mean_of_ranks, whole
+from octavo.train.ranks import Agreement, gather
 from octavo.train.schedule import learning_rate
 
 
@@ -72,7 +72,7 @@ class Trainer:
         tokenizer: Tokenizer,
         read: ReadReport,
         run: RunFolder,
-        lock: FolderLock,
+        lock: AbstractContextManager[Any],
         console: Console,
         loss: Loss = whole_loss,
     ) -> None:
@@ -89,7 +89,7 @@ class Trainer:
         with (
             self.lock,
             delay_interrupts() as stop,
-            Metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
+            open_metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
             cast_once(self.model),
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
         ):
@@ -108,6 +108,7 @@ class Trainer:
                 evaluates = state.step % config.evaluate_every == 0 or done
                 saves = state.step % config.save_every == 0 or done or signal is not None
                 if logs or evaluates or saves:
+                    loss, norm = mean_of_ranks(loss), whole(norm)
                     self._check_finite(loss, norm, checkpoints)
                 if logs:
                     self._log(metrics, clock, loss, norm)
@@ -119,7 +120,7 @@ class Trainer:
         return Result(state.step, evaluation, signal)
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step: its mean loss and the norm of its gradient, 0-dim tensors on the device."""
+        """One optimizer step: the mean loss of this rank's sequences and the norm of the gradient, 0-dim tensors."""
         config, state = self.config, self.state
         for group in state.optimizer.param_groups:
             group["lr"] = learning_rate(state.step, config)
@@ -145,14 +146,15 @@ class Trainer:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         config, device = self.config, self.state.device
-        return mean_loss(
+        loss, _ = mean_loss(
             self.model,
             self.validation,
             device,
             precision=config.precision,
             count=config.evaluate_batches,
             loss=self.loss,
-        )[0]
+        )
+        return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
@@ -178,7 +180,7 @@ class Trainer:
                 "tokens": tokens * state.step,
                 "seconds": round(seconds, 6),
                 "tokens_per_second": tokens * steps / seconds,
-                "peak_memory": peak_memory(state.device),
+                "peak_memory": max(gather(peak_memory(state.device))),
                 "largest_weight": max(max(-low, high) for low, high in ranges.values()),
             }
             if config.precision == "fp16":

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from octavo.artifact.atomic_folder import write_error
 from octavo.extras import import_extra
+from octavo.train.ranks import rank
 
 
 class Metrics:
@@ -61,6 +62,22 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class _NoMetrics(Metrics):
+    """The records of a rank that writes none."""
+
+    def __init__(self) -> None:
+        self._board = None
+
+    def write(self, step: int, **record: Any) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_metrics(path: Path, *, tensorboard: bool, resumed_at: int) -> Metrics:
+    """The records of a run, which rank 0 writes."""
+    return Metrics(path, tensorboard=tensorboard, resumed_at=resumed_at) if rank() == 0 else _NoMetrics()
 
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:

@@ -33,31 +33,43 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     return open_language_model(config, saved)
 
 
-def convert_model(model: nn.Module, config: Config) -> Conversion:
-    """Convert the linear layers of `model`, which is on its device, to the recipe of `config`; returns the report."""
+def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
+    """Convert the linear layers of `model` to the recipe of `config`; returns the report.
+
+    Args:
+        device: where a model that is on the meta device will run.
+        shares: the processes that divide a micro-batch among themselves.
+    """
     return convert(
         model,
         config.recipe,
         skip=config.skip,
+        device=device,
         emulate=config.emulate,
         only_if_faster=config.only_if_faster,
-        tokens=config.batch * config.context,
+        tokens=config.batch // shares * config.context,
     )
 
 
-def check_memory(config: Config, vocabulary: int, device: torch.device) -> None:
-    """Raise a ConfigError if weights, gradients and AdamW's moments of a built-in model exceed the memory of
-    `device`."""
+def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
+    """Raise a ConfigError if weights, gradients and AdamW's moments of a built-in model exceed the memory of `device`.
+
+    Args:
+        parts: of which each process has one (dp_shard x tp).
+    """
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
-    if count is None or count * _BYTES > total:
+    needed = None if count is None else count * _BYTES / parts
+    if needed is None or needed > total:
         known = "too many to count" if count is None else f"{count:.3g}"
-        needed = "" if count is None else f", {count * _BYTES / 1e9:,.0f} GB before activations"
+        size = "" if needed is None else f", {needed / 1e9:,.0f} GB before activations"
+        divided = f", divided among {parts} processes" if parts > 1 else ""
         raise ConfigError(
             f"the model of these settings has too many parameters ({known}) for this device: training takes {_BYTES} "
-            f"bytes for each (weight, gradient and two moments in float32){needed}; {device} has {total / 1e9:,.0f} "
-            "GB. Lower width, mlp_width or layers"
+            f"bytes for each (weight, gradient and two moments in float32){divided}{size}; {device} has "
+            f"{total / 1e9:,.0f} GB. Lower width, mlp_width or layers"
+            + (", or train on more GPUs: torchrun --nproc-per-node N" if device.type == "cuda" else "")
         )
 
 

@@ -2,35 +2,39 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
-from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
-from octavo.device import choose_device
 from octavo.models import BUILT_IN_MODELS
+from octavo.models.tokenizer import Tokenizer
 from octavo.recipe import get_recipe
-from octavo.text import absolute_source
-from octavo.train.blocks import prepare_blocks
+from octavo.text import ReadReport, absolute_source
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.config import Config, ConfigError
-from octavo.train.data import Batches, RandomBatches, build_corpus, open_data
+from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
 from octavo.train.header import header_text
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
-from octavo.train.loss import make_loss
+from octavo.train.mesh import check_parallel, find_degrees
 from octavo.train.metrics import event_writer
-from octavo.train.model import check_memory, check_vocabulary, convert_model, make_model, save_description
+from octavo.train.model import check_memory, check_vocabulary, save_description
 from octavo.train.optimizer import make_optimizer
+from octavo.train.parallelize import make_parallel_model, make_trained_model
+from octavo.train.processes import check_same, on_first, own_device
+from octavo.train.ranks import rank, same_outcome, world_size
 from octavo.train.run_settings import read_settings, write_settings
 
 
 def start_run(config: Config, console: Console) -> Trainer:
     """A new run in `config.out`, at step 0. The run's folder is locked until `Trainer.run` ends.
+
+    Every rank of a process group must call this. An error of one rank is raised on all of them.
 
     Raises:
         ConfigError, DataError: settings or data that cannot be trained on; nothing has been written.
@@ -38,17 +42,22 @@ def start_run(config: Config, console: Console) -> Trainer:
         LockedError: another program trains there.
         WriteError: the folder could not be written.
     """
-    run = RunFolder(Path(config.out))
-    lock = locked_folder(run.path)
+    check_same(config)
+    run, lock = RunFolder(Path(config.out)), ExitStack()
     try:
-        _check_empty(run)
-        if config.model not in BUILT_IN_MODELS:
-            config = _fit_to_folder(config)
-        config = _absolute_data(config)
+        with same_outcome():
+            if rank() == 0:
+                lock.enter_context(locked_folder(run.path))
+                _check_empty(run)
+            if config.model not in BUILT_IN_MODELS:
+                config = _fit_to_folder(config)
+            config = _absolute_data(config)
         trainer = _prepare(config, run, lock, console)
-        _describe(trainer)
+        with same_outcome():
+            if rank() == 0:
+                _describe(trainer)
     except BaseException:
-        lock.release()
+        lock.close()
         raise
     return trainer
 
@@ -56,27 +65,32 @@ def start_run(config: Config, console: Console) -> Trainer:
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
 
-    The run's folder is locked until `Trainer.run` ends.
+    The run's folder is locked until `Trainer.run` ends. Every rank of a process group must call this. An error of one
+    rank is raised on all of them.
 
     Raises:
         ArtifactError: no run, no checkpoint, or one that is not whole or does not fit.
         LockedError: another program trains there.
         WriteError: the folder could not be written.
     """
-    run = RunFolder(path)
-    run.check()
-    lock = locked_folder(path)
+    run, lock = RunFolder(path), ExitStack()
     try:
-        newest = run.newest()
-        config = _absolute_data(read_settings(run).replace(overrides))
-        if config.out != str(path):
-            raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
+        with same_outcome():
+            run.check()
+            if rank() == 0:
+                lock.enter_context(locked_folder(path))
+            newest = run.newest()
+            config = _absolute_data(read_settings(run).replace(overrides))
+            if config.out != str(path):
+                raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
+        check_same(config)
         trainer = _prepare(config, run, lock, console)
         load_checkpoint(newest, trainer.state)
-        write_settings(config, run)
+        if rank() == 0:
+            write_settings(config, run)
         print_line(console, f"resumed from {newest}")
     except BaseException:
-        lock.release()
+        lock.close()
         raise
     return trainer
 
@@ -115,33 +129,39 @@ def _describe(trainer: Trainer) -> None:
         raise write_error(run.path, error) from error
 
 
-def _prepare(config: Config, run: RunFolder, lock: FolderLock, console: Console) -> Trainer:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("octavo train runs as one process for now: start it without torchrun")
-    if config.recipe != "auto":
-        get_recipe(config.recipe)
-    if config.tensorboard:
-        event_writer()
-    device = choose_device(config.device)
+def _prepare(config: Config, run: RunFolder, lock: ExitStack, console: Console) -> Trainer:
+    with same_outcome():
+        degrees = find_degrees(config.parallel, world_size())
+        check_parallel(config, degrees)
+        if config.recipe != "auto":
+            get_recipe(config.recipe)
+        if config.tensorboard:
+            event_writer()
+        device = own_device(config.device)
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
+    tokenizer, read, corpus = on_first(lambda: _read_data(config, run, console))
+    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
+    training = draw(corpus.train, config.context, config.batch, config.seed, share)
+    validation = Batches(corpus.validation, config.context, config.batch, None, share)
+    check_memory(config, tokenizer.vocabulary_size, device, degrees.dp_shard * degrees.tp)
+    torch.manual_seed(config.seed)
+    make = make_trained_model if degrees.processes == 1 else make_parallel_model
+    made = make(config, tokenizer.vocabulary_size, run.model, device, degrees)
+    if config.model not in BUILT_IN_MODELS:
+        check_vocabulary(made.model, max(int(corpus.train.max()), int(corpus.validation.max())))
+    print_line(console, header_text(config, made.model, device, corpus, made.report))
+    if made.gathered is not None:
+        print_line(console, str(made.gathered))
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss)
+
+
+def _read_data(config: Config, run: RunFolder, console: Console) -> tuple[Tokenizer, ReadReport, Corpus]:
     tokenizer, reading = open_data(config, run.model)
     for line in reading.report.lines():
         print_line(console, line)
     corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
-    draw = RandomBatches if config.sampling == "random" else Batches
-    training = draw(corpus.train, config.context, config.batch, config.seed)
-    validation = Batches(corpus.validation, config.context, config.batch, None)
-    check_memory(config, tokenizer.vocabulary_size, device)
-    torch.manual_seed(config.seed)
-    model = make_model(config, tokenizer.vocabulary_size, run.model).to(device)
-    if config.model not in BUILT_IN_MODELS:
-        check_vocabulary(model, max(int(corpus.train.max()), int(corpus.validation.max())))
-    loss = make_loss(config, model)
-    report = convert_model(model, config)
-    prepare_blocks(model, config)
-    print_line(console, header_text(config, model, device, corpus, report))
-    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = TrainState(model, make_optimizer(model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, training, validation, tokenizer, reading.report, run, lock, console, loss)
+    return tokenizer, reading.report, corpus

@@ -1,0 +1,105 @@
+"""A model whose layers, weights and optimizer state are divided among the processes of a run.
+
+    build on the meta device -> convert -> activation checkpointing -> compile each block -> FSDP2: each block a unit,
+    and all else the unit of the model -> gather FP8 weights in eight bits -> memory -> weights
+
+FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
+numbers are the same but for the order of sums.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from octavo.dist import GatherReport, fp8_all_gather
+from octavo.models import BUILT_IN_MODELS
+from octavo.models.decoder import Decoder
+from octavo.nn import Conversion
+from octavo.train.blocks import find_blocks, prepare_blocks
+from octavo.train.config import Config
+from octavo.train.hugging_face import describe_language_model, open_language_model
+from octavo.train.loss import Loss, make_loss
+from octavo.train.mesh import Degrees, make_mesh
+from octavo.train.model import convert_model, make_model
+from octavo.train.ranks import rank, same_outcome
+from octavo.train.shared_random import OneProcessDraws
+
+
+class TrainedModel(NamedTuple):
+    """A converted model that is ready for training, its loss, and the reports of its preparation."""
+
+    model: nn.Module
+    loss: Loss
+    report: Conversion
+    gathered: GatherReport | None = None
+
+
+def make_trained_model(
+    config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
+) -> TrainedModel:
+    """The model of `config` for one process. For `vocabulary` and `saved` see `octavo.train.model.make_model`."""
+    model = make_model(config, vocabulary, saved).to(device)
+    loss = make_loss(config, model)
+    report = convert_model(model, config)
+    prepare_blocks(model, config)
+    return TrainedModel(model, loss, report)
+
+
+def make_parallel_model(
+    config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
+) -> TrainedModel:
+    """The model of `make_trained_model`, with the same weights, divided among the processes of a mesh of `degrees`.
+
+    Every rank must call this.
+    """
+    mesh = make_mesh(degrees, device, config.parallel.timeout)
+    with same_outcome():
+        weights: dict[str, Any] = {}
+        if config.model in BUILT_IN_MODELS:
+            with torch.device("meta"), OneProcessDraws():
+                model = make_model(config, vocabulary, saved)
+        else:
+            if rank() == 0:
+                weights = open_language_model(config, saved).state_dict()
+            model = describe_language_model(config, saved)
+        loss = make_loss(config, model)
+        report = convert_model(model, config, device, degrees.data)
+    gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
+    _fill(model, device, weights, load=not saved.exists())
+    torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do
+    return TrainedModel(model, loss, report, gathered)
+
+
+def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool) -> GatherReport | None:
+    """Divide a model among the processes of `mesh`, in place. The model may be on the meta device.
+
+    Args:
+        mesh: with the dimensions dp_replicate, dp_shard and tp (`octavo.train.mesh.make_mesh`).
+        fp8: whether the model has converted layers.
+
+    Returns:
+        The report of the all-gather in eight bits; None if there is none.
+    """
+    prepare_blocks(model, config)
+    data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+    for block in find_blocks(model):
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+    return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
+
+
+def _fill(model: Any, device: torch.device, weights: dict[str, Any], load: bool) -> None:
+    """Give memory to what is on the meta device, and values to the parameters: drawn, or the `weights` of rank 0."""
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    if isinstance(model, Decoder):
+        with OneProcessDraws():
+            model.init_weights()
+        return
+    model.tie_weights()
+    if load:
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

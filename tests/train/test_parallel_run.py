@@ -1,0 +1,76 @@
+"""A run of several processes, against the run of one process on the same sequences."""
+
+import warnings
+
+import numpy as np
+from ranks import run_ranks
+from rich.console import Console
+
+from octavo.artifact.files import model_tensors
+from octavo.train.config import Config
+from octavo.train.processes import mean_of_ranks, whole
+from octavo.train.start import start_run
+
+TINY = {
+    "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 2, "steps": 3,
+    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "evaluate_batches": 2, "clip": 0,
+}  # fmt: skip
+
+
+def train(rank, folder, text, settings):
+    """The losses and the weights after three steps, and the evaluation loss."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    trainer = start_run(
+        Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings), Console(quiet=True)
+    )
+    initial = {name: whole(t).detach().clone().numpy() for name, t in model_tensors(trainer.model).items()}
+    losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
+    weights = {name: whole(t).detach().clone().numpy() for name, t in model_tensors(trainer.model).items()}
+    result = initial, losses, weights, trainer.evaluate()
+    trainer.lock.close()
+    return result
+
+
+def test_two_ranks_train_as_one(tmp_path, text):
+    [one] = [train(0, tmp_path / "one", str(text), {"accumulate": 2})]
+    two, other = run_ranks(2, train, tmp_path / "two", str(text), {"batch": 4})
+    assert other[1:2] == two[1:2]
+    for name, expected in one[0].items():
+        np.testing.assert_array_equal(two[0][name], expected, name)
+    assert two[1] == one[1]
+    for name, expected in one[2].items():
+        np.testing.assert_array_equal(two[2][name], expected, name)
+
+
+def refusals(rank, folder, text):
+    """The messages of runs that must not start."""
+    (folder / "taken").mkdir(exist_ok=True)
+    (folder / "taken" / "file").touch()
+    wrong = {
+        "degrees": {"parallel": {"tp": 3}},
+        "batch": {"batch": 3},
+        "settings": {"learning_rate": 1e-2 + rank * 1e-3},
+        "folder": {"out": str(folder / "taken")},
+        "data": {"data": [str(folder / "absent.txt")]},
+        "recipe": {"recipe": "rowwise" if rank == 0 else "rowwize"},
+    }
+    messages = {}
+    for name, settings in wrong.items():
+        config = Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings)
+        try:
+            start_run(config, Console(quiet=True))
+        except (ValueError, OSError) as error:
+            messages[name] = (type(error).__name__, str(error))
+    return messages
+
+
+def test_a_run_that_cannot_start_is_refused_on_every_rank_with_one_message(tmp_path, text):
+    first, second = run_ranks(2, refusals, tmp_path, str(text))
+    assert first == second
+    assert "number of processes, 2" in first["degrees"][1]
+    assert "got 3" in first["batch"][1]
+    assert "learning_rate is 0.01 on rank 0 and 0.011 on rank 1" in first["settings"][1]
+    assert first["folder"][0] == "FileExistsError"
+    assert "absent.txt" in first["data"][1]
+    assert "recipe is 'rowwise' on rank 0 and 'rowwize' on rank 1" in first["recipe"][1]
+    assert not (tmp_path / "run").exists()
