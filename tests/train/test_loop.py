@@ -226,7 +226,7 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
     registry = torch._dynamo.backends.registry
     monkeypatch.setitem(registry._BACKENDS, "count", None)
     monkeypatch.setitem(registry._COMPILER_FNS, "count", count)
-    settings = {"recipe": "delayed", "layers": 2, "steps": 2, "evaluate_every": 2, "save_every": 2, "sample": 4}
+    settings = {"recipe": "delayed", "layers": 2, "steps": 3, "evaluate_every": 3, "save_every": 3, "sample": 4}
     ends = []
     for blocks in (False, True):
         compiled = {"blocks": blocks, "backend": "count"}

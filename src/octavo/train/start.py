@@ -25,7 +25,7 @@ from octavo.train.mesh import check_parallel, find_degrees
 from octavo.train.metrics import event_writer
 from octavo.train.model import check_memory, check_vocabulary, save_description
 from octavo.train.optimizer import make_optimizer
-from octavo.train.parallelize import make_parallel_model, make_trained_model
+from octavo.train.parallel_model import make_parallel_model, make_trained_model
 from octavo.train.processes import check_same, on_first, own_device
 from octavo.train.ranks import rank, same_outcome, world_size
 from octavo.train.run_settings import read_settings, write_settings
