@@ -1,6 +1,5 @@
 """The models that bench.gpu.fsdp and bench.gpu.network train: a Llama under FSDP2, in BF16 and in FP8."""
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE
 from bench.gpu.peers import update_torchao, use_torchao
 from bench.gpu.ranks import Network, say
+from octavo.dist import fp8_all_gather
 from octavo.models.llama import LlamaConfig
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -42,8 +42,7 @@ def _torchao(recipe: str, *, fp8_gather: bool = False) -> Callable[[nn.Module], 
 
 
 def _fp8_gather(model: nn.Module) -> None:
-    dist: Any = importlib.import_module("octavo.dist")
-    say(dist.fp8_all_gather(model))
+    say(fp8_all_gather(model))
 
 
 WIDE, OURS = "octavo: rowwise, gathered in BF16", "octavo: rowwise, gathered in FP8"

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from bench.gpu import fsdp
 from bench.gpu.communication import kind_of, split, union
 from bench.gpu.modes import BASE
-from bench.gpu.sharded import MODES, WIDE, check_gradients
+from bench.gpu.sharded import MODES, OURS, WIDE, check_gradients
 from octavo.models.llama import LlamaConfig
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
@@ -34,7 +34,7 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     device, deadline = ranks.start(), ranks.Deadline(math.inf)
     bench = fsdp.Bench(TINY, TOKENS, 3, device)
-    fsdp.run([BASE, EAGER, "broken", WIDE], bench, deadline)
+    fsdp.run([BASE, EAGER, "broken", WIDE, OURS], bench, deadline)
     fsdp.attempt(bench, EAGER, ranks.Deadline(-1.0))
     network.run([BASE, WIDE], TINY, TOKENS, [1, 2], 2, device, deadline)
     return bench.rows
@@ -46,17 +46,20 @@ def fail(model: Any) -> None:
 
 def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     rows, others = run_ranks(2, measure, str(tmp_path))
-    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE]  # none after the deadline
-    base, eager, broken, wide = rows
+    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE, OURS]  # none after the deadline
+    base, eager, broken, wide, ours = rows
     assert broken["error"] == "ValueError: no such recipe"
     assert eager["gradient_error"] == 0  # compiled neither
     assert 0.02 < wide["gradient_error"] < 0.5
+    assert 0.02 < ours["gradient_error"] < 0.5
     for row, other in zip(rows, others, strict=True):
         assert row.get("rounds") == other.get("rounds")  # of the slowest rank
     # forward and backward gather half of the blocks in BF16; the root stays gathered; gradients are reduced in FP32
     root = 2 * 64 * 64 + 64
     assert base["gathered_bytes"] == (2 * 2 * BLOCK + root) // 2 * 2
     assert wide["gathered_bytes"] == base["gathered_bytes"]
+    rows_of_weights = 2 * 64 + 2 * 32 + 2 * 96 + 64  # a float each beside the bytes; the norms in BF16
+    assert ours["gathered_bytes"] == (2 * 2 * (BLOCK - 128 + 4 * rows_of_weights + 2 * 128) + 2 * root) // 2
     assert base["reduced_bytes"] == (2 * BLOCK + root) // 2 * 4
     assert eager["tokens_per_second"] == pytest.approx(TOKENS * 1e3 / statistics.median(eager["rounds"][EAGER]))
     turns = [b / a for a, b in zip(eager["rounds"][EAGER], eager["rounds"][BASE], strict=True)]
