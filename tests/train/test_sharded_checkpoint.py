@@ -95,7 +95,7 @@ def failures_of_two(rank, folder):
     for model, damaged in ((other, None), (state, 1)):
         with pytest.MonkeyPatch.context() as patch:
             if rank == damaged:
-                patch.setattr(checkpoint, "required_state", lambda model: {})
+                patch.setattr(checkpoint, "optimizer_state", lambda model, optimizer: {})
             with pytest.raises(ArtifactError) as caught:
                 load_checkpoint(run.checkpoint(1), model)
         raised.append(str(caught.value))

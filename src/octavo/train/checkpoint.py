@@ -20,7 +20,7 @@ from octavo.artifact.files import ArtifactError, check_match, model_tensors, rea
 from octavo.artifact.safetensors_files import THREADS, ShardReader
 from octavo.nn import load_scale_state, scale_state
 from octavo.train.generators import PREFIX, check_random_state, random_state, restore_random_state
-from octavo.train.optimizer import load_optimizer_state, optimizer_state, required_state
+from octavo.train.optimizer import optimizer_state
 from octavo.train.ranks import same_outcome
 
 
@@ -75,13 +75,11 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
                 f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
             )
         model, optimizer = _ModelFiles(folder, state.model), _open(folder, "optimizer")
-        required = required_state(state.model)
-        _check_fit(optimizer, required, f"{folder / 'optimizer.safetensors'} is of another model")
+        moments = optimizer_state(state.model, state.optimizer)
+        _check_fit(optimizer, moments, f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state")
         check_random_state(model.saved, str(folder / "state.safetensors"))
     model.load()
-    moments = {name: torch.empty_like(tensor) for name, tensor in required.items()}
     _read_into(moments, optimizer)
-    load_optimizer_state(state.model, state.optimizer, moments)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
         state.scaler.load_state_dict(described["scaler"])

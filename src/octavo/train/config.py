@@ -36,7 +36,15 @@ from octavo.train.declaration import (
 )  # fmt: skip
 from octavo.train.derived import RULES, outdated
 from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, read_file, typed
-from octavo.train.tables import FORMER, ActivationCheckpointing, Compile, LossSettings, Parallel, replace_former
+from octavo.train.tables import (
+    FORMER,
+    ActivationCheckpointing,
+    Compile,
+    LossSettings,
+    OptimizerSettings,
+    Parallel,
+    replace_former,
+)  # fmt: skip
 
 __all__ = ["Config", "ConfigError", "describe"]
 
@@ -97,6 +105,7 @@ class Config:
     beta2: float = setting(0.95, "decay of the second moment", BELOW_ONE)
     clip: float = setting(1.0, "largest norm of the gradient; 0 turns clipping off", NOT_NEGATIVE)
     loss: LossSettings = table(LossSettings)
+    optimizer: OptimizerSettings = table(OptimizerSettings)
 
     # Machine
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", DEVICE)
@@ -134,6 +143,11 @@ class Config:
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
         _check_schedule(self)
+        if self.precision == "fp16" and self.optimizer.weights == "bf16":
+            raise ConfigError(
+                "optimizer.weights = bf16 requires precision bf16 or fp32, got fp16: gradients of BF16 weights need no "
+                "loss scale, choose precision bf16"
+            )
 
     def _flat(self) -> dict[str, Any]:
         """The value of every setting by name, those of a table as TABLE.KEY."""

@@ -42,6 +42,7 @@ from octavo.train.log import print_line
 from octavo.train.loss import Loss, whole_loss
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, open_metrics, show_progress
+from octavo.train.optimizer import set_learning_rate
 from octavo.train.processes import mean_of_ranks, whole
 from octavo.train.ranks import Agreement, gather
 from octavo.train.schedule import learning_rate
@@ -122,8 +123,7 @@ class Trainer:
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step: the mean loss of this rank's sequences and the norm of the gradient, 0-dim tensors."""
         config, state = self.config, self.state
-        for group in state.optimizer.param_groups:
-            group["lr"] = learning_rate(state.step, config)
+        set_learning_rate(state.optimizer, learning_rate(state.step, config))
         self.model.train()
         total = torch.zeros((), device=state.device)
         for micro in range(config.accumulate):

@@ -24,13 +24,16 @@ Forward = Callable[..., Any]  # a model, or a function that calls one
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
-    """The model of `config` in FP32, its weights drawn from torch's seed or read from the Hugging Face folder.
+    """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder.
 
     A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
     """
-    if config.model in BUILT_IN_MODELS:
-        return build(_built_in(config, vocabulary))
-    return open_language_model(config, saved)
+    ours = config.model in BUILT_IN_MODELS
+    model = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved)
+    if config.optimizer.weights == "bf16":
+        for p in model.parameters():  # buffers, such as the frequencies of rotary positions, stay in FP32
+            p.data = p.data.to(torch.bfloat16)
+    return model
 
 
 def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:

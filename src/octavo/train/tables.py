@@ -1,4 +1,4 @@
-"""The tables of settings: `[loss]`, `[compile]`, `[activation_checkpointing]` and `[parallel]`."""
+"""The tables of settings: `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]` and `[parallel]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +30,18 @@ class LossSettings:
         choices=("auto", "chunked", "whole"),
     )
     chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The dtypes of weights and moments (`octavo.train.optimizer`). All but fp32 need torchao: the extra `optim`."""
+
+    weights: str = setting(
+        "fp32", "dtype of the weights; bf16: a step rounds them stochastically", choices=("fp32", "bf16")
+    )
+    state: str = setting(
+        "fp32", "dtype of AdamW's two moments; 8bit and fp8: a byte each, in blocks", choices=("fp32", "8bit", "fp8")
+    )
 
 
 @dataclass(frozen=True)
