@@ -1,6 +1,6 @@
 """Training on many devices with PyTorch's own engine: sharded weights (FSDP2) and tensor parallelism."""
 
-from octavo.dist.fsdp_gather import fp8_all_gather
-from octavo.dist.gather_report import GatherReport, GatherRow
+from octavo.dist.tensor_parallelism.architectures import tensor_parallel
+from octavo.dist.tensor_parallelism.styles import ColumnParallel, NormParallel, RowParallel
 
-__all__ = ["GatherReport", "GatherRow", "fp8_all_gather"]
+__all__ = ["ColumnParallel", "NormParallel", "RowParallel", "tensor_parallel"]

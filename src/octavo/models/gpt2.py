@@ -113,7 +113,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads = config.heads
+        self.head_dim = config.width // config.heads
         self.q_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.k_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.v_proj = nn.Linear(config.width, config.width, bias=config.bias)
@@ -122,7 +122,9 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections, [B, T, width] each."""
-        q, k, v = (x.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, head_dim]
+        q, k, v = (
+            x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, k, v)
+        )  # [B, heads, T, head_dim]
         if cache is None:
             y = causal_attention(q, k, v, dropout=self.dropout.now)
         else:

@@ -74,8 +74,8 @@ class ScaleHistories(nn.ModuleDict):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # `parallelize_module` reads it of every module in a linear layer
             raise AttributeError(
-                "the scale histories of an octavo layer have no weight: octavo's layers do not support tensor "
-                "parallelism yet. octavo.restore(model) makes them plain PyTorch layers again"
+                "the scale histories of an octavo layer have no weight: octavo's layers do not support PyTorch's "
+                "styles of tensor parallelism. Those of octavo.dist do (tensor_parallel, ColumnParallel, RowParallel)"
             )
         return super().__getattr__(name)
 

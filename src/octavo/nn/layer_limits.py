@@ -34,7 +34,7 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
 
     Raises:
         TypeError: a dtype that cannot be quantized.
-        NotImplementedError: tensor parallelism, forward-mode differentiation, a transform of torch.func, ONNX export.
+        NotImplementedError: a DTensor, forward-mode differentiation, a transform of torch.func, ONNX export.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -49,7 +49,10 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
         if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
         if hasattr(t, "device_mesh"):
-            raise unsupported(f"tensor parallelism yet: in {layer.name!r}, {what} is a DTensor")
+            raise unsupported(
+                f"PyTorch's styles of tensor parallelism (in {layer.name!r}, {what} is a DTensor): take those of "
+                "octavo.dist (tensor_parallel, ColumnParallel, RowParallel)"
+            )
         if layer.recipe.quantized and t.dtype not in FLOATS:
             raise TypeError(
                 f"the layer {layer.name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "

@@ -10,6 +10,7 @@ from octavo.nn.delayed import ScaleHistories, ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
+from octavo.nn.parallel import Parallel
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -75,9 +76,13 @@ class Linear(RecipeLayer, nn.Linear):
     autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
     """
 
+    parallel: Parallel | None = None  # set where each rank has a part of the layer
+
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
+        if self.parallel is not None:
+            return self.parallel.linear(self, x)
         cached = None if x.numel() == 0 else self._quantized_weight()
         return self.compute(x, self.weight, self.bias, cached)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
 from octavo.nn.norm_linear import FusableLayers, child, fusable_layers, fused_call, read_norm, stack_of
+from octavo.nn.parallel import parallel_of
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 
@@ -51,6 +52,9 @@ class FusedMLP(nn.Module):
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """y and x + residual, in one pass where that is possible."""
+        parallel = parallel_of(self.inner)
+        if parallel is not None:
+            return parallel.mlp(self, x, norm, residual)
         layers, known_norm = self._fusable(), None if norm is None else read_norm(norm)
         if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
             total = x if residual is None else x + residual

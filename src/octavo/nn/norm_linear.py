@@ -20,6 +20,7 @@ from octavo.nn.fused import FusedCall, Norm, NormSpec, norm_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.linear_function import LinearCall
+from octavo.nn.parallel import parallel_of
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -58,6 +59,9 @@ class NormLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
+        parallel = parallel_of(self.linears)
+        if parallel is not None:
+            return parallel.norm_linear(self, x, residual)
         outputs = self.fused(x, residual)
         if outputs is not None:
             return outputs

@@ -10,11 +10,12 @@ class PrecomputedProjections:
     """q, k and v, passed to the attention of another library in place of the input x that they were computed from.
 
     The attention calls its projections with this object, and each converted projection returns its own output. The
-    object has the shape [..., K], dtype and device of x, and is not a tensor.
+    object has the dtype and device of x, and is not a tensor. Its shape is [..., K], that of x: of all tokens for which
+    there are outputs, where x has one rank's part of a sequence.
     """
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
-        self.shape: torch.Size = x.shape
+        self.shape = torch.Size((*outputs[0].shape[:-1], x.shape[-1]))
         self.dtype: torch.dtype = x.dtype
         self.device: torch.device = x.device
         self.pairs = tuple(zip(layers, outputs, strict=True))

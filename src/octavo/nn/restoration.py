@@ -7,6 +7,7 @@ from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
+from octavo.nn.parallel import ParallelLinear
 from octavo.nn.transformers_fusion import DecoderLayer
 from octavo.nn.weight_cache import shards
 
@@ -55,15 +56,20 @@ def restore_linear(module: nn.Module) -> bool:
     if type(module) is not Linear:
         return restore_conv1d(module)
     module.release()
-    object.__setattr__(module, "__class__", nn.Linear)
+    object.__setattr__(module, "__class__", nn.Linear if module.parallel is None else ParallelLinear)
     return True
 
 
 def _unmix(module: nn.Module) -> bool:
     ours, *theirs = parts_of(type(module))
-    if not theirs or ours not in _ADDED:
+    if not theirs or ours not in _ADDED or _is_parallel(module):
         return False
     for name in _ADDED[ours]:
         delattr(module, name)
     (module.__class__,) = theirs
     return True
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    """Whether the layers of `module` are parallel, which its own class cannot run."""
+    return isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules())

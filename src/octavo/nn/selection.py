@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.coverage import find_coverage
 from octavo.nn.linear import Linear
+from octavo.nn.parallel import ParallelLinear
 from octavo.nn.weight_cache import shards
 from octavo.ops.checks import FLOATS
 
@@ -94,7 +95,7 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multi-head attention reads its weight directly and never calls it"
-    if type(module) not in (nn.Linear, Linear) and not is_conv1d(module):
+    if type(module) not in (nn.Linear, Linear, ParallelLinear) and not is_conv1d(module):
         return f"a {type(module).__name__}, whose forward is its own"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"

@@ -6,7 +6,8 @@
 
 A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
 `state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
-passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs.
+passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs, unless the
+layer is parallel (`octavo.nn.parallel`).
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import FusedMLP, SwiGLU
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, child, watched
+from octavo.nn.parallel import parallel_of
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 
@@ -28,7 +30,7 @@ PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 def fuse_decoder_layers(model: nn.Module) -> None:
     """Fuse the norms and MLPs of the decoder layers whose classes are known; idempotent."""
     for module in list(model.modules()):
-        if not isinstance(module, DecoderLayer) and type(module).__name__ in DECODER_LAYERS and _is_known(module):
+        if not isinstance(module, DecoderLayer) and is_known(module):
             module.qkv = NormLinear(module, "input_layernorm", *PROJECTIONS)
             module.__class__ = mix_classes(DecoderLayer, type(module))
             mlp: Any = module.mlp
@@ -36,7 +38,10 @@ def fuse_decoder_layers(model: nn.Module) -> None:
             mlp.__class__ = mix_classes(SwiGLU, type(mlp))
 
 
-def _is_known(layer: Any) -> bool:
+def is_known(layer: Any) -> bool:
+    """Whether `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
+    if type(layer).__name__ not in DECODER_LAYERS:
+        return False
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     mlp = layer.mlp
     return (
@@ -57,7 +62,10 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
         attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
-        fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
+        if parallel_of(qkv.linears) is not None:  # transformers' own code takes the part of a sequence for all of it
+            fused = qkv(hidden_states)
+        else:
+            fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
         if fused is None:
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = fused[0]

@@ -1,0 +1,294 @@
+"""Layers of which each rank has a part, as functions, for `FusableRecipe`s: activations travel as bytes and row scales.
+
+Tokens T, of which each of R ranks has T/R between the layers; the mathematics is that of `octavo.nn.linear_function`.
+
+    column      x_q[T/R,K] -> gathered x_q[T,K];  y[T,N/R] = x_q @ w_q^T
+                g = dy * s_w * m -> g_q[T,N/R];   dx[T/R,K] = scattered sum of g_q @ w_q;  dw[N/R,K] = g_q^T @ x_q
+    row         s_x[T]: the largest of the ranks';  y[T/R,N] = scattered sum of x_q[T,K/R] @ w_q^T
+                g_q[T/R,N] -> gathered g_q[T,N];    dx[T,K/R] = g_q @ w_q;  dw[N,K/R] = g_q^T @ x_q
+
+In a row-parallel layer s_w and the mantissa m of s_x are the same for all ranks, so that each can quantize
+g = dy * s_w * m for its own rows before they are gathered. What is scattered is in high precision: it is a sum.
+
+A column-parallel layer saves the bytes of its own rows, and gathers them again in the backward pass. There, as in the
+forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.dist.tensor_parallelism.ranks import Ranks
+from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
+from octavo.nn.fused import FusedCall, Norm, NormSpec, wider_first
+from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.scale_folding import (
+    dw_operand,
+    dx_operand,
+    mantissa,
+    quantize_folded,
+    scale_folded,
+    transposed,
+    weight_transposed,
+)
+from octavo.nn.stacked_weights import Stack, StackInfo
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.ops import (
+    activation_backward,
+    activation_quantize_scaled,
+    activation_scales,
+    norm_backward,
+    norm_quantize,
+    quantize,
+    requantize,
+    row_scales,
+    transpose,
+)
+
+
+class Normed(NamedTuple):
+    """The input of a column-parallel layer: x + residual, its norm (or itself) quantized, and what the norm saves."""
+
+    total: Tensor
+    output: QTensor
+    saved: tuple[Tensor | None, ...]  # x + residual, mean and rstd of the norm, its weight and bias
+
+
+def column(
+    x: Tensor, residual: Tensor | None, norm: Norm | None, stack: Stack, call: FusedCall, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """y [T, sum of N_i / R], rows in the order of the ranks, and x + residual (x itself without a residual).
+
+    Args:
+        x, residual: [..., K], this rank's rows.
+        norm: of x + residual; None feeds x itself to the layers.
+        stack: this rank's part of the layers.
+    """
+    spec, gamma, beta = norm if norm is not None else (None, None, None)
+    x, residual = wider_first(x, residual)
+    result = _Column.apply(call, ranks, spec, x, residual, gamma, beta, *stack.arguments())  # type: ignore[no-untyped-call]
+    y, total = result if residual is not None else (result, x)
+    return y, total
+
+
+def row(x: Tensor, stack: Stack, call: FusedCall, ranks: Ranks) -> Tensor:
+    """y [T / R, N], this rank's rows, of x [T, K / R], rows in the order of the ranks."""
+    y: Tensor = _Row.apply(call, ranks, x, *stack.arguments())  # type: ignore[no-untyped-call]
+    return y
+
+
+def mlp(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    inner: Stack,
+    outer: Stack,
+    call: FusedCall,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """y [..., K] and x + residual of `octavo.nn.fused.mlp`, of this rank's rows and its parts of the layers."""
+    spec, gamma, beta = norm if norm is not None else (None, None, None)
+    x, residual = wider_first(x, residual)
+    result = _MLP.apply(  # type: ignore[no-untyped-call]
+        call, ranks, spec, activation, x, residual, gamma, beta, *outer.arguments(), *inner.arguments()
+    )
+    y, total = result if residual is not None else (result, x)
+    return y, total
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: FusedCall,
+        ranks: Ranks,
+        norm: NormSpec | None,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        *layers: Tensor | None,
+    ) -> Any:
+        stack = Stack.from_arguments(layers, call.recipe.w)
+        total, n_q, saved = _normed(norm, x, residual, gamma, beta, call)
+        arriving = ranks.gather_quantized(n_q)
+        w_q = _quantized(stack, call, ranks, cut_rows=False)
+        n_q_all = ranks.quantized(arriving, n_q)
+        y = call.mm(call.recipe.y, n_q_all, w_q, call.dtype, stack.bias())  # [T,K] @ [N/R,K]^T
+        ctx.call, ctx.ranks, ctx.norm, ctx.stack = call, ranks, norm, StackInfo.of(stack)
+        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
+        ctx.save_for_backward(n_q.data, n_q_all.scale, w_q.scale, layers[0], *saved, *stack.weights)
+        return (y, total.view(x.shape)) if residual is not None else y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
+        call: FusedCall = ctx.call
+        n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
+        saved, weights = rest[:5], rest[5:]
+        g = quantize_folded(dy.contiguous(), s_w, mantissa(s_n), call.recipe.dy)
+        w_t = weight_transposed(weights, w_data, s_w, call.recipe.w)
+        dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
+        gradients = _norm_gradients(ctx, dn, dtotal, *saved)
+        return None, None, None, *gradients, *ctx.stack.gradients(dw, dy)
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: FusedCall, ranks: Ranks, x: Tensor, *layers: Tensor | None) -> Tensor:
+        recipe = call.recipe
+        stack = Stack.from_arguments(layers, recipe.w)
+        w_q = _quantized(stack, call, ranks, cut_rows=True)
+        x_q = requantize([x], ranks.largest(row_scales([x], recipe.x)), recipe.x)
+        y = _scattered(call.mm(recipe.y, x_q, w_q, call.dtype), stack, ranks)  # [T,K/R] @ [N,K/R]^T
+        ctx.call, ctx.ranks, ctx.stack, ctx.x_dtype = call, ranks, StackInfo.of(stack), x.dtype
+        ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, layers[0], *stack.weights)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call: FusedCall = ctx.call
+        recipe = call.recipe
+        x_data, s_x, s_w, w_data, *weights = ctx.saved_tensors
+        dy, m = dy.contiguous(), mantissa(s_x)
+        g_own = quantize_folded(dy, s_w, ctx.ranks.own(m), recipe.dy)
+        arriving = ctx.ranks.gather_quantized(g_own)
+        w_t = weight_transposed(weights, w_data, s_w, recipe.w)
+        x_t = scale_folded(transpose(x_data))
+        g = ctx.ranks.quantized(arriving, g_own)
+        dx = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype).to(ctx.x_dtype)  # [T,N] @ [K/R,N]^T
+        dw = call.mm(recipe.dw, dw_operand(g, s_x, s_w), x_t, ctx.stack.dtype)  # [N,T] @ [K/R,T]^T
+        return None, None, dx, *ctx.stack.gradients(dw, dy)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: FusedCall,
+        ranks: Ranks,
+        norm: NormSpec | None,
+        activation: str,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        *layers: Tensor | None,
+    ) -> Any:
+        recipe = call.recipe
+        outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
+        total, n_q, saved = _normed(norm, x, residual, gamma, beta, call)
+        arriving = ranks.gather_quantized(n_q)
+        w_in = _quantized(inner, call, ranks, cut_rows=False)
+        w_out = _quantized(outer, call, ranks, cut_rows=True)
+        n_q_all = ranks.quantized(arriving, n_q)
+        u = call.mm(recipe.y, n_q_all, w_in, call.dtype, inner.bias())  # [T,K] @ [2F/R,K]^T
+        s_h = ranks.largest(activation_scales(u, activation, recipe.x))
+        h_q = activation_quantize_scaled(u, activation, s_h, recipe.x)
+        y = _scattered(call.mm(recipe.y, h_q, w_out, call.dtype), outer, ranks)  # [T,F/R] @ [K,F/R]^T
+        ctx.call, ctx.ranks, ctx.norm, ctx.activation = call, ranks, norm, activation
+        ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
+        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
+        scales = (n_q_all.scale, s_h, w_in.scale, w_out.scale)
+        ctx.save_for_backward(n_q.data, u, *scales, layers[4], layers[0], *outer.weights, *saved, *inner.weights)
+        y = y.view(x.shape)
+        return (y, total.view(x.shape)) if residual is not None else y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
+        call: FusedCall = ctx.call
+        recipe, ranks = call.recipe, ctx.ranks
+        n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
+        saved, weights = rest[:5], rest[5:]
+        dy = _rows(dy.contiguous())
+        m_h = mantissa(s_h)
+        g_own = quantize_folded(dy, s_out, ranks.own(m_h), recipe.dy)
+        arriving = ranks.gather_quantized(g_own)
+        w_out_t = weight_transposed([w], out_data, s_out, recipe.w)
+        g = ranks.quantized(arriving, g_own)
+        dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F/R,K]^T
+        du, h_q, wide = activation_backward(
+            dh, u, ctx.activation, recipe.dy,
+            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
+        )  # fmt: skip
+        dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
+        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w)
+        dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
+        layers = (*ctx.outer.gradients(dw_out, dy), *ctx.inner.gradients(dw_in, wide))
+        return None, None, None, None, *_norm_gradients(ctx, dn, dtotal, *saved), *layers
+
+
+def _column_backward(
+    g: QTensor,
+    n_data: Tensor,
+    s_n: Tensor,
+    w_t: QTensor,
+    s_w: Tensor,
+    w_dtype: torch.dtype,
+    call: FusedCall,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    """dn [T / R, K] and dw [N / R, K] of a column-parallel layer.
+
+    Args:
+        g: [T, N / R], dy * s_w * m, quantized.
+        n_data, s_n: the bytes of this rank's rows of the input, and the scales of all rows.
+        w_t, s_w: the bytes of the weight, transposed, and its scales.
+        w_dtype: of dw.
+    """
+    arriving = ranks.gather_data(n_data)
+    dn = ranks.scatter(call.mm(call.recipe.dx, dx_operand(g, mantissa(s_n)), w_t, call.dtype))  # [T,N/R] @ [K,N/R]^T
+    h = dw_operand(g, s_n, s_w)
+    n_t = scale_folded(transpose(ranks.done(arriving).view(n_data.dtype)))
+    dw = call.mm(call.recipe.dw, h, n_t, w_dtype)  # [N/R,T] @ [K,T]^T
+    return ranks.done(dn), dw
+
+
+def _quantized(stack: Stack, call: FusedCall, ranks: Ranks, *, cut_rows: bool) -> QTensor:
+    """The quantized weights of a stack: those cached, or cast now."""
+    if stack.cached is not None:
+        return stack.cached
+    return quantize_shards([Shards(stack.weights, cut_rows)], call.recipe.w, ranks)[0]
+
+
+def _scattered(y: Tensor, stack: Stack, ranks: Ranks) -> Tensor:
+    """This rank's rows of the sum of the ranks' y, plus the bias of a row-parallel layer."""
+    own, bias = ranks.done(ranks.scatter(y)), stack.bias()
+    return own if bias is None else own + bias.to(own.dtype)
+
+
+def _normed(
+    norm: NormSpec | None, x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, call: FusedCall
+) -> Normed:
+    x, residual = _rows(x), _rows(residual)
+    if norm is None or gamma is None:
+        return Normed(x, quantize(x, call.recipe.x), (None,) * 5)
+    total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, call.recipe.x, center=norm.center)
+    return Normed(total, n_q, (total, mean, rstd, gamma, beta))
+
+
+def _norm_gradients(
+    ctx: Any,
+    dn: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, residual, gamma and beta."""
+    if total is None or mean is None or rstd is None or gamma is None:
+        return dn.to(ctx.x_dtype).view(ctx.shape), None, None, None
+    dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, _rows(dtotal), center=ctx.norm.center)
+    dx = dx.view(ctx.shape)  # one tensor for both: autograd must see that it is the same
+    return dx, dx if ctx.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
+
+
+def _rows(x: Any) -> Any:
+    return None if x is None else x.reshape(-1, x.shape[-1])

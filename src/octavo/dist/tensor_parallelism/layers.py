@@ -1,0 +1,168 @@
+"""How the layers are computed of which each rank has a part (`octavo.nn.parallel.Parallel`).
+
+With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
+bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output (BF16
+under autocast), and each rank quantizes its part of a weight, and of a row-parallel layer's input, by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from octavo.dist.tensor_parallelism.functions import column, mlp, row
+from octavo.dist.tensor_parallelism.ranks import Ranks
+from octavo.dist.tensor_parallelism.wide import gather_rows, scatter_rows
+from octavo.nn.fused import FusedCall, Norm
+from octavo.nn.layer_limits import check_call
+from octavo.nn.linear import RecipeLayer, compute_dtype
+from octavo.nn.linear_function import LinearCall
+from octavo.nn.mlp import FusedMLP
+from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
+from octavo.nn.stacked_weights import Stack
+from octavo.nn.weight_cache import WeightCache
+from octavo.recipe import FusableRecipe
+
+
+@dataclass(frozen=True)
+class ParallelLayer:
+    """Base of `Column` and `Row`; two are equal where layers are parallel in the same way over the same ranks."""
+
+    ranks: Ranks
+
+    def norm_linear(self, module: NormLinear, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        raise _misplaced(module)
+
+    def mlp(
+        self, module: FusedMLP, x: Tensor, norm: nn.Module | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        raise _misplaced(module)
+
+
+class Column(ParallelLayer):
+    """Each rank has N / R of the N outputs, the rows of w [N, K]."""
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T, N / R] of this rank's rows x [..., T / R, K]."""
+        recipe = _fusable(layer)
+        if recipe is None or x.numel() == 0:
+            return self._whole(layer, gather_rows(x.to(compute_dtype(x)), self.ranks))
+        stack = _stack([layer], recipe, layer.weight_cache)
+        y, _ = column(x, None, None, stack, _call(layer, recipe, x), self.ranks)
+        return self.ranks.by_sequence(y, x.shape[:-2])
+
+    def norm_linear(self, module: NormLinear, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        layers, norm = fusable_layers(module.linears), self._read_norm(module.norm)
+        if layers is None or norm is None or x.numel() == 0:
+            total = x if residual is None else x + residual
+            n = self._input(module.norm, total)
+            return tuple(self._whole(linear, n) for linear in module.linears), total
+        call = _call(layers.linears[0], layers.recipe, x)
+        stack = _stack(layers.linears, layers.recipe, module.weight_cache)
+        y, total = column(x, residual, norm, stack, call, self.ranks)
+        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
+        return tuple(self.ranks.by_sequence(part, x.shape[:-2]) for part in parts), total
+
+    def mlp(
+        self, module: FusedMLP, x: Tensor, norm: nn.Module | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layers = fusable_layers((*module.inner, module.outer))
+        known_norm = None if norm is None else self._read_norm(norm)
+        if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
+            total = x if residual is None else x + residual
+            n = self._input(norm, total)
+            return module.outer(module.activate(*(self._whole(linear, n) for linear in module.inner))), total
+        call, (*inner, outer) = _call(layers.linears[0], layers.recipe, x), layers.linears
+        stacks = _stack(inner, layers.recipe, module.weight_cache), _stack([outer], layers.recipe, outer.weight_cache)
+        return mlp(x, residual, known_norm, module.activation, *stacks, call, self.ranks)
+
+    def _whole(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T, N / R] of all rows x [..., T, K]."""
+        return _compute(layer, x, _local(layer.bias))
+
+    def _input(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """All rows of the norm of this rank's rows x; without a norm, of x."""
+        n = x if norm is None else call_norm(norm, x, self.ranks)
+        return gather_rows(n.to(compute_dtype(n)), self.ranks)
+
+    def _read_norm(self, norm: nn.Module) -> Norm | None:
+        known = read_norm(norm)
+        if known is None:
+            return None
+        spec, gamma, beta = known
+        return spec, local_replicated(gamma, self.ranks), None if beta is None else local_replicated(beta, self.ranks)
+
+
+class Row(ParallelLayer):
+    """Each rank has K / R of the K inputs, the columns of w [N, K]."""
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T / R, N], this rank's rows, of its columns x [..., T, K / R]."""
+        rows, recipe = self.ranks.by_rank(x), _fusable(layer)
+        if recipe is None or x.numel() == 0:
+            y = scatter_rows(_compute(layer, rows, None), self.ranks)
+            if layer.bias is not None:
+                y = y + local_replicated(layer.bias, self.ranks).to(y.dtype)
+        else:
+            y = row(rows, _stack([layer], recipe, layer.weight_cache), _call(layer, recipe, x), self.ranks)
+        return y.view(*x.shape[:-2], -1, y.shape[-1])
+
+
+def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
+    """`norm` of this rank's rows x [..., T / R, K], by its own forward: its parameters are DTensors."""
+    parameter: Any = next(norm.parameters(), None)
+    if parameter is None:
+        return norm(x)  # type: ignore[no-any-return]
+    local_replicated(parameter, ranks)  # raises where it is no DTensor
+    placement = Shard(x.ndim - 2) if ranks.sequence else Replicate()
+    whole: Any = DTensor.from_local(x, parameter.device_mesh, [placement], run_check=False)
+    return norm(whole).to_local()  # type: ignore[no-any-return]
+
+
+def local_replicated(parameter: Any, ranks: Ranks) -> Tensor:
+    """A parameter that each rank has whole, and uses for its own rows: its gradient is a part of a sum."""
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            "a norm between layers that are parallel along the sequence must be parallelized too, or its gradient "
+            "would be that of one rank's rows: give it the style octavo.dist.NormParallel"
+        )
+    return parameter.to_local(grad_placements=[Partial()]) if ranks.sequence else parameter.to_local()
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _fusable(layer: Any) -> FusableRecipe | None:
+    return layer.recipe.fusable if isinstance(layer, RecipeLayer) else None
+
+
+def _call(layer: Any, recipe: FusableRecipe, x: Tensor) -> FusedCall:
+    check_call(layer, x)
+    return LinearCall(recipe, compute_dtype(x))
+
+
+def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) -> Stack:
+    """This rank's parts of the layers, with the bytes that `cache` has for them."""
+    is_row = isinstance(linears[0].parallel, Row)
+    biases = [
+        local_replicated(linear.bias, linear.parallel.ranks) if is_row and linear.bias is not None else _local(linear.bias)
+        for linear in linears
+    ]
+    return Stack([_local(linear.weight) for linear in linears], biases, None)
+
+
+def _compute(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of this rank's part of a layer, by its recipe if it was converted."""
+    w = _local(layer.weight)
+    return layer.compute(x, w, bias, None) if isinstance(layer, RecipeLayer) else F.linear(x, w, bias)
+
+
+def _misplaced(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"the layers that read the input of {module} must have the style octavo.dist.ColumnParallel, got RowParallel"
+    )
