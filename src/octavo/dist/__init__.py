@@ -1,6 +1,16 @@
 """Training on many devices with PyTorch's own engine: sharded weights (FSDP2) and tensor parallelism."""
 
+from octavo.dist.fsdp_gather import fp8_all_gather
+from octavo.dist.gather_report import GatherReport, GatherRow
 from octavo.dist.tensor_parallelism.architectures import tensor_parallel
 from octavo.dist.tensor_parallelism.styles import ColumnParallel, NormParallel, RowParallel
 
-__all__ = ["ColumnParallel", "NormParallel", "RowParallel", "tensor_parallel"]
+__all__ = [
+    "ColumnParallel",
+    "GatherReport",
+    "GatherRow",
+    "NormParallel",
+    "RowParallel",
+    "fp8_all_gather",
+    "tensor_parallel",
+]
