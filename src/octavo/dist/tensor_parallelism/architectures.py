@@ -111,6 +111,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     parallelize_module(model, mesh, plan)
     if tied:
         head.weight = embedding.weight
+    # Compiled layers would lose the gradient of a tensor that is still on its way from other ranks: the copy waits.
+    embedding.register_forward_hook(lambda _, tokens, x: x.clone())
     if sequence:
         embedding.register_forward_pre_hook(lambda _, tokens: _check_tokens(tokens[0], ranks))
     if cut_later:

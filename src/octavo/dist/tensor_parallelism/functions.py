@@ -130,7 +130,7 @@ class _Column(torch.autograd.Function):
         n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         g = quantize_folded(dy.contiguous(), s_w, mantissa(s_n), call.recipe.dy)
-        w_t = weight_transposed(weights, w_data, s_w, call.recipe.w)
+        w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
         gradients = _norm_gradients(ctx, dn, dtotal, *saved)
         return None, None, None, *gradients, *ctx.stack.gradients(dw, dy)
@@ -157,8 +157,8 @@ class _Row(torch.autograd.Function):
         dy, m = dy.contiguous(), mantissa(s_x)
         g_own = quantize_folded(dy, s_w, ctx.ranks.own(m), recipe.dy)
         arriving = ctx.ranks.gather_quantized(g_own)
-        w_t = weight_transposed(weights, w_data, s_w, recipe.w)
-        x_t = scale_folded(transpose(x_data))
+        w_t = weight_transposed(weights, w_data, s_w, recipe.w, g_own.data)
+        x_t = scale_folded(transpose(x_data, None, g_own.data))
         g = ctx.ranks.quantized(arriving, g_own)
         dx = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype).to(ctx.x_dtype)  # [T,N] @ [K/R,N]^T
         dw = call.mm(recipe.dw, dw_operand(g, s_x, s_w), x_t, ctx.stack.dtype)  # [N,T] @ [K/R,T]^T
@@ -209,7 +209,7 @@ class _MLP(torch.autograd.Function):
         m_h = mantissa(s_h)
         g_own = quantize_folded(dy, s_out, ranks.own(m_h), recipe.dy)
         arriving = ranks.gather_quantized(g_own)
-        w_out_t = weight_transposed([w], out_data, s_out, recipe.w)
+        w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g_own.data)
         g = ranks.quantized(arriving, g_own)
         dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F/R,K]^T
         du, h_q, wide = activation_backward(
@@ -217,7 +217,7 @@ class _MLP(torch.autograd.Function):
             column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
         dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
-        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w)
+        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
         layers = (*ctx.outer.gradients(dw_out, dy), *ctx.inner.gradients(dw_in, wide))
         return None, None, None, None, *_norm_gradients(ctx, dn, dtotal, *saved), *layers
@@ -241,7 +241,7 @@ def _column_backward(
         w_t, s_w: the bytes of the weight, transposed, and its scales.
         w_dtype: of dw.
     """
-    arriving = ranks.gather_data(n_data)
+    arriving = ranks.gather_data(n_data, g.scale)
     dn = ranks.scatter(call.mm(call.recipe.dx, dx_operand(g, mantissa(s_n)), w_t, call.dtype))  # [T,N/R] @ [K,N/R]^T
     h = dw_operand(g, s_n, s_w)
     n_t = scale_folded(transpose(ranks.done(arriving).view(n_data.dtype)))

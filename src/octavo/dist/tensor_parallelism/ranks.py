@@ -51,10 +51,13 @@ class Ranks:
             return (collectives.all_gather_into_tensor(sent[0], self.size, self.name),)
         return tuple(collectives.all_gather_into_tensor_coalesced(sent, self.size, self.name))
 
-    def gather_data(self, data: Tensor) -> Tensor:
-        """`gather` of the data of a quantized tensor."""
-        (gathered,) = self.gather(data.view(torch.uint8))
-        return gathered
+    def gather_data(self, data: Tensor, after: Tensor) -> Tensor:
+        """`gather` of the data of a quantized tensor, in the backward pass.
+
+        A number of `after`, a tensor of that pass, travels too. Compiled code would otherwise gather in the forward
+        pass, and save the rows of all ranks.
+        """
+        return self.gather(data.view(torch.uint8), after[:1].view(torch.uint8))[0]
 
     def gather_quantized(self, q: QTensor) -> tuple[Tensor, Tensor]:
         """`gather` of the data and the row scales of a quantized tensor."""
