@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu test-vllm test-compressor lint bench bench-cpu docs clean
+.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -51,6 +51,15 @@ test-vllm: .venv-vllm/installed  ## open packed folders in vLLM's CPU build, in 
 test-compressor: .venv-compressor/installed  ## open folders that llm-compressor writes, in an environment of its own
 	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
 
+.venv-integrations/installed: pyproject.toml constraints.txt tests/integrations.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch -r tests/integrations.txt -e ".[hf]"
+	touch $@
+
+test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
+	.venv-integrations/bin/python -m pytest tests/integrations
+
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.ceilings
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kernels
@@ -73,4 +82,4 @@ docs: .venv/installed  ## write README's table, docs/accuracy.md and docs/perfor
 	$(BIN)/python -m bench.report.pages
 
 clean:  ## remove the environments, the runs and the build
-	rm -rf .venv .venv-vllm .venv-compressor runs build
+	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations runs build

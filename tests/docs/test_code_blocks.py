@@ -19,6 +19,10 @@ UNTESTED = {
     "README.md": {"pip": "installs from the network", "make": "takes minutes"},
     "CONTRIBUTING.md": {"make": "takes minutes"},
     "docs/accuracy.md": {"make": "takes an hour"},
+    "docs/integrations.md": {
+        "from": "torchtitan has an environment of its own: make test-integrations",
+        "import": "Lightning has an environment of its own: make test-integrations",
+    },
     "docs/performance.md": {"make": "takes minutes, and wants a GPU"},
     "docs/quickstart.md": {
         "pip": "installs from the network",

@@ -49,7 +49,7 @@ def select_linears(model: nn.Module, skip: Sequence[str] = ()) -> list[SelectedL
             f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
             f"{_other_matrices(model)}"
         )
-    _check_skip(skip, list(linears))
+    check_globs(skip, list(linears))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied)) for name, m in linears.items()]
     if all(layer.reason for layer in selected):
@@ -69,7 +69,8 @@ def _other_matrices(model: nn.Module) -> str:
     return f"Its matrices are {'; '.join(map(str, left[:8]))}: octavo does not convert these."
 
 
-def _check_skip(skip: Sequence[str], names: Sequence[str]) -> None:
+def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
+    """Raise a ValueError for a glob of `skip` that matches none of the linear layers `names`."""
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in names):
             first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
@@ -82,13 +83,8 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
         return "its weight is an embedding's"
-    for glob in DEFAULT_SKIP:
-        is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
-        if fnmatchcase(name, glob) and is_router:
-            return f"an output head or router ({glob})"
-    for glob in skip:
-        if fnmatchcase(name, glob):
-            return f"skip={glob!r}"
+    if by_name := skipped_by_name(name, outputs, inputs, skip):
+        return by_name
     if shards(module) and isinstance(module, Linear):
         return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
     if shards(module):
@@ -99,4 +95,16 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return f"a {type(module).__name__}, whose forward is its own"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
+    return ""
+
+
+def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -> str:
+    """Why the name of a layer [N, K] skips it (`DEFAULT_SKIP` or `skip`), or ""."""
+    for glob in DEFAULT_SKIP:
+        is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
+        if fnmatchcase(name, glob) and is_router:
+            return f"an output head or router ({glob})"
+    for glob in skip:
+        if fnmatchcase(name, glob):
+            return f"skip={glob!r}"
     return ""

@@ -1,4 +1,4 @@
-"""The gradient of a packed layer's input, for what is trained around packed weights, such as LoRA adapters.
+"""The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.
 
 The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, transposed:
 

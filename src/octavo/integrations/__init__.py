@@ -1,0 +1,1 @@
+"""Octavo in other training libraries. Each module imports the library whose name it has."""

@@ -1,0 +1,101 @@
+"""LoRA adapters of PEFT on converted and on packed layers, with the library itself."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from operation_counts import operations
+from tiny_models import IDS, Folders, outputs
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import octavo
+from octavo.integrations.peft import support_packed
+from octavo.runtime import PackedLinear
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+LAYERS, STEPS = 14, 3
+
+
+def settings(**more: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=TARGETS, **more)
+
+
+def train(model: nn.Module) -> list[float]:
+    """The losses of steps on one batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_training(model: nn.Module, gemms: int) -> None:
+    """The loss falls, only adapters train, in high precision, and each step computes so many GEMMs in FP8."""
+    torch.manual_seed(0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
+    frozen = {name: t.clone() for name, t in model.state_dict().items() if name not in trained}
+    losses: list[float] = []
+    counts = operations(lambda: losses.extend(train(model)))
+    assert losses[-1] < losses[0] - 0.3
+    assert counts["octavo::scaled_mm"] == STEPS * gemms
+    for name, t in model.state_dict().items():
+        if name not in trained:
+            assert torch.equal(t.view(torch.uint8), frozen[name].view(torch.uint8)), name
+
+
+# Each layer has a GEMM of y. Those after the first adapter have one of dx: all but q, k, v of the first block.
+@pytest.mark.parametrize(("scheme", "gemms"), [("channel", LAYERS + LAYERS - 3), ("mx", LAYERS)])
+def test_adapters_train_around_a_packed_model(made: Folders, tmp_path: Path, scheme: str, gemms: int) -> None:
+    folder = made("llama", scheme=scheme)
+    base = octavo.load(folder)
+    before = outputs(base)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, support_packed(settings()))
+    assert torch.equal(outputs(model), outputs(base))
+    check_training(model, gemms)
+
+    model.save_pretrained(tmp_path)
+    config = support_packed(peft.LoraConfig.from_pretrained(tmp_path))
+    opened = peft.PeftModel.from_pretrained(octavo.load(folder), tmp_path, config=config)
+    assert torch.equal(outputs(opened), outputs(model.eval()))
+    with pytest.raises(NotImplementedError, match="cannot be merged into a weight of eight bits"):
+        model.merge_and_unload()
+    plain = model.unload()
+    assert sum(isinstance(module, PackedLinear) for module in plain.modules()) == LAYERS
+    assert torch.equal(outputs(plain), before)
+
+
+def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made: Folders) -> None:
+    with pytest.raises(ValueError, match="unsupported variant"):
+        peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support_packed(settings(use_dora=True)))
+
+
+def test_adapters_train_around_a_converted_model(made: Folders) -> None:
+    base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
+    octavo.convert(base)
+    model = peft.get_peft_model(base, settings())
+    with octavo.cast_once(model):
+        check_training(model, LAYERS + LAYERS - 3)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    merged = layer.base_layer.weight + layer.get_delta_weight("default")
+    changed = outputs(model.eval())
+    plain = model.merge_and_unload()
+    assert torch.equal(plain.model.layers[1].self_attn.q_proj.weight, merged)
+    assert len([module for module in plain.modules() if isinstance(module, octavo.Linear)]) == LAYERS
+    assert (outputs(plain) - changed).norm() < 0.3 * changed.norm()  # the merged weight is rounded to eight bits
+
+
+def test_a_model_with_adapters_is_converted_without_them(made: Folders) -> None:
+    base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
+    model = peft.get_peft_model(base, settings())
+    octavo.convert(model, skip=["*lora_*"])
+    check_training(model, LAYERS + LAYERS - 3)

@@ -1,0 +1,94 @@
+"""torchtitan's own Trainer on a model of FP8 layers, with the library itself: make test-integrations."""
+
+import socket
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fsdp_examples import counted
+from operation_counts import operations
+from ranks import run_ranks
+from torchtitan_examples import make_trainer, model_registry, train
+
+import octavo
+from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
+
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor .* may not have complete support:UserWarning")
+LINEARS, STEPS = 6 * 5, 3
+
+
+@pytest.fixture
+def _leave_the_group() -> Iterator[None]:
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def fp8(**settings: Any) -> Any:
+    return FP8Converter.Config(**settings)
+
+
+@pytest.mark.usefixtures("_leave_the_group")
+def test_the_trainer_runs_in_fp8() -> None:
+    trainer = make_trainer(converters=[fp8()])
+    (model,) = trainer.model_parts
+    losses: list[float] = []
+    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    assert counts["octavo::scaled_mm"] == STEPS * LINEARS * 4  # y, y again for its checkpoint, dx, dw
+    assert losses[-1] < losses[0] - 0.2
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert [module for module in linears if not isinstance(module, FP8Linear)] == [model.lm_head]
+
+
+@pytest.mark.usefixtures("_leave_the_group")
+def test_selective_checkpointing_saves_the_gemms() -> None:
+    trainer = make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
+    counts = operations(lambda: train(trainer, 1))
+    assert counts["octavo::scaled_mm"] == (LINEARS - 6) * 3
+
+
+@pytest.mark.usefixtures("_leave_the_group")
+def test_delayed_scales_are_updated_after_each_step() -> None:
+    trainer = make_trainer(converters=[fp8(recipe="delayed")])
+    train(trainer, STEPS)
+    scales = octavo.scale_state(trainer.model_parts[0])
+    assert len(scales) == LINEARS * 3 * 4
+    assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {STEPS}
+
+
+def two_ranks(rank: int, ports: list[int]) -> list[tuple[list[float], int]]:
+    """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8."""
+    warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
+    results = []
+    for port, converters in zip(ports, ([], [fp8()]), strict=True):
+        torch.distributed.destroy_process_group()  # torchtitan makes a group of its own
+        trainer = make_trainer(rank, 2, port, converters=converters)
+        losses = train(trainer, STEPS - 1)
+        with counted() as sent:
+            losses += train(trainer, 1)
+        results.append((losses, sum(sent["gather"])))
+    return results
+
+
+def test_sharded_weights_are_gathered_in_eight_bits() -> None:
+    (bf16, wide), (losses, sent) = run_ranks(2, two_ranks, [free_port(), free_port()])[0]
+    assert losses == pytest.approx(bf16, abs=0.05)
+    assert losses[-1] < losses[0] - 0.5
+    converted = 6 * 256 * (768 + 256 + 3 * 768) * 2  # bytes of the weights in BF16: a rank sends half, twice a step
+    assert sent - (wide - converted) < 0.51 * converted  # the rows are short: a scale is 0.8 % of a row
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
+        model_registry("debugmodel", converters=[fp8(recipe="fp9")])
+    with pytest.raises(ValueError, match="matches no linear layer; the model has 31, named 'lm_head', 'layers.0"):
+        model_registry("debugmodel", converters=[fp8(skip=["*.w4"])])
+    with pytest.raises(ValueError, match="every linear layer of the model is skipped"):
+        model_registry("debugmodel", converters=[fp8(skip=["*"])])
