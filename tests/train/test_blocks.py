@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.nn import convert
@@ -55,7 +56,7 @@ def test_selective_computes_fewer_gemms_again(monkeypatch):
         torch.manual_seed(0)
         model = build(LLAMA)
         prepare_blocks(model, Config.from_dict({"activation_checkpointing": {"mode": mode}}))
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             model(TOKENS).sum().backward()
         counts[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counts["none"] < counts["selective"] < counts["full"]

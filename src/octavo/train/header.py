@@ -7,6 +7,8 @@ from octavo.models import BUILT_IN_MODELS
 from octavo.nn import Conversion
 from octavo.train.config import Config
 from octavo.train.data import Corpus
+from octavo.train.mesh import find_degrees
+from octavo.train.ranks import world_size
 from octavo.words import plural
 
 
@@ -24,9 +26,15 @@ def header_text(config: Config, model: nn.Module, device: torch.device, corpus: 
         "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
         f"{plural(config.warmup, 'step')} of warmup",
         "device": f"{device}, {config.precision} outside of FP8",
+        **({"ranks": _degrees(config)} if world_size() > 1 else {}),
         "folder": config.out,
     }
     return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+
+
+def _degrees(config: Config) -> str:
+    degrees = vars(find_degrees(config.parallel, world_size()))
+    return ", ".join([str(world_size()), *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)])
 
 
 def _sources(config: Config) -> str:

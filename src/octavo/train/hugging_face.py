@@ -36,12 +36,7 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     _check_folder(saved if saved.exists() else source, config.model)
     with quiet_transformers():  # `_open` checks the facts that its tables report
         model = _open(transformers.AutoModelForCausalLM, transformers.AutoConfig, source, saved)
-    limit = getattr(model.config, "max_position_embeddings", None) or config.context
-    if config.context > limit:
-        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
-    model.config.use_cache = False
-    trained: nn.Module = model
-    return trained
+    return _prepared(model, config)
 
 
 def describe_language_model(config: Config, saved: Path) -> nn.Module:
@@ -51,9 +46,7 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
     with quiet_transformers(), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     compute_buffers(model, "cpu")
-    model.config.use_cache = False
-    trained: nn.Module = model
-    return trained
+    return _prepared(model, config)
 
 
 def positions_of(folder: Path) -> int:
@@ -62,6 +55,15 @@ def positions_of(folder: Path) -> int:
     described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
     found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
+
+
+def _prepared(model: Any, config: Config) -> nn.Module:
+    limit = getattr(model.config, "max_position_embeddings", None) or config.context
+    if config.context > limit:
+        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    trained: nn.Module = model
+    return trained
 
 
 def _check_folder(folder: Path, name: str) -> None:

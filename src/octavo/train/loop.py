@@ -44,8 +44,9 @@ from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, open_metrics, show_progress
 from octavo.train.optimizer import set_learning_rate
 from octavo.train.processes import mean_of_ranks, whole
-from octavo.train.ranks import Agreement, gather
+from octavo.train.ranks import Agreement, gather, world_size
 from octavo.train.schedule import learning_rate
+from octavo.train.utilization import flops_per_token, mfu
 
 
 class TrainingError(RuntimeError):
@@ -81,6 +82,7 @@ class Trainer:
         self.run_folder, self.lock = run, lock
         self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model, self.loss = state.model, loss
+        self.flops_per_token = flops_per_token(state.model, config.context)
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
@@ -185,12 +187,20 @@ class Trainer:
             }
             if config.precision == "fp16":
                 record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+            record |= self._speed_of_a_gpu(record["tokens_per_second"])
             left = seconds / steps * (config.steps - state.step)
             show_progress(self.console, state.step, config.steps, record, left)
             metrics.write(state.step, **record)
             if config.tensorboard:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
                 metrics.draw(state.step, {f"scales/{name}": value for name, value in scales_of(self.model).items()})
+
+    def _speed_of_a_gpu(self, tokens_per_second: float) -> dict[str, float]:
+        """Of several processes the tokens a second of each; of a GPU whose peak is known, its utilization."""
+        each = tokens_per_second / world_size()
+        found = {"tokens_per_second_per_gpu": each} if world_size() > 1 else {}
+        share = mfu(self.flops_per_token, each, self.state.device)
+        return found | ({} if share is None else {"mfu": share})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:

@@ -6,7 +6,10 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
                                    (`octavo.train.instrument.precision_of`), and dtypes (`observed_dtypes`)
     every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
                                    since the log record before), tokens_per_second, peak_memory (bytes),
-                                   largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps
+                                   largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps; of
+                                   several processes tokens_per_second_per_gpu; of a GPU whose peak is known mfu
+                                   (`octavo.train.utilization`). The loss is the mean over all ranks, and the memory
+                                   that of the rank with the highest peak.
     every evaluate_every steps     evaluation_loss, sample (a text)
 """
 
@@ -81,11 +84,13 @@ def open_metrics(path: Path, *, tensorboard: bool, resumed_at: int) -> Metrics:
 
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
-    """One line: step, loss, learning rate, gradient norm, tokens a second, time left."""
+    """One line: step, loss, learning rate, gradient norm, tokens a second (also of a GPU, with its MFU), time left."""
+    each = f" ({record['tokens_per_second_per_gpu']:,.0f} a GPU)" if "tokens_per_second_per_gpu" in record else ""
+    share = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
     scale = f"  loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
     console.print(
         f"step {step:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{scale}  "
+        f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{each}{share}{scale}  "
         f"ETA {timedelta(seconds=round(seconds_left))}",
         highlight=False,
         soft_wrap=True,

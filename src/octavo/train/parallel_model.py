@@ -59,18 +59,21 @@ def make_parallel_model(
     """
     mesh = make_mesh(degrees, device, config.parallel.timeout)
     with same_outcome():
+        resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
         if config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():
                 model = make_model(config, vocabulary, saved)
         else:
-            if rank() == 0:
+            if rank() == 0 and not resumed:
                 weights = open_language_model(config, saved).state_dict()
             model = describe_language_model(config, saved)
         loss = make_loss(config, model)
         report = convert_model(model, config, device, degrees.data)
     gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
-    _fill(model, device, weights, load=not saved.exists())
+    _materialize(model, device)
+    if not resumed:  # the checkpoint of a resumed run has the weights
+        _fill(model, weights)
     torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do
     return TrainedModel(model, loss, report, gathered)
 
@@ -93,13 +96,17 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
 
-def _fill(model: Any, device: torch.device, weights: dict[str, Any], load: bool) -> None:
-    """Give memory to what is on the meta device, and values to the parameters: drawn, or the `weights` of rank 0."""
+def _materialize(model: Any, device: torch.device) -> None:
+    """Give memory to what is on the meta device, and move the rest: buffers of transformers, which have values."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    model.tie_weights()  # a parameter that leaves the meta device is a new one for each module that shares it
+
+
+def _fill(model: Any, weights: dict[str, Any]) -> None:
+    """Give the parameters their values: drawn ones, or the `weights` of rank 0."""
     if isinstance(model, Decoder):
         with OneProcessDraws():
             model.init_weights()
-        return
-    model.tie_weights()
-    if load:
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    else:
+        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=whole)
