@@ -69,9 +69,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             stack = WeightStack(parts, [module.cache])
             for part in parts:
                 part.stack = stack
-    cache.weights = tuple(weights.values())
-    for weight in cache.weights:
-        weight.attach()
+    cache.fill(tuple(weights.values()))
     rows = (GatherRow(name, "wide" if reasons[layer] else "fp8", reasons[layer]) for layer, name in layers.items())
     return GatherReport(tuple(rows), unfused)
 

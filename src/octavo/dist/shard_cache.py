@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from octavo.dist.shard_quantization import quantize_shards
+from octavo.dist.shard_quantization import ShardQuantizer
 from octavo.dist.sharded_weight import ShardedWeight
 
 
@@ -24,6 +24,7 @@ class ShardCache:
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: Sequence[ShardedWeight] = ()
+        self.quantizer = ShardQuantizer(())
         self.stale = True
         self.written: torch.Event | None = None  # on a GPU: when the bytes were made
         self.waited: set[int] = set()  # the streams that have waited for it
@@ -38,6 +39,12 @@ class ShardCache:
                 cache.note_step(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def fill(self, weights: Sequence[ShardedWeight]) -> None:
+        """Take the weights, and make FSDP2 call their hooks."""
+        self.weights, self.quantizer = weights, ShardQuantizer(weights)
+        for weight in weights:
+            weight.attach()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Mark the bytes as stale if `optimizer` updates one of the weights."""
@@ -63,7 +70,7 @@ class ShardCache:
 
     def refresh(self) -> None:
         """Quantize the rows of all weights."""
-        quantize_shards(self.weights)
+        self.quantizer.run()
         self.stale = False
         device = self.weights[0].local.device if self.weights else torch.device("cpu")
         if device.type != "cpu":

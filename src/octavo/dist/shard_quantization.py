@@ -1,8 +1,7 @@
 """Quantizing the rows of a rank, to the bytes and scales that one rank makes of the whole weight.
 
-A row's scale has a floor, a fraction of the largest scale of the tensor. A scale of the whole tensor needs the amax of
-the tensor. So one number a weight is reduced over the ranks (MAX), all of them in one all-reduce. Where tensor
-parallelism has split the columns, the amax of each row is reduced over these ranks before.
+All weights of one size are quantized in two launches, and one all-reduce (MAX) of one number a weight serves all
+(`octavo.dist.shard_group`). Square blocks need nothing of other ranks.
 """
 
 from collections import defaultdict
@@ -13,85 +12,90 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.dist.shard_group import ShardGroup
 from octavo.dist.sharded_weight import ShardedWeight
 from octavo.numerics.granularity import ROW, TENSOR
-from octavo.numerics.scaling import scale_from_amax
-from octavo.ops import quantize_scaled
+from octavo.ops import quantize
+
+ProcessGroups = tuple[Any, ...]
 
 
-@torch.no_grad()
-def quantize_shards(weights: Sequence[ShardedWeight]) -> None:
-    """Quantize this rank's rows of every weight, and store the bytes. Every rank must call this with the same weights."""
-    amaxes = [_amax(weight) for weight in weights]
-    _reduce([(amax, _groups(weight, column=True)) for weight, amax in zip(weights, amaxes, strict=True)])
-    largest = {
-        weight: _largest(weight, amax) for weight, amax in zip(weights, amaxes, strict=True) if _needs_largest(weight)
-    }
-    _reduce([(value, _groups(weight, column=False)) for weight, value in largest.items()])
-    for weight, amax in zip(weights, amaxes, strict=True):
-        _store(weight, amax, largest.get(weight))
+class ShardQuantizer:
+    """Quantizes the rows of this rank of many weights. The memory of the results stays the same."""
+
+    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
+        self.in_blocks = [weight for weight in weights if weight.cast.granularity not in (ROW, TENSOR)]
+        self.by_row = [weight for weight in weights if weight.cast.granularity in (ROW, TENSOR)]
+        self.groups: list[tuple[ShardGroup, ProcessGroups, ProcessGroups]] = []
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Quantize all weights again. Every rank must call this."""
+        if not self.groups:
+            self.groups = _grouped(self.by_row)
+        for group, _, _ in self.groups:
+            group.measure()
+        _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
+        largest = [group.largest() for group, _, _ in self.groups]
+        needed = [(value, shards) for value, (group, _, shards) in zip(largest, self.groups, strict=True) if group.needs_largest]
+        _reduce(needed)
+        for value, (group, _, _) in zip(largest, self.groups, strict=True):
+            group.finish(value)
+        for weight in self.in_blocks:
+            _quantize_blocks(weight)
+        for weight in (*self.by_row, *self.in_blocks):
+            weight.key = weight.current_key()
 
 
-def _amax(weight: ShardedWeight) -> Tensor:
-    """The amax of each block of this rank's rows, infinite where a number is not finite: MAX knows no NaN."""
-    local, granularity = weight.local, weight.cast.granularity
-    if local.numel() == 0:
-        return local.new_zeros(granularity.scale_shape(tuple(local.shape)), dtype=torch.float32)
-    return granularity.amax(local.float()).nan_to_num(torch.inf, torch.inf)
+def _grouped(weights: Sequence[ShardedWeight]) -> list[tuple[ShardGroup, ProcessGroups, ProcessGroups]]:
+    """The weights in groups, each with the process groups that split its columns, and those that shard it at all."""
+    together: defaultdict[Any, list[ShardedWeight]] = defaultdict(list)
+    for weight in weights:
+        local = weight.local
+        history = weight.history is not None
+        key = weight.cast, history, local.shape[1], local.dtype, local.device, _split(weight), _sharded(weight)
+        together[key].append(weight)
+    return [(ShardGroup(found, split=bool(key[-2])), key[-2], key[-1]) for key, found in together.items()]
 
 
-def _needs_largest(weight: ShardedWeight) -> bool:
-    if weight.cast.granularity == TENSOR:
-        return weight.history is None or not weight.history.ready
-    return bool(weight.cast.relative_floor)
-
-
-def _largest(weight: ShardedWeight, amax: Tensor) -> Tensor:
-    """The number [1] that decides over all rows: the amax, or the largest scale."""
-    if weight.cast.granularity == TENSOR:
-        return amax.view(1)
-    scale = scale_from_amax(amax, weight.cast.fmt).nan_to_num(0, 0, 0)
-    return scale.amax().view(1) if scale.numel() else scale.new_zeros(1)
-
-
-def _store(weight: ShardedWeight, amax: Tensor, largest: Tensor | None) -> None:
-    cast, local = weight.cast, weight.local
-    whole = amax.amax().view(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    if cast.granularity == TENSOR and largest is None:
-        assert weight.history is not None
-        q, _ = quantize_scaled(local, weight.history.scale, cast)
-        return weight.store(q.data, torch.where(amax.isfinite(), q.scale, torch.nan), whole)
-    if cast.granularity == TENSOR:
-        assert largest is not None
-        amax, largest = largest.view(1, 1), None
-    scale = scale_from_amax(
-        amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor, largest_scale=largest
-    )
-    inv_scale = cast.granularity.expand(1 / scale, tuple(local.shape))
-    return weight.store((local.float() * inv_scale).to(cast.fmt.dtype), scale, whole)
-
-
-def _groups(weight: ShardedWeight, *, column: bool) -> tuple[Any, ...]:
-    """The process groups over which the weight is sharded, or those over which its columns are."""
-    parameter = weight.parameter
-    if column and weight.cast.granularity != ROW:
+def _split(weight: ShardedWeight) -> ProcessGroups:
+    """The process groups over which the columns of a weight that is scaled by row are sharded."""
+    if weight.cast.granularity != ROW:
         return ()
-    return tuple(
-        parameter.device_mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
-        if (placement.is_shard(1) if column else not placement.is_replicate())
-    )
+    placements = weight.parameter.placements
+    mesh = weight.parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard(1))
 
 
-def _reduce(values: Sequence[tuple[Tensor, tuple[Any, ...]]]) -> None:
+def _sharded(weight: ShardedWeight) -> ProcessGroups:
+    """The process groups over which a weight is sharded."""
+    placements = weight.parameter.placements
+    mesh = weight.parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _quantize_blocks(weight: ShardedWeight) -> None:
+    local = weight.local
+    q = quantize(local, weight.cast)
+    if weight.data is None or weight.data.device != local.device:
+        rows = weight.unit.shard_rows
+        data = torch.zeros(rows, local.shape[1], dtype=torch.uint8, device=local.device)
+        scale = torch.ones(weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device)
+        weight.hold(data, scale, None)
+    assert weight.data is not None
+    assert weight.scale is not None
+    weight.data[: local.shape[0]] = q.data.view(torch.uint8)
+    weight.scale[: q.scale.shape[0]] = q.scale
+
+
+def _reduce(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
     """Reduce each tensor in place by MAX over its groups, with one all-reduce for all tensors of a group."""
-    together: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    together: defaultdict[ProcessGroups, list[Tensor]] = defaultdict(list)
     for value, groups in values:
         together[groups].append(value)
     for groups, tensors in together.items():
         if groups:
-            flat = torch.cat([t.view(-1) for t in tensors])
+            flat = torch.cat(tensors)
             for group in groups:
                 dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-            for t, reduced in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-                t.copy_(reduced.view(t.shape))
+            torch._foreach_copy_(tensors, list(torch.split(flat, [t.numel() for t in tensors])))

@@ -37,7 +37,8 @@ class ShardedWeight:
 
     Attributes:
         parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
-        data: the bytes [shard_rows, K] of this rank's rows, uint8; scale: of these rows; amax: of the shard, [1, 1].
+        data: the bytes [shard_rows, K] of this rank's rows, uint8; scale: of these rows.
+        key: `current_key` when the bytes were made.
     """
 
     def __init__(self, layer: Linear, unit: UnitWeight, prepare: Callable[[ShardedWeight], None]) -> None:
@@ -49,7 +50,6 @@ class ShardedWeight:
         self.parameter: Any = layer.weight
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
-        self.amax: Tensor | None = None
         self.key: tuple[Any, ...] = ()
 
     @property
@@ -73,20 +73,10 @@ class ShardedWeight:
         scale = None if history is None else (history.ready, history.scale._version)
         return self.local._version, self.local.data_ptr(), scale
 
-    def store(self, data: Tensor, scale: Tensor, amax: Tensor) -> None:
-        """Keep the bytes of this rank's rows and their scales, in the same memory as before."""
-        if self.data is None or self.data.device != data.device:
-            blocks = self.cast.granularity.scale_shape((self.unit.shard_rows, data.shape[1]))
-            self.data = torch.zeros(self.unit.shard_rows, data.shape[1], dtype=torch.uint8, device=data.device)
-            self.scale = torch.ones(blocks, dtype=scale.dtype, device=data.device)
-            self.amax = torch.zeros(1, 1, device=data.device)
-        assert self.scale is not None
-        assert self.amax is not None
-        self.data[: data.shape[0]] = data.view(torch.uint8)
-        self.scale[: scale.shape[0]] = scale
-        self.amax.copy_(amax)
-        self.layer.weight_cache.amax = None if self.history is None else self.amax
-        self.key = self.current_key()
+    def hold(self, data: Tensor, scale: Tensor, amax: Tensor | None) -> None:
+        """Take the memory from which the all-gather sends."""
+        self.data, self.scale = data, scale
+        self.layer.weight_cache.amax = None if self.history is None else amax
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:

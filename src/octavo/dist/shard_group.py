@@ -1,0 +1,102 @@
+"""Weights whose rows on this rank are quantized together: in two launches, into one memory that stays.
+
+A row's scale has a floor, a fraction of the largest scale of the tensor. A scale of the whole tensor needs the amax of
+the tensor. Both depend on one number a weight, its largest amax, which the caller reduces over the ranks between the
+two steps. Where tensor parallelism has split the columns, the amax of each row is reduced over these ranks before.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from octavo.dist.sharded_weight import ShardedWeight
+from octavo.numerics.granularity import ROW
+from octavo.numerics.scaling import scale_from_amax
+from octavo.ops.row_batch import RowBatch, cast_rows, row_amaxes
+
+
+class ShardGroup:
+    """Weights with one cast (by row or by tensor), number of columns, dtype and device.
+
+    Args:
+        weights: all with a `history`, or none.
+        split: whether tensor parallelism has split their columns.
+
+    Attributes:
+        amax: [rows], of each row of this rank, infinite where a number is not finite.
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeight], *, split: bool) -> None:
+        self.weights, self.cast = weights, weights[0].cast
+        self.by_row = self.cast.granularity == ROW
+        local, sizes = weights[0].local, [weight.unit.shard_rows for weight in weights]
+        self.starts = [0, *accumulate(sizes)][:-1]
+        self.batch = RowBatch([weight.local for weight in weights], self.starts)
+        rows, device = sum(sizes), local.device
+        self.data = torch.zeros(rows, local.shape[1], dtype=self.cast.fmt.dtype, device=device)
+        self.scale = torch.ones(rows if self.by_row else len(weights), 1, device=device)
+        self.largest_here = torch.zeros(len(weights), 1, device=device)
+        self.amax = torch.zeros(rows, device=device)
+        self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
+        self.cast_at_once = self.by_row and not split
+        for i, weight in enumerate(weights):
+            rows_of = slice(self.starts[i], self.starts[i] + sizes[i])
+            scale = self.scale[rows_of] if self.by_row else self.scale[i : i + 1]
+            weight.hold(self.data[rows_of].view(torch.uint8), scale, self.largest_here[i : i + 1])
+
+    @property
+    def given(self) -> bool:
+        """Whether histories give the scales."""
+        history = self.weights[0].history
+        return history is not None and history.ready
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether the scales depend on rows of other ranks."""
+        return not self.given and (not self.by_row or bool(self.cast.relative_floor))
+
+    def measure(self) -> None:
+        """Find the amax of each row; also write the bytes by it where most rows need no other scale."""
+        local = [weight.local for weight in self.weights]
+        if self.batch.addresses != [t.data_ptr() for t in local]:
+            self.batch = RowBatch(local, self.starts)
+        row_amaxes(self.batch, self.amax, self.data if self.cast_at_once else None, self.cast)
+
+    def largest(self) -> Tensor:
+        """The largest amax [weights] of the rows of this rank, by row that of the finite ones: the floor's."""
+        amax = torch.where(self.amax.isfinite(), self.amax, 0) if self.by_row else self.amax
+        found = torch.zeros(len(self.weights), device=amax.device)
+        found.scatter_reduce_(0, self.weight_of_row, amax, "amax")
+        self.largest_here.copy_(found.view(-1, 1))
+        return found
+
+    def finish(self, largest: Tensor) -> None:
+        """Write the scales, and the bytes by them; `largest` [weights] is that of all ranks where it is needed."""
+        if self.by_row:
+            floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
+            scale = self._scale(self.amax, floor_of)
+            self.scale.copy_(scale.view(-1, 1))
+            if self.cast_at_once and not self.cast.relative_floor:
+                return
+            written = self._scale(self.amax, None) if self.cast_at_once else None
+            cast_rows(self.batch, scale, written, self.data, self.cast)
+            return
+        if self.given:
+            scales = torch.cat([weight.history.scale.view(1) for weight in self.weights if weight.history is not None])
+            scale = torch.where(largest.isfinite(), scales, torch.nan)
+        else:
+            scale = scale_from_amax(largest, self.cast.fmt, power_of_two=self.cast.power_of_two)
+        self.scale.copy_(scale.view(-1, 1))
+        cast_rows(self.batch, scale[self.weight_of_row], None, self.data, self.cast)
+
+    def _scale(self, amax: Tensor, largest_scale: Tensor | None) -> Tensor:
+        floor = 0.0 if largest_scale is None else self.cast.relative_floor
+        return scale_from_amax(
+            amax,
+            self.cast.fmt,
+            power_of_two=self.cast.power_of_two,
+            relative_floor=floor,
+            largest_scale=largest_scale,
+        )
