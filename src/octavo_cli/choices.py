@@ -13,15 +13,15 @@ SETTINGS = (
     "rope-theta", "recipe", "skip", "only-if-faster", "emulate", "data", "tokenizer", "vocabulary", "sampling",
     "validation-fraction", "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate", "schedule",
     "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
-    "optimizer.weights", "optimizer.state", "device", "precision", "deterministic", "compile.blocks", "compile.backend",
-    "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate", "parallel.tp",
-    "parallel.fp8-all-gather", "parallel.timeout", "out", "log-every", "evaluate-every", "evaluate-batches",
-    "save-every", "keep", "tensorboard", "sample",
+    "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
+    "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
+    "parallel.tp", "parallel.fp8-all-gather", "parallel.timeout", "out", "log-every", "evaluate-every",
+    "evaluate-batches", "save-every", "keep", "tensorboard", "sample",
 )  # fmt: skip
 # Settings that became tables, which the command line still takes; they are true or false.
 FORMER_SETTINGS = ("checkpoint-activations", "compile")
 # The settings that are true or false: --no-tied stands for --tied false.
 FLAGS = (
-    "tied", "bias", "only-if-faster", "emulate", "deterministic", "compile.blocks", "parallel.fp8-all-gather",
-    "tensorboard",
+    "tied", "bias", "only-if-faster", "emulate", "optimizer.offload", "deterministic", "compile.blocks",
+    "parallel.fp8-all-gather", "tensorboard",
 )  # fmt: skip

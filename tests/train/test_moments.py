@@ -194,6 +194,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch):
         make_optimizer(make_model(), config_of(state="8bit"))
 
 
-def test_bf16_weights_have_no_loss_scale():
-    with pytest.raises(ConfigError, match="optimizer.weights = bf16 requires precision bf16 or fp32, got fp16"):
-        Config.from_dict({"precision": "fp16", "optimizer": {"weights": "bf16"}})
+@pytest.mark.parametrize("optimizer", [{"weights": "bf16"}, {"offload": True}], ids=str)
+def test_fp16_and_its_loss_scale_are_refused(optimizer):
+    with pytest.raises(ConfigError, match=r"optimizer\..* requires precision bf16 or fp32, got fp16"):
+        Config.from_dict({"precision": "fp16", "optimizer": optimizer})

@@ -143,11 +143,7 @@ class Config:
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
         _check_schedule(self)
-        if self.precision == "fp16" and self.optimizer.weights == "bf16":
-            raise ConfigError(
-                "optimizer.weights = bf16 requires precision bf16 or fp32, got fp16: gradients of BF16 weights need no "
-                "loss scale, choose precision bf16"
-            )
+        _check_optimizer(self)
 
     def _flat(self) -> dict[str, Any]:
         """The value of every setting by name, those of a table as TABLE.KEY."""
@@ -257,6 +253,13 @@ def _check_heads(config: Config) -> None:
             f"kv_heads must divide heads; got kv_heads {kv_heads} and heads {heads}; "
             f"for these heads, kv_heads can be {', '.join(map(str, counts))}"
         )
+
+
+def _check_optimizer(config: Config) -> None:
+    special = config.optimizer.weights == "bf16" or config.optimizer.offload
+    if config.precision == "fp16" and special:
+        name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
+        raise ConfigError(f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16")
 
 
 def _check_schedule(config: Config) -> None:

@@ -29,9 +29,13 @@ def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
     """
     ours = config.model in BUILT_IN_MODELS
-    model = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved)
+    return cast_weights(build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved), config)
+
+
+def cast_weights(model: nn.Module, config: Config) -> nn.Module:
+    """`model`, with its parameters in the dtype of the settings. Buffers, such as rotary frequencies, stay in FP32."""
     if config.optimizer.weights == "bf16":
-        for p in model.parameters():  # buffers, such as the frequencies of rotary positions, stay in FP32
+        for p in model.parameters():
             p.data = p.data.to(torch.bfloat16)
     return model
 

@@ -4,17 +4,19 @@
     and all else the unit of the model -> gather FP8 weights in eight bits -> memory -> weights
 
 FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
-numbers are the same but for the order of sums.
+numbers are the same but for the order of sums. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
+runs; a single process is then a mesh of one.
 """
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from octavo.dist import GatherReport, fp8_all_gather
 from octavo.models import BUILT_IN_MODELS
@@ -25,7 +27,7 @@ from octavo.train.config import Config
 from octavo.train.hugging_face import describe_language_model, open_language_model
 from octavo.train.loss import Loss, make_loss
 from octavo.train.mesh import Degrees, make_mesh
-from octavo.train.model import convert_model, make_model
+from octavo.train.model import cast_weights, convert_model, make_model
 from octavo.train.ranks import rank, same_outcome
 from octavo.train.shared_random import OneProcessDraws
 
@@ -67,11 +69,11 @@ def make_parallel_model(
         else:
             if rank() == 0 and not resumed:
                 weights = open_language_model(config, saved).state_dict()
-            model = describe_language_model(config, saved)
+            model = cast_weights(describe_language_model(config, saved), config)
         loss = make_loss(config, model)
         report = convert_model(model, config, device, degrees.data)
     gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
-    _materialize(model, device)
+    _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
         _fill(model, weights)
     torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do
@@ -90,15 +92,31 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     """
     prepare_blocks(model, config)
     data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+    on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    options: dict[str, Any] = {
+        "mesh": data,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),  # also of BF16 weights
+        "offload_policy": on_cpu if config.optimizer.offload else OffloadPolicy(),
+    }
     for block in find_blocks(model):
-        fully_shard(block, mesh=data)
-    fully_shard(model, mesh=data)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
 
-def _materialize(model: Any, device: torch.device) -> None:
-    """Give memory to what is on the meta device, and move the rest: buffers of transformers, which have values."""
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
+    """Give memory to what is on the meta device, and move the rest: buffers of transformers, which have values.
+
+    Args:
+        device: of buffers.
+        storage: of parameters, which FSDP2 divides.
+    """
+
+    def place(t: Tensor) -> Tensor:
+        where = storage if isinstance(t, DTensor) else device
+        return torch.empty_like(t, device=where) if t.is_meta else t.to(where)
+
+    model._apply(place)
     model.tie_weights()  # a parameter that leaves the meta device is a new one for each module that shares it
 
 

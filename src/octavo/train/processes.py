@@ -2,7 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -42,11 +43,27 @@ def run_in_group(main: Callable[[], None]) -> None:
         raise
 
 
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Within the block a single process forms a group by itself, for a mesh of one process."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _join(main: Callable[[], None]) -> None:
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
+    if torch.cuda.is_available():
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    dist.init_process_group(_backend())
     main()
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 

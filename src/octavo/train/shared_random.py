@@ -24,7 +24,7 @@ class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):
             return func(*args, **(kwargs or {}))
         tensor, *numbers = args
-        whole = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *numbers, **(kwargs or {}))
+        whole = func(torch.empty(tensor.shape, device="cpu"), *numbers, **(kwargs or {}))  # FP32, as one process draws
         if isinstance(tensor, DTensor):
             part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.to_local().copy_(part.to_local())

@@ -26,7 +26,7 @@ from octavo.train.metrics import event_writer
 from octavo.train.model import check_memory, check_vocabulary, save_description
 from octavo.train.optimizer import make_optimizer
 from octavo.train.parallel_model import make_parallel_model, make_trained_model
-from octavo.train.processes import check_same, on_first, own_device
+from octavo.train.processes import check_same, group_of_one, on_first, own_device
 from octavo.train.ranks import rank, same_outcome, world_size
 from octavo.train.run_settings import read_settings, write_settings
 
@@ -145,9 +145,13 @@ def _prepare(config: Config, run: RunFolder, lock: ExitStack, console: Console) 
     draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
-    check_memory(config, tokenizer.vocabulary_size, device, degrees.dp_shard * degrees.tp)
+    offload = config.optimizer.offload
+    storage = torch.device("cpu") if offload else device
+    check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
     torch.manual_seed(config.seed)
-    make = make_trained_model if degrees.processes == 1 else make_parallel_model
+    if offload:
+        lock.enter_context(group_of_one())
+    make = make_trained_model if degrees.processes == 1 and not offload else make_parallel_model
     made = make(config, tokenizer.vocabulary_size, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(made.model, max(int(corpus.train.max()), int(corpus.validation.max())))

@@ -34,13 +34,16 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The dtypes of weights and moments (`octavo.train.optimizer`). All but fp32 need torchao: the extra `optim`."""
+    """The dtypes and the place of weights and moments. A dtype other than fp32 needs torchao: the extra `optim`."""
 
     weights: str = setting(
         "fp32", "dtype of the weights; bf16: a step rounds them stochastically", choices=("fp32", "bf16")
     )
     state: str = setting(
         "fp32", "dtype of AdamW's two moments; 8bit and fp8: a byte each, in blocks", choices=("fp32", "8bit", "fp8")
+    )
+    offload: bool = setting(
+        False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
     )
 
 
