@@ -2,8 +2,8 @@
 
 A step is whole: forward, backward, gradient reduction in FP32 and fused AdamW on FP32 weights, 8,192 tokens a GPU. The
 gradients of each mode are compared with those of compiled BF16 first. Then the mode takes turns with compiled BF16, and
-its ratio is the median over these turns; where the memory does not hold both, BF16 runs first and last, and the ratio
-is to the mean of the two. The time of a step is that of the slowest rank.
+its ratio is the median over these turns. Where the memory does not hold both, BF16 runs first and last, and a ratio is
+to the mean of these two. The time of a step is that of the slowest rank.
 
     torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6] [--seconds 560]
 """
@@ -25,7 +25,7 @@ from bench.gpu.communication import profiled
 from bench.gpu.modes import BASE
 from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, say, slowest, start
 from bench.gpu.sharded import MODES, Runner, check_gradients, gradient_error
-from bench.gpu.timing import interleaved, summary
+from bench.gpu.timing import interleaved, once, summary
 from octavo.models.llama import LlamaConfig
 
 REPEAT = 3  # steps between two readings of the clock
@@ -58,6 +58,7 @@ class Bench:
         row |= memory_and_bytes(runner, before)
         row |= self.times(name, runner)
         row["kernels"] = profiled(runner.step)
+        row["optimizer_ms"] = optimizer_time(runner)
         self.rows.append(row)
         if name == BASE and self.base is None and self.room_for_two():
             self.base = runner
@@ -104,6 +105,15 @@ def memory_and_bytes(runner: Runner, before: int) -> Row:
     runner.step()
     peak = torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
     return {"peak_bytes": peak, "gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
+
+
+def optimizer_time(runner: Runner) -> float:
+    """Milliseconds of the optimizer's step alone."""
+    runner.model(*runner.batch).backward()
+    runner.optimizer.step()
+    found = min(slowest([once(runner.optimizer.step, REPEAT) for _ in range(2)]))
+    runner.optimizer.zero_grad()
+    return found
 
 
 def allocated() -> int:

@@ -63,7 +63,7 @@ class Deadline:
         self.seconds, self.longest = seconds, 0.0
 
     def allows(self, part: str) -> bool:
-        """Whether `part` may start; the answer is that of rank 0 everywhere."""
+        """True if `part` may start. Rank 0 decides for all."""
         now = time.monotonic()
         self.longest, self.last = max(self.longest, now - self.last), now
         ends = now - self.began + self.longest

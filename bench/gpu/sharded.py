@@ -24,7 +24,7 @@ GRADIENT_ERRORS = 0.03, 0.5
 
 @dataclass(frozen=True)
 class Mode:
-    """How a model is made, converted and gathered."""
+    """A way to make, convert and gather a model."""
 
     stack: Callable[[LlamaConfig], nn.Module] = Plain
     convert: Callable[[nn.Module], Any] | None = None  # before sharding

@@ -1,4 +1,4 @@
-"""Write docs/performance.md, docs/accuracy.md, the plots and README's table from bench/results: `make docs`.
+"""Write the pages of docs that tables fill, the plots and README's table from bench/results: `make docs`.
 
 The words of a page are in its template beside this file. A template may name
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, generation, performance, plots
+from bench.report import accuracy, generation, performance, plots, scaling
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -21,21 +21,27 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {"performance": (generation, performance), "accuracy": (accuracy,)}  # the modules of their tables
+NEEDS_RESULTS = {"scaling": (scaling,)}  # pages that exist once their benchmark has run
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
 
 
 def main() -> None:
     results = load()
-    for name in PAGES:
+    for name in pages(results):
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     plots.draw(results, ROOT / "docs" / "performance")
     readme = ROOT / "README.md"
     readme.write_text(with_gains(readme.read_text(), results))
 
 
+def pages(results: dict[str, Result]) -> dict[str, tuple[ModuleType, ...]]:
+    """The pages that the results give, and the modules of their tables."""
+    return PAGES | (NEEDS_RESULTS if scaling.runs(results) else {})
+
+
 def page(name: str, results: dict[str, Result]) -> str:
     template = (HERE / f"{name}.template.md").read_text()
-    text = template.format_map(Values(PAGES[name], results))
+    text = template.format_map(Values(pages(results)[name], results))
     return re.sub(r"\n{3,}", "\n\n", text)  # a warning that has nothing to say leaves an empty paragraph
 
 

@@ -34,7 +34,7 @@ def measured(results: dict) -> dict[str, Aim]:
 # --- The repository --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", pages.PAGES)
+@pytest.mark.parametrize("name", pages.pages(RESULTS))
 def test_the_page_in_the_repository_is_what_the_results_give(name):
     text = (ROOT / "docs" / f"{name}.md").read_text()
     assert text == pages.page(name, RESULTS), "run make docs"

@@ -1,0 +1,99 @@
+"""The time of a training step under FSDP2 on many GPUs, from the time that its blocks take on a few.
+
+FSDP2 gathers the weights of block i + 1 while block i computes, forward and backward, and reduces the gradients of a
+block while the next one computes. So with a gather of g seconds, a reduction of s, and blocks of f and b = 2 f seconds
+
+    forward  = g + (L - 1) max(f, g) + f
+    backward = g + (L - 1) max(b, g + s) + b + s
+    step     = forward + backward + root + rest + optimizer / shards
+
+The root (embedding and head) is gathered before the first block and reduced after the last: nothing hides it. `rest` is
+the head's computation, which no mode speeds up. Copies in and out of the buffers of FSDP2 count as computation, and
+NCCL's use of multiprocessors is left out.
+
+A collective of B bytes over n GPUs takes B (n - 1) / (n rate) + latency seconds, as NCCL's ring does. The latencies of
+a hop are those of NCCL's own model (src/graph/tuning.cc, ring, simple protocol). In a hierarchy (HSDP) n GPUs share the
+weights. Their gradients are also summed over all groups of n: an all-reduce of B / n bytes by trees, in which each GPU
+uses its own network card.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+NODE = 8  # GPUs of a node
+HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, in a node and between nodes
+NVLINK = 450e9  # bytes a second and direction of an H200 (NVIDIA's data sheet)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes."""
+
+    node: float
+    network: float = math.inf
+
+    def gather(self, size: float, world: int) -> float:
+        """Seconds of an all-gather to `size` bytes, or of a reduce-scatter from them."""
+        nodes = -(-world // NODE)
+        rate = self.node if nodes == 1 else min(self.node, self.network)
+        latency = (nodes - 1) * NETWORK_HOP + (world - nodes) * HOP
+        return size * (world - 1) / world / rate + latency
+
+    def reduce(self, size: float, groups: int) -> float:
+        """Seconds of an all-reduce of `size` bytes a GPU over so many groups, each GPU on its own network card."""
+        rate = self.network / NODE
+        return 2 * size * (groups - 1) / groups / rate + 2 * math.ceil(math.log2(groups)) * NETWORK_HOP
+
+
+@dataclass(frozen=True)
+class Training:
+    """One mode's step: seconds of its parts on one GPU, and the bytes of its collectives.
+
+    Attributes:
+        layers: the number of blocks.
+        block: seconds of one block, forward and backward.
+        rest: seconds of the head and the loss.
+        optimizer: seconds of the optimizer for all parameters.
+        gathered, reduced: bytes of a block's weights and of its gradients.
+        root_gathered, root_reduced: those of embedding and head.
+    """
+
+    layers: int
+    block: float
+    rest: float
+    optimizer: float
+    gathered: float
+    reduced: float
+    root_gathered: float
+    root_reduced: float
+
+    def step(self, links: Links, world: int, shards: int | None = None) -> float:
+        """Seconds of a step on `world` GPUs, of which each `shards` (all, if None) share the weights."""
+        shards = shards or world
+        groups = world // shards
+
+        def reduction(size: float) -> float:
+            across = links.reduce(size / shards, groups) if groups > 1 else 0.0
+            return links.gather(size, shards) + across
+
+        g, s = links.gather(self.gathered, shards), reduction(self.reduced)
+        f, b = self.block / 3, self.block * 2 / 3
+        forward = g + (self.layers - 1) * max(f, g) + f
+        backward = g + (self.layers - 1) * max(b, g + s) + b + s
+        root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
+        return forward + backward + root + self.rest + self.optimizer / shards
+
+
+def fit(seconds: float, training: Training, links: Links, world: int) -> Training:
+    """`training` with the block's time that makes a step on `world` GPUs take `seconds`."""
+    return replace(training, block=solve(lambda block: replace(training, block=block).step(links, world), seconds))
+
+
+def solve(function: Callable[[float], float], target: float) -> float:
+    """The largest argument from 0 to `target` at which the rising `function` is at most `target`."""
+    low, high = 0.0, target
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) <= target else (low, middle)
+    return low
