@@ -66,7 +66,7 @@ def quantize_parts(rank):
     cast = octavo.recipe.rowwise().w
     rows, columns = w[0].chunk(2)[rank], w[1].chunk(2, dim=1)[rank].contiguous()
     with traffic() as sent:
-        parts = quantize_shards([Shards([rows], cut_rows=False), Shards([columns], cut_rows=True)], cast, ranks)
+        parts = quantize_shards([Shards([rows], cast, cut_rows=False), Shards([columns], cast, cut_rows=True)], ranks)
     wholes = [quantize(t, cast) for t in w]
     expected = [
         (wholes[0].data.chunk(2)[rank], wholes[0].scale.chunk(2)[rank]),

@@ -83,22 +83,24 @@ class Linear(RecipeLayer, nn.Linear):
             return x.output_of(self)
         if self.parallel is not None:
             return self.parallel.linear(self, x)
-        cached = None if x.numel() == 0 else self._quantized_weight()
+        cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
         return self.compute(x, self.weight, self.bias, cached)
 
-    def _quantized_weight(self) -> QTensor | None:
-        """The weight, quantized, where FSDP2 has gathered it so, or `octavo.cast_once` has cached it."""
-        if isinstance(self.weight, GatheredWeight):
+    def quantized_weight(self, w: Tensor) -> QTensor | None:
+        """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `octavo.cast_once` cached it so."""
+        if isinstance(w, GatheredWeight):
             history = None if self.histories is None else self.histories.of("w")
             if history is not None and self.weight_cache.amax is not None:
                 history.observe(self.weight_cache.amax)
             return self.weight_cache.gathered
         cast = self._cacheable_cast()
-        return None if cast is None else self.weight_cache.get([self.weight], cast)
+        return None if cast is None else self.weight_cache.get([w], cast)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, if `octavo.cast_once` can cache it."""
         cast = self._cacheable_cast()
+        if self.parallel is not None and self.recipe.fusable is None:
+            return None
         return None if cast is None else ([self], cast)
 
     def _cacheable_cast(self) -> Cast | None:

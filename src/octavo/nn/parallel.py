@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from octavo.nn.precomputed import PrecomputedProjections
+from octavo.numerics.cast import Cast
+from octavo.numerics.qtensor import QTensor
 
 
 class Parallel(Protocol):
@@ -23,6 +25,9 @@ class Parallel(Protocol):
 
     def mlp(self, module: Any, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """`FusedMLP.run` of a module whose inner layers are computed so."""
+
+    def quantize(self, stacks: Sequence[tuple[Sequence[nn.Linear], Cast]]) -> list[QTensor]:
+        """This rank's parts of the weights of each stack of parallel layers, by a cast of row scales."""
 
 
 class ParallelLinear(nn.Linear):

@@ -6,9 +6,8 @@
 Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
 after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
 so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
-moved or written in place since. Sharded parameters (DTensor: FSDP2, tensor parallel) are not cached: their memory is
-freed and filled again while the parameter looks the same. With `octavo.dist.fp8_all_gather`, those of FSDP2 are cast
-once a step too.
+moved or written in place since. The parameters that FSDP2 shards are not cached: their memory is freed and
+filled again while the parameter looks the same. `octavo.dist.fp8_all_gather` casts those once a step too.
 
 Some writes leave no trace and are not noticed inside the block: through `.data` by code that is no optimizer, through
 memory that the weight shares (`w.detach().numpy()`), and in place before compiled code, which does not check. For
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.nn.gathered_weight import GatheredWeight
+from octavo.nn.parallel import parallel_of
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
@@ -57,7 +57,7 @@ class WeightCache:
         """The quantized `weights`, if they are gathered or cached; cast again if a weight has changed."""
         if isinstance(weights[0], GatheredWeight):
             return self.gathered
-        if self.q is not None and not torch.compiler.is_compiling() and _key(weights) != self.key:
+        if self.q is not None and self.is_stale(weights):
             self.fill(weights, cast)
         return self.q
 
@@ -67,14 +67,22 @@ class WeightCache:
         if any(hasattr(w, "device_mesh") for w in weights):
             self.clear()
             return
-        q = _cast(weights, cast)
+        self.store(_cast(weights, cast), weights)
+
+    @torch.no_grad()
+    def store(self, q: QTensor, weights: Sequence[Tensor]) -> None:
+        """Cache the quantized `weights`, in the same memory as before if they fit."""
         if self.q is None or (self.q.shape, self.q.data.device) != (q.shape, q.data.device):
             self.q = q
         else:
             self.q.data.copy_(q.data)
             self.q.scale.copy_(q.scale)
         # These references keep the memory allocated until the next cast, so that no other weight gets its address.
-        self.cast_weights, self.key = [w.detach() for w in weights], _key(weights)
+        self.cast_weights, self.key = [_local(w).detach() for w in weights], _key(weights)
+
+    def is_stale(self, weights: Sequence[Tensor]) -> bool:
+        """Whether a weight has changed since it was cached. Compiled code does not ask."""
+        return not torch.compiler.is_compiling() and _key(weights) != self.key
 
     def clear(self) -> None:
         self.q, self.cast_weights, self.key = None, [], ()
@@ -88,7 +96,13 @@ def _cast(weights: Sequence[Tensor], cast: Cast) -> QTensor:
 
 
 def _key(weights: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((id(w), w._version, w.data_ptr(), w.dtype) for w in weights)
+    return tuple((id(w), w._version, w.data_ptr(), w.dtype) for w in map(_local, weights))
+
+
+def _local(w: Any) -> Tensor:
+    """The weight, or this rank's part of it."""
+    part: Tensor = getattr(w, "_local_tensor", w)
+    return part
 
 
 @runtime_checkable
@@ -109,14 +123,11 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     caches = _caches(model)
 
     def refresh(*_: Any) -> None:
-        for cache, linears, cast in caches:
-            cache.fill([linear.weight for linear in linears], cast)
+        _fill(caches)
 
     def refresh_after_step(optimizer: Optimizer, *_: Any) -> None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for cache, linears, cast in caches:
-            if any(id(linear.weight) in updated for linear in linears):
-                cache.fill([linear.weight for linear in linears], cast)
+        _fill([stack for stack in caches if any(id(linear.weight) in updated for linear in stack[1])])
 
     refresh()
     loaded = model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
@@ -130,9 +141,28 @@ def cast_once(model: nn.Module) -> Iterator[None]:
             cache.clear()
 
 
-def _caches(model: nn.Module) -> list[tuple[WeightCache, Sequence[nn.Linear], Cast]]:
+CachedStack = tuple[WeightCache, Sequence[nn.Linear], Cast]
+
+
+def _fill(caches: Sequence[CachedStack]) -> None:
+    """Cast the weights of all caches; those of which each rank has a part together, with one exchange."""
+    parts: list[CachedStack] = []
+    for cache, linears, cast in caches:
+        if parallel_of(linears) is None:
+            cache.fill([linear.weight for linear in linears], cast)
+        else:
+            parts.append((cache, linears, cast))
+    if parts:
+        way = parallel_of(parts[0][1])
+        assert way is not None
+        quantized = way.quantize([(linears, cast) for _, linears, cast in parts])
+        for (cache, linears, _), q in zip(parts, quantized, strict=True):
+            cache.store(q, [linear.weight for linear in linears])
+
+
+def _caches(model: nn.Module) -> list[CachedStack]:
     """The caches to fill, with layers and casts: stacks first, then other layers; none that FSDP manages."""
-    caches: list[tuple[WeightCache, Sequence[nn.Linear], Cast]] = []
+    caches: list[CachedStack] = []
     taken = {id(layer) for module in model.modules() if shards(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):

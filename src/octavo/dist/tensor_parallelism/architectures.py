@@ -11,6 +11,7 @@ The plan is that of Megatron (arXiv:1909.08053) with sequence parallelism (arXiv
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -111,8 +112,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     parallelize_module(model, mesh, plan)
     if tied:
         head.weight = embedding.weight
-    # Compiled layers would lose the gradient of a tensor that is still on its way from other ranks: the copy waits.
-    embedding.register_forward_hook(lambda _, tokens, x: x.clone())
+    for module in (embedding, head):
+        module.register_forward_hook(_as_plain_tensor)
     if sequence:
         embedding.register_forward_pre_hook(lambda _, tokens: _check_tokens(tokens[0], ranks))
     if cut_later:
@@ -175,6 +176,16 @@ def _check_sizes(layer: Any, architecture: Architecture, size: int) -> None:
             f"{size} ranks cannot share {', '.join(wrong)} of a layer: the degree of tensor parallelism must divide "
             "these numbers; choose a smaller one, and give the other ranks to fully_shard"
         )
+
+
+def _as_plain_tensor(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+    """The output of one of PyTorch's styles, arrived, and no view.
+
+    It may be on its way from other ranks: compiled layers would lose the gradient of such an input. FSDP2 warns of an
+    output that is a view.
+    """
+    plain: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+    return plain
 
 
 def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:

@@ -23,6 +23,7 @@ from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
 from octavo.nn.fused import FusedCall, Norm, NormSpec, wider_first
 from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.linear_function import shaped
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
@@ -121,7 +122,7 @@ class _Column(torch.autograd.Function):
         ctx.call, ctx.ranks, ctx.norm, ctx.stack = call, ranks, norm, StackInfo.of(stack)
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         ctx.save_for_backward(n_q.data, n_q_all.scale, w_q.scale, layers[0], *saved, *stack.weights)
-        return (y, total.view(x.shape)) if residual is not None else y
+        return (y, shaped(total, x.shape)) if residual is not None else y
 
     @staticmethod
     @differentiable_once
@@ -195,8 +196,8 @@ class _MLP(torch.autograd.Function):
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         scales = (n_q_all.scale, s_h, w_in.scale, w_out.scale)
         ctx.save_for_backward(n_q.data, u, *scales, layers[4], layers[0], *outer.weights, *saved, *inner.weights)
-        y = y.view(x.shape)
-        return (y, total.view(x.shape)) if residual is not None else y
+        y = shaped(y, x.shape)
+        return (y, shaped(total, x.shape)) if residual is not None else y
 
     @staticmethod
     @differentiable_once
@@ -253,7 +254,7 @@ def _quantized(stack: Stack, call: FusedCall, ranks: Ranks, *, cut_rows: bool) -
     """The quantized weights of a stack: those cached, or cast now."""
     if stack.cached is not None:
         return stack.cached
-    return quantize_shards([Shards(stack.weights, cut_rows)], call.recipe.w, ranks)[0]
+    return quantize_shards([Shards(stack.weights, call.recipe.w, cut_rows)], ranks)[0]
 
 
 def _scattered(y: Tensor, stack: Stack, ranks: Ranks) -> Tensor:

@@ -7,6 +7,7 @@ under autocast), and each rank quantizes its part of a weight, and of a row-para
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from octavo.dist.tensor_parallelism.functions import column, mlp, row
 from octavo.dist.tensor_parallelism.ranks import Ranks
+from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
 from octavo.dist.tensor_parallelism.wide import gather_rows, scatter_rows
 from octavo.nn.fused import FusedCall, Norm
+from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call
-from octavo.nn.linear import RecipeLayer, compute_dtype
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear_function import LinearCall, shaped
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
+from octavo.numerics.cast import Cast
+from octavo.numerics.qtensor import QTensor
 from octavo.recipe import FusableRecipe
 
 
@@ -33,6 +38,15 @@ class ParallelLayer:
     """Base of `Column` and `Row`; two are equal where layers are parallel in the same way over the same ranks."""
 
     ranks: Ranks
+
+    @torch.no_grad()
+    def quantize(self, stacks: Sequence[tuple[Sequence[Any], Cast]]) -> list[QTensor]:
+        """All layers are parallel over the same ranks."""
+        shards = [
+            Shards([_local(linear.weight) for linear in linears], cast, isinstance(linears[0].parallel, Row))
+            for linears, cast in stacks
+        ]
+        return quantize_shards(shards, self.ranks)
 
     def norm_linear(self, module: NormLinear, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         raise _misplaced(module)
@@ -109,7 +123,8 @@ class Row(ParallelLayer):
                 y = y + local_replicated(layer.bias, self.ranks).to(y.dtype)
         else:
             y = row(rows, _stack([layer], recipe, layer.weight_cache), _call(layer, recipe, x), self.ranks)
-        return y.view(*x.shape[:-2], -1, y.shape[-1])
+        batch = x.shape[:-2]
+        return shaped(y, torch.Size((*batch, y.shape[0] // prod(batch), y.shape[1])))
 
 
 def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
@@ -138,7 +153,7 @@ def _local(parameter: Any) -> Any:
 
 
 def _fusable(layer: Any) -> FusableRecipe | None:
-    return layer.recipe.fusable if isinstance(layer, RecipeLayer) else None
+    return layer.recipe.fusable if isinstance(layer, Linear) else None
 
 
 def _call(layer: Any, recipe: FusableRecipe, x: Tensor) -> FusedCall:
@@ -153,13 +168,19 @@ def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) ->
         local_replicated(linear.bias, linear.parallel.ranks) if is_row and linear.bias is not None else _local(linear.bias)
         for linear in linears
     ]
-    return Stack([_local(linear.weight) for linear in linears], biases, None)
+    weights = [_local(linear.weight) for linear in linears]
+    if isinstance(weights[0], GatheredWeight):
+        return Stack(weights, biases, cache.gathered)
+    parameters = [linear.weight for linear in linears]
+    if cache.q is not None and cache.is_stale(parameters):
+        cache.store(linears[0].parallel.quantize([(linears, recipe.w)])[0], parameters)
+    return Stack(weights, biases, cache.q)
 
 
 def _compute(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """y of this rank's part of a layer, by its recipe if it was converted."""
     w = _local(layer.weight)
-    return layer.compute(x, w, bias, None) if isinstance(layer, RecipeLayer) else F.linear(x, w, bias)
+    return layer.compute(x, w, bias, layer.quantized_weight(w)) if isinstance(layer, Linear) else F.linear(x, w, bias)
 
 
 def _misplaced(module: nn.Module) -> ValueError:

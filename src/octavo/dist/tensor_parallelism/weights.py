@@ -25,20 +25,22 @@ class Shards:
 
     Args:
         weights: [N_i / ranks, K] cut along N, or one weight [N, K / ranks] cut along K.
+        cast: by row.
         cut_rows: whether they are cut along K: each rank has a part of every row.
     """
 
     weights: Sequence[Tensor]
+    cast: Cast
     cut_rows: bool
 
 
-def quantize_shards(shards: Sequence[Shards], cast: Cast, ranks: Ranks) -> list[QTensor]:
-    """Quantize each of `shards` by row, with one exchange between the ranks for all."""
-    scales = [row_scales(part.weights, cast) for part in shards]
+def quantize_shards(shards: Sequence[Shards], ranks: Ranks) -> list[QTensor]:
+    """Quantize each of `shards`, with one exchange between the ranks for all."""
+    scales = [row_scales(part.weights, part.cast) for part in shards]
     sent = [s.view(-1) if part.cut_rows else _largest(part, s) for part, s in zip(shards, scales, strict=True)]
     shared = torch.split(ranks.largest(torch.cat(sent)), [t.numel() for t in sent])
-    final = [_final(part, s, common, cast) for part, s, common in zip(shards, scales, shared, strict=True)]
-    return [requantize(part.weights, scale, cast) for part, scale in zip(shards, final, strict=True)]
+    final = [_final(part, s, common) for part, s, common in zip(shards, scales, shared, strict=True)]
+    return [requantize(part.weights, scale, part.cast) for part, scale in zip(shards, final, strict=True)]
 
 
 def _largest(part: Shards, scale: Tensor) -> Tensor:
@@ -50,8 +52,9 @@ def _finite(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), scale, 0)
 
 
-def _final(part: Shards, scale: Tensor, shared: Tensor, cast: Cast) -> Tensor:
-    """The scales [sum of N_i, 1], with the floor relative to the largest of each weight, and rounded as `cast` says."""
+def _final(part: Shards, scale: Tensor, shared: Tensor) -> Tensor:
+    """The scales [sum of N_i, 1], with the floor relative to the largest of each weight, and rounded by the cast."""
+    cast = part.cast
     if part.cut_rows:
         scale = shared.view(-1, 1)
         floor = _finite(scale).amax() * cast.relative_floor
