@@ -20,6 +20,10 @@ def train_command(
         Path | None,
         typer.Option("--resume", metavar="RUN", help="The folder of a run to continue, at its newest checkpoint."),
     ] = None,
+    or_resume: Annotated[
+        bool,
+        typer.Option("--or-resume", help="Continue the run in --out if it has a checkpoint and the same settings."),
+    ] = False,
     settings: Annotated[bool, typer.Option("--settings", help="List every setting and its default, and exit.")] = False,
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
@@ -32,7 +36,8 @@ def train_command(
     auto|cpu|cuda, --out FOLDER.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume
-    FOLDER continues bit for bit. A closed output pipe does not end a run.
+    FOLDER continues bit for bit. --or-resume makes a command that begins a run and, given again, continues it. A closed
+    output pipe does not end a run.
 
     Examples:
 
@@ -54,13 +59,18 @@ def train_command(
         overrides, config = [str(config), *overrides], None
     if resume_from and config:
         raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} out")
-    run_in_group(lambda: _train(config, resume_from, overrides))
+    if resume_from and or_resume:
+        raise ConfigError(
+            "--resume continues the run of a folder, and --or-resume that in --out: leave one of them out"
+        )
+    run_in_group(lambda: _train(config, resume_from, or_resume, overrides))
 
 
-def _train(path: Path | None, resume_from: Path | None, overrides: list[str]) -> None:
+def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
     from octavo.train.config import Config
     from octavo.train.log import print_line, training_console
     from octavo.train.ranks import same_outcome
+    from octavo.train.restart import start_or_resume, was_restarted
     from octavo.train.start import resume_run, start_run
 
     console = training_console()
@@ -69,7 +79,8 @@ def _train(path: Path | None, resume_from: Path | None, overrides: list[str]) ->
     else:
         with same_outcome():
             config = Config.load(path, overrides)
-        trainer = start_run(config, console)
+        start = start_or_resume if or_resume or was_restarted() else start_run
+        trainer = start(config, console)
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:

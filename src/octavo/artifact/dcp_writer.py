@@ -39,7 +39,7 @@ class SafetensorsWriter(StorageWriter):
     """
 
     def __init__(self, target: Path, files: Mapping[str, str], metadata: Mapping[str, Mapping[str, str]]) -> None:
-        self._target, self._files, self._metadata = target, files, metadata
+        self.target, self._files, self._metadata = target, files, metadata
         self._partial = ExitStack()
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class SafetensorsWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self._partial.enter_context(whole_folder(self._target))
+            self._partial.enter_context(whole_folder(self.target))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -64,7 +64,7 @@ class SafetensorsWriter(StorageWriter):
             stem, _, name = item.index.fqn.partition("/")
             whole = _tensor_data(item)
             specs.setdefault(stem, {})[name] = Spec(whole.properties.dtype, tuple(whole.size))
-        folder = partial_folder(self._target)
+        folder = partial_folder(self.target)
         places = {
             f"{stem}/{name}": place
             for stem, each in specs.items()
@@ -81,7 +81,7 @@ class SafetensorsWriter(StorageWriter):
         by_file = sorted(plan.items, key=lambda item: places[item.index.fqn].file)
         results = []
         for name, items in groupby(by_file, key=lambda item: places[item.index.fqn].file):
-            with (partial_folder(self._target) / name).open("r+b") as file:
+            with (partial_folder(self.target) / name).open("r+b") as file:
                 for item in items:
                     part = planner.resolve_data(item)
                     assert isinstance(part, Tensor), f"{item.index.fqn} is no tensor"
@@ -96,7 +96,7 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name, on the coordinator, after all ranks have written."""
         for name, content in self._files.items():
-            (partial_folder(self._target) / name).write_text(content)
+            (partial_folder(self.target) / name).write_text(content)
         self._partial.close()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -7,8 +7,10 @@ RUN/
   step-00000100/           a checkpoint: appears whole or not at all
     model.safetensors      the master weights, under the names of the unconverted model
     optimizer.safetensors  PARAMETER.exp_avg, ...
-    state.safetensors      random states and scale histories
+    state.safetensors      random states of every rank, and scale histories
     train.json             step, data fingerprint, loss scaler
+
+A large file of tensors is several files with an index. The number of ranks of the run makes no difference.
 """
 
 from dataclasses import dataclass

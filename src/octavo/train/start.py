@@ -49,9 +49,7 @@ def start_run(config: Config, console: Console) -> Trainer:
             if rank() == 0:
                 lock.enter_context(locked_folder(run.path))
                 _check_empty(run)
-            if config.model not in BUILT_IN_MODELS:
-                config = _fit_to_folder(config)
-            config = _absolute_data(config)
+            config = settle(config)
         trainer = _prepare(config, run, lock, console)
         with same_outcome():
             if rank() == 0:
@@ -93,6 +91,17 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         lock.close()
         raise
     return trainer
+
+
+def settle(config: Config) -> Config:
+    """The settings that a new run writes down: those of `config`, with absolute paths.
+
+    Raises:
+        ConfigError: the model is neither built in nor a local folder.
+    """
+    if config.model not in BUILT_IN_MODELS:
+        config = _fit_to_folder(config)
+    return _absolute_data(config)
 
 
 def _fit_to_folder(config: Config) -> Config:

@@ -1,0 +1,68 @@
+"""A rank that is killed costs the steps since the last checkpoint; a signal to one rank stops all of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from ranks import run_ranks
+from rich.console import Console
+
+from octavo.artifact.run import RunFolder
+from octavo.train.config import Config
+from octavo.train.start import start_run
+
+KILLED = Path(__file__).parents[1] / "support" / "killed_train.py"
+
+
+def train_undisturbed(rank, settings):
+    start_run(Config.from_dict(settings), Console(quiet=True)).run()
+
+
+def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
+    """Its losses are those of a run without a failure, and one process continues it."""
+    of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", KILLED]
+    command += ["train", tmp_path / "config.json", "--out", tmp_path / "run"]
+    (tmp_path / "config.json").write_text(json.dumps(settings(**of_run).to_dict()))
+    ended = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "SIGKILL" in ended.stderr
+    assert f"resumed from {tmp_path}/run/step-00000004" in ended.stdout
+    run = RunFolder(tmp_path / "run")
+    assert run.checkpoints() == [run.checkpoint(6), run.checkpoint(8)]
+    assert list(run.path.glob(".*")) == []
+
+    run_ranks(2, train_undisturbed, settings(**of_run, out=str(tmp_path / "whole")).to_dict())
+    for key in ("loss", "evaluation_loss", "gradient_norm", "largest_weight"):
+        assert records(run.path, key) == records(tmp_path / "whole", key)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.safetensors"):
+        assert (run.newest() / name).read_bytes() == (RunFolder(tmp_path / "whole").newest() / name).read_bytes()
+
+    trainer = go_on(run.path, "--steps", "10")
+    assert trainer.run().step == 10
+
+
+def train_signalled(rank, settings):
+    """The step at which a rank stops, when rank 1 gets SIGTERM in step 3."""
+    trainer = start_run(Config.from_dict(settings), Console(quiet=True))
+    step = trainer.step
+
+    def stepped():
+        result = step()
+        if rank == 1 and trainer.state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    trainer.step = stepped
+    result = trainer.run()
+    return result.step, result.interrupted
+
+
+def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(settings, tmp_path):
+    assert run_ranks(2, train_signalled, settings(recipe="bf16").to_dict()) == [(4, "SIGTERM")] * 2
+    assert RunFolder(tmp_path / "run").newest() == tmp_path / "run" / "step-00000004"
