@@ -79,7 +79,7 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
     else:
         with same_outcome():
             config = Config.load(path, overrides)
-        start = start_or_resume if or_resume or was_restarted() else start_run
+        start = start_or_resume if was_restarted() or or_resume else start_run
         trainer = start(config, console)
     result = trainer.run()
     run = trainer.run_folder.path

@@ -16,6 +16,7 @@ from octavo.device import choose_device
 from octavo.train.config import Config, ConfigError
 from octavo.train.declaration import flatten
 from octavo.train.ranks import gather, rank, same_outcome, world_size
+from octavo.train.rendezvous import attempt_store
 
 Value = TypeVar("Value")
 
@@ -63,7 +64,8 @@ def _backend() -> str:
 def _join(main: Callable[[], None]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
-    dist.init_process_group(_backend())
+    store, number, ranks = attempt_store()
+    dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
     main()
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 

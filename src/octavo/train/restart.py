@@ -16,9 +16,9 @@ from octavo.train.start import resume_run, settle, start_run
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started this process again, because one of the job failed (`--max-restarts`), or because
-    machines joined or left."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun has started the job again, because a process failed (`--max-restarts`). Every rank must call
+    this: torchrun tells a restart only to the machine of the process that failed."""
+    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
 
 def start_or_resume(config: Config, console: Console) -> Trainer:
