@@ -19,22 +19,22 @@ WIDTH = 32
 class Block(nn.Module):
     """Two layers that share a norm, a plain layer, and an MLP. `rows` of the plain layer need not divide evenly."""
 
-    def __init__(self, rows: int = WIDTH) -> None:
+    def __init__(self, rows: int = WIDTH, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, rows), nn.Linear(WIDTH, rows)
-        self.plain = nn.Linear(rows, WIDTH)
+        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.left, self.right = nn.Linear(width, rows), nn.Linear(width, rows)
+        self.plain = nn.Linear(rows, width)
         self.both = NormLinear(self, "norm", "left", "right")
-        self.mlp = SwiGLU(WIDTH, rows)
+        self.mlp = SwiGLU(width, rows)
 
     def forward(self, x: Tensor) -> Tensor:
         (left, right), x = self.both(x)
         return self.mlp.forward_residual(x, self.mlp_norm, self.plain(left * right))
 
 
-def blocks(rows: int = WIDTH, count: int = 2) -> nn.Sequential:
+def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequential:
     """A model of blocks. Rows of one weight are zero or tiny, so that the relative floor decides their scales."""
-    model = nn.Sequential(*(Block(rows) for _ in range(count)))
+    model = nn.Sequential(*(Block(rows, width) for _ in range(count)))
     with torch.no_grad():
         for block in model:
             block.left.weight[1:2] = 0
@@ -42,8 +42,8 @@ def blocks(rows: int = WIDTH, count: int = 2) -> nn.Sequential:
     return model
 
 
-def batch(seed: int = 0, rows: int = 6) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int = 0, rows: int = 6, width: int = WIDTH) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -68,8 +68,10 @@ def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = No
     return [*results, *whole(model.parameters())]
 
 
-def backward(model: nn.Module, seed: int) -> Tensor:
-    loss = model(batch(seed)).square().mean()
+def backward(model: nn.Module, seed: int, rows: int = 6) -> Tensor:
+    p = next(model.parameters())
+    width = p.shape[-1]
+    loss = model(batch(seed, rows, width).to(p.device)).float().square().mean()
     loss.backward()
     return loss
 
