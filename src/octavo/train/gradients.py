@@ -25,6 +25,6 @@ def _widen(p: Tensor) -> None:
     # the first gradient; the next ones are added to this one, in its dtype
     if p.grad is not None and p.grad.dtype != torch.float32:
         # FSDP2 of torch 2.11 copies the gradient of an offloaded parameter without waiting
-        if p.grad.device.type == "cpu" and torch.cuda.is_initialized():
+        if p.grad.device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         p.grad = p.grad.float()
