@@ -7,7 +7,6 @@ with those of BF16. The time of a step is that of the slowest rank.
 """
 
 import argparse
-import importlib
 import math
 import statistics
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
 from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import Deadline, bandwidth, say, slowest, start
 from bench.gpu.timing import decibels, interleaved, own_code, summary
+from octavo.dist import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig, rope_tables
 
 BASE, ASYNC = "bf16", ", async"
@@ -48,10 +48,9 @@ class OctavoStack(nn.Module):
 
 
 def _octavo(model: nn.Module, mesh: DeviceMesh) -> None:
-    dist: Any = importlib.import_module("octavo.dist")
     assert isinstance(model, OctavoStack)
     octavo.convert(model.llama, "rowwise")
-    dist.tensor_parallel(model.llama, mesh)
+    tensor_parallel(model.llama, mesh)
 
 
 def _torchao(recipe: str) -> Callable[[nn.Module, DeviceMesh], None]:

@@ -25,7 +25,7 @@ def measure(rank: int, folder: str) -> tuple[list[str], list[Any], list[dict[str
     record.RESULTS = Path(folder)
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail)
-    names = ["bf16", "bf16, async", "broken"]
+    names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
     deadline = ranks.Deadline(math.inf)
     runners, errors = tensor_parallel.build(names, TINY, 16, mesh, deadline, compiled=False)
     rows = tensor_parallel.measure(runners, 2)
@@ -41,7 +41,7 @@ def test_modes_are_measured_and_bf16_equals_one_process(tmp_path: Path) -> None:
     results = run_ranks(2, measure, str(tmp_path))
     (names, _, rows, errors), _ = results
     assert errors == {"broken": "ValueError: no such plan"}
-    assert names == ["bf16", "bf16, async"]
+    assert names == ["bf16", "bf16, async", "octavo: rowwise"]
     assert rows[0]["ratio"] == 1.0
     assert json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"] == rows
 
