@@ -1,0 +1,101 @@
+"""`torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+from octavo.train import processes
+from octavo.train.config import ConfigError
+
+SETTINGS = """
+layers = 2
+width = 32
+heads = 2
+context = 32
+batch = 4
+steps = 4
+evaluate_batches = 2
+save_every = 2
+log_every = 2
+sample = 4
+device = "cpu"
+out = "run"
+"""
+FAILING = """
+import os
+from octavo.train.loop import Trainer
+from octavo_cli import main
+
+step = Trainer.step
+
+def fail(self):
+    if os.environ["RANK"] == "1" and self.state.step == 3:
+        raise RuntimeError("the GPU of rank 1 fell off the bus")
+    return step(self)
+
+Trainer.step = fail
+main()
+"""
+
+
+def torchrun(folder, *words):
+    source = str(Path(octavo.__file__).parent.parent)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *words]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=120)
+
+
+def test_two_processes_train_log_and_save(tmp_path, text, go_on):
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    ended = torchrun(tmp_path, "-m", "octavo", "train", "run.toml", "--data", str(text))
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line for line in lines if line.startswith("ranks")] == ["ranks   2, dp_shard 2"]
+    assert "FP8 all-gather: 14 weights in eight bits, 0 wide" in lines
+    assert sum(line.startswith("step 4/4") for line in lines) == 1
+    assert "a GPU)" in next(line for line in lines if line.startswith("step 4/4"))
+    assert lines[-1] == "done: 4 steps in run"
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [record for record in records if "loss" in record]
+    assert [record["step"] for record in logged] == [2, 4]
+    for record in logged:
+        assert record["tokens_per_second_per_gpu"] == pytest.approx(record["tokens_per_second"] / 2)
+    # one process goes on where two ended
+    trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
+    assert trainer.run().step == 5
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    (tmp_path / "failing.py").write_text(FAILING)
+    ended = torchrun(tmp_path, "failing.py", "train", "run.toml", "--data", str(text))
+    assert ended.returncode == 1
+    cause = ended.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in cause
+    assert 'raise RuntimeError("the GPU of rank 1 fell off the bus")' in cause
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_alone_says_what_is_wrong(monkeypatch, rank):
+    def refuse(main):
+        raise ConfigError("no")
+
+    environment = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in (environment | {"TORCHELASTIC_RUN_ID": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "_join", refuse)
+    with pytest.raises(ConfigError if rank == "0" else SystemExit):
+        processes.run_in_group(lambda: None)
+
+
+def test_an_environment_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK, .*start several processes with torchrun"):
+        processes.run_in_group(lambda: None)
