@@ -19,7 +19,7 @@ TINY = {
 
 def train(rank, folder, text, settings):
     """The losses and the weights after three steps, and the evaluation loss."""
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     trainer = start_run(
         Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings), Console(quiet=True)
     )
@@ -74,3 +74,15 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank_with_one_message(tmp_p
     assert "absent.txt" in first["data"][1]
     assert "recipe is 'rowwise' on rank 0 and 'rowwize' on rank 1" in first["recipe"][1]
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_share_layers_and_replicas_train_as_one_within_rounding(tmp_path, text):
+    settings = {"kv_heads": 2, "clip": 1}
+    mesh = {"parallel": {"tp": 2, "dp_replicate": 2, "dp_shard": 1}}
+    initial, losses, weights, evaluation = train(0, tmp_path / "one", str(text), settings)
+    four = run_ranks(4, train, tmp_path / "four", str(text), settings | mesh)
+    assert all(rank[1] == four[0][1] for rank in four)
+    for name, expected in initial.items():
+        np.testing.assert_array_equal(four[0][0][name], expected, name)
+    np.testing.assert_allclose(four[0][1], losses, rtol=1e-3)
+    np.testing.assert_allclose(four[0][3], evaluation, rtol=1e-3)

@@ -78,13 +78,24 @@ def check_parallel(config: Config, degrees: Degrees) -> None:
             f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
             "process. Use bf16"
         )
-    if degrees.tp > 1 and config.model in BUILT_IN_MODELS:
-        sizes = {"heads": config.heads, "width": config.width}
-        if config.model == "llama":
-            sizes |= {"kv_heads": config.kv_heads, "mlp_width": config.mlp_width}
-        for name, size in sizes.items():
-            if size % degrees.tp:
-                raise ConfigError(f"parallel.tp must divide {name}; got tp {degrees.tp} and {name} {size}")
+    if degrees.tp > 1:
+        _check_tensor_parallel(config, degrees.tp)
+
+
+def _check_tensor_parallel(config: Config, tp: int) -> None:
+    if config.sample:
+        raise ConfigError(
+            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
+            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
+        )
+    sizes = {"context": config.context}
+    if config.model in BUILT_IN_MODELS:
+        sizes |= {"heads": config.heads, "width": config.width}
+    if config.model == "llama":
+        sizes |= {"kv_heads": config.kv_heads, "mlp_width": config.mlp_width}
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {size}")
 
 
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
@@ -95,6 +106,8 @@ def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMes
     """
     names = tuple(each.name for each in fields(Degrees))
     mesh = init_device_mesh(device.type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=names)
+    if degrees.dp_shard > 1 and degrees.tp > 1:
+        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
     for group in (None, *mesh.get_all_groups()):
         _set_pg_timeout(timedelta(seconds=timeout), group)
     return mesh

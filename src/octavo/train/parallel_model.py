@@ -1,7 +1,8 @@
 """A model whose layers, weights and optimizer state are divided among the processes of a run.
 
-    build on the meta device -> convert -> activation checkpointing -> compile each block -> FSDP2: each block a unit,
-    and all else the unit of the model -> gather FP8 weights in eight bits -> memory -> weights
+    build on the meta device -> convert -> tensor parallel -> activation checkpointing -> compile each block
+    -> FSDP2: each block a unit, and all else the unit of the model -> gather FP8 weights in eight bits -> memory
+    -> weights
 
 FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
 numbers are the same but for the order of sums. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from octavo.dist import GatherReport, fp8_all_gather
+from octavo.dist import GatherReport, fp8_all_gather, tensor_parallel
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.decoder import Decoder
 from octavo.nn import Conversion
@@ -90,6 +91,8 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     Returns:
         The report of the all-gather in eight bits; None if there is none.
     """
+    if mesh["tp"].size() > 1:
+        tensor_parallel(model, mesh["tp"])
     prepare_blocks(model, config)
     data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -101,7 +104,8 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     for block in find_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
+    fp8 = fp8 and config.parallel.fp8_all_gather and mesh["tp"].size() == 1
+    return fp8_all_gather(model) if fp8 else None
 
 
 def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
