@@ -210,6 +210,19 @@ def test_loading_restores_everything(saved, begin, tmp_path):
     assert (other.state.step, other.state.skipped_steps) == (4, 0)
 
 
+def test_files_of_the_safetensors_library_are_loaded(saved, begin, tmp_path):
+    """Former versions wrote checkpoints with it."""
+    trainer, folder = saved
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        path.unlink()
+        save_file(tensors, path)
+    other = begin(recipe="delayed", out=str(tmp_path / "other"))
+    before = everything(trainer)
+    load_checkpoint(folder, other.state)
+    assert_unchanged(other, before)
+
+
 def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
     trainer = begin(recipe="delayed")
     folder = save_checkpoint(trainer.run_folder, trainer.state, keep=3)

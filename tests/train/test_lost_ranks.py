@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 from rich.console import Console
 
 from octavo.artifact.run import RunFolder
 from octavo.train.config import Config
-from octavo.train.start import start_run
+from octavo.train.start import resume_run, start_run
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_train.py"
 
@@ -21,14 +22,18 @@ def train_undisturbed(rank, settings):
     start_run(Config.from_dict(settings), Console(quiet=True)).run()
 
 
+def continue_undisturbed(rank, folder):
+    resume_run(Path(folder), ("--steps", "10"), Console(quiet=True)).run()
+
+
 def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
-    """Its losses are those of a run without a failure, and one process continues it."""
+    """Its losses are those of a run without a failure. One process then continues it like two."""
     of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", KILLED]
     command += ["train", tmp_path / "config.json", "--out", tmp_path / "run"]
     (tmp_path / "config.json").write_text(json.dumps(settings(**of_run).to_dict()))
     ended = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "failed (exitcode: -9) local_rank: 1" in ended.stderr
@@ -43,8 +48,10 @@ def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, reco
     for name in ("model.safetensors", "optimizer.safetensors", "state.safetensors"):
         assert (run.newest() / name).read_bytes() == (RunFolder(tmp_path / "whole").newest() / name).read_bytes()
 
-    trainer = go_on(run.path, "--steps", "10")
-    assert trainer.run().step == 10
+    assert go_on(run.path, "--steps", "10").run().step == 10
+    run_ranks(2, continue_undisturbed, str(tmp_path / "whole"))
+    for step, loss in records(tmp_path / "whole").items():
+        assert records(run.path)[step] == pytest.approx(loss, rel=1e-5)
 
 
 def train_signalled(rank, settings):

@@ -132,8 +132,8 @@ def _describe(trainer: Trainer) -> None:
     run = trainer.run_folder
     try:
         run.path.mkdir(parents=True, exist_ok=True)
+        write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
         save_description(trainer.model, trainer.tokenizer, trainer.config, run.model)
-        write_settings(trainer.config, run)
     except OSError as error:
         raise write_error(run.path, error) from error
 
