@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ class ShardedWeight:
 
     def attach(self) -> None:
         """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace."""
-        current = self.layer.weight
+        current: Any = self.layer._parameters["weight"]
+        if current is self.parameter and _HOOK in current._local_tensor.__dict__:
+            return
         if isinstance(current, DTensor) and not isinstance(current._local_tensor, GatheredWeight):
             self.parameter = current
         local: Any = self.local
@@ -93,11 +96,14 @@ class ShardedWeight:
             outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             """The gathered weight and the memory that FSDP2 is to free; None where `out` is filled."""
+            if out is not None:
+                self.stack.refill()
+                return None
             scale = outputs[1] if scale is None else scale
             rows = self.unit.rows
             scale_rows = self.cast.granularity.scale_shape((rows, outputs[0].shape[1]))[0]
             data = outputs[0].view(self.cast.fmt.dtype)
-            return self.stack.receive(self, data[:rows], scale[:scale_rows], dtype, first=out is None)
+            return self.stack.take(self, data[:rows], scale[:scale_rows], dtype)
 
         pre: Any = pre_all_gather
         pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
@@ -114,58 +120,51 @@ class WeightStack:
 
     def __init__(self, parts: Sequence[ShardedWeight], caches: Sequence[WeightCache]) -> None:
         self.parts, self.caches = parts, list(caches)
-        self.data: Tensor | None = None
-        self.scale: Tensor | None = None
-        self.received: list[tuple[Tensor, Tensor]] = []  # pairs of destination and source, until all parts are there
+        self.starts = [0, *accumulate(part.unit.rows for part in parts)]
+        self.stacked: tuple[Tensor, ...] = ()  # data and scale, of several parts
+        self.copies: tuple[list[Tensor], list[Tensor]] = [], []  # destinations and sources, as bytes
+        self.freed: list[Tensor] = []  # what FSDP2 gathers into
+        self.arrived = 0  # parts, since the last copy
 
-    def receive(
-        self, part: ShardedWeight, data: Tensor, scale: Tensor, dtype: torch.dtype, *, first: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Take the gathered bytes of a part; the result is that of `fsdp_post_all_gather`."""
-        if len(self.parts) == 1:
-            return self._publish(part, data, scale, dtype, self.caches, ()) if first else None
-        owned: tuple[Tensor, ...] = ()
-        if self.data is None or self.scale is None:
-            owned = self.data, self.scale = self._allocate(data, scale)
-        start = sum(p.unit.rows for p in self.parts[: self.parts.index(part)])
-        rows = slice(start, start + data.shape[0])
-        self.received += [(self.data[rows], data), (self.scale[rows], scale)]
-        if len(self.received) == 2 * len(self.parts):
-            self._copy()
-        if not first:
-            return None
-        return self._publish(part, self.data[rows], self.scale[rows], dtype, (), owned)
-
-    def _allocate(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        total = sum(part.unit.rows for part in self.parts)
-        with torch.inference_mode(False):  # autograd saves them
-            stacked = data.new_empty(total, data.shape[1]), scale.new_empty(total, 1)
-        q = QTensor(*stacked, self.parts[0].cast.fmt, self.parts[0].cast.granularity)
-        for cache in self.caches:
-            cache.gathered = q
-        return stacked
-
-    def _copy(self) -> None:
-        """Copy all parts, in one launch, and free what FSDP2 gathered into: it allocates that again by itself."""
-        assert self.data is not None
-        assert self.scale is not None
-        destinations, sources = ([t.view(torch.uint8) for t in side] for side in zip(*self.received, strict=True))
-        with torch.no_grad(), _unsafe_preserve_version_counter((self.data, self.scale)):
-            torch._foreach_copy_(destinations, sources)
-        for _, source in self.received[:: 1 if self.parts[0].unit.world > 1 else 2]:
-            source.untyped_storage().resize_(0)
-        self.received = []
-
-    def _publish(
-        self,
-        part: ShardedWeight,
-        data: Tensor,
-        scale: Tensor,
-        dtype: torch.dtype,
-        caches: Sequence[WeightCache],
-        owned: tuple[Tensor, ...],
+    def take(
+        self, part: ShardedWeight, data: Tensor, scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        q = QTensor(data, scale, part.cast.fmt, part.cast.granularity)
-        for cache in (part.layer.weight_cache, *caches):
-            cache.gathered = q
+        """Take the gathered bytes of a part for the first time; the result is that of `fsdp_post_all_gather`."""
+        owned: tuple[Tensor, ...] = ()
+        if len(self.parts) > 1:
+            owned = () if self.stacked else self._allocate(data, scale)
+            i = self.parts.index(part)
+            rows = slice(self.starts[i], self.starts[i + 1])
+            self.freed += [data, scale] if part.unit.world > 1 else [data]
+            for source, destination in zip((data, scale), self.stacked, strict=True):
+                self.copies[0].append(destination[rows].view(torch.uint8))
+                self.copies[1].append(source.view(torch.uint8))
+            data, scale = (t[rows] for t in self.stacked)
+            self.refill()
+        else:
+            self._publish(data, scale, self.caches)
+        self._publish(data, scale, [part.layer.weight_cache])
         return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned
+
+    def refill(self) -> None:
+        """Note that a part is gathered. After the last: copy all parts in one launch, and free what was gathered."""
+        self.arrived += 1
+        if self.arrived < len(self.parts):
+            return
+        self.arrived = 0
+        if self.copies[0]:
+            with torch.no_grad(), _unsafe_preserve_version_counter(self.stacked):
+                torch._foreach_copy_(*self.copies)
+            for t in self.freed:  # FSDP2 allocates it again by itself
+                t.untyped_storage().resize_(0)
+
+    def _allocate(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):  # autograd saves them
+            self.stacked = tuple(t.new_empty(self.starts[-1], t.shape[1]) for t in (data, scale))
+        self._publish(self.stacked[0], self.stacked[1], self.caches)
+        return self.stacked
+
+    def _publish(self, data: Tensor, scale: Tensor, caches: Sequence[WeightCache]) -> None:
+        cast = self.parts[0].cast
+        for cache in caches:
+            cache.gathered = QTensor(data, scale, cast.fmt, cast.granularity)
