@@ -85,10 +85,10 @@ class Runner:
         self, mode: Mode, config: LlamaConfig, tokens: int, mesh: DeviceMesh, *, compiled: bool = True
     ) -> None:
         device = torch.device(mesh.device_type)
-        torch.manual_seed(0)  # the matrices of all models come in the same order
         with torch.device(device):
             self.model = mode.stack(config).to(torch.bfloat16)
         self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
+        torch.manual_seed(0)  # the matrices of all models come in the same order
         for p in self.layers.parameters():
             if p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
