@@ -18,8 +18,6 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import open_language_model
 from octavo.train.memory import total_memory
 
-_BYTES = 16  # of a parameter in training: weight, gradient and two moments, in float32
-
 Forward = Callable[..., Any]  # a model, or a function that calls one
 
 
@@ -67,17 +65,25 @@ def check_memory(config: Config, vocabulary: int, device: torch.device, parts: i
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
-    needed = None if count is None else count * _BYTES / parts
+    each = _bytes_of_parameter(config)
+    needed = None if count is None else count * each / parts
     if needed is None or needed > total:
         known = "too many to count" if count is None else f"{count:.3g}"
         size = "" if needed is None else f", {needed / 1e9:,.0f} GB before activations"
         divided = f", divided among {parts} processes" if parts > 1 else ""
         raise ConfigError(
-            f"the model of these settings has too many parameters ({known}) for this device: training takes {_BYTES} "
-            f"bytes for each (weight, gradient and two moments in float32){divided}{size}; {device} has "
+            f"the model of these settings has too many parameters ({known}) for this device: training takes {each} "
+            f"bytes for each (weight, gradient and two moments){divided}{size}; {device} has "
             f"{total / 1e9:,.0f} GB. Lower width, mlp_width or layers"
             + (", or train on more GPUs: torchrun --nproc-per-node N" if device.type == "cuda" else "")
         )
+
+
+def _bytes_of_parameter(config: Config) -> int:
+    """The bytes that a parameter takes in training: its weight, its gradient and two moments."""
+    weight = 2 if config.optimizer.weights == "bf16" else 4
+    gradient = weight if config.accumulate == 1 else 4
+    return weight + gradient + (8 if config.optimizer.state == "fp32" else 2)
 
 
 def _count_parameters(config: ModelConfig) -> int | None:
