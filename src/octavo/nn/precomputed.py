@@ -15,7 +15,8 @@ class PrecomputedProjections:
     """
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
-        self.shape = torch.Size((*outputs[0].shape[:-1], x.shape[-1]))
+        batch = next((y.shape[:-1] for y in outputs), x.shape[:-1])
+        self.shape = torch.Size((*batch, x.shape[-1]))
         self.dtype: torch.dtype = x.dtype
         self.device: torch.device = x.device
         self.pairs = tuple(zip(layers, outputs, strict=True))
