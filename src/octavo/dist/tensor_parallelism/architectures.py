@@ -70,7 +70,9 @@ HEAD = "lm_head"
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of Qwen3, over the elements of a head
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> None:
+def tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, asynchronous: bool = False
+) -> None:
     """Cut the layers of `model` over the ranks of `mesh`, in place; each rank then has a part of each weight.
 
     Parameters become DTensors, with the numbers that the first rank has. The model takes the same tokens [B, T] on all
@@ -84,11 +86,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         mesh: of one dimension.
         sequence: between the layers, each rank has a part of the sequence, whose length T must then be a multiple of
             the size of the mesh. Otherwise each rank has all of it, and computes the norms of all.
+        asynchronous: on GPUs that reach each other's memory (NVLink), with `sequence` and the recipe `rowwise`:
+            multiply the rows of one rank while those of another travel, in PyTorch's operations on symmetric memory.
 
     Raises:
         ValueError: another architecture (give its layers the styles `ColumnParallel`, `RowParallel` and `NormParallel`
             by PyTorch's `parallelize_module`), a mesh of several dimensions, or one whose size does not divide the
-            heads, the heads of keys and values or the width of the MLP. Nothing is changed then.
+            heads, the heads of keys and values or the width of the MLP; `asynchronous` where it cannot run. Nothing is
+            changed then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -102,13 +107,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     architecture = _find_architecture(model)
     layers: Any = model.get_submodule(architecture.layers)
     _check_sizes(layers[0], architecture, mesh.size())
+    ranks = Ranks.of(mesh, sequence=sequence, asynchronous=asynchronous)
     fuse_decoder_layers(model)
     embedding, head = model.get_submodule(architecture.embeddings[0]), model.get_submodule(HEAD)
     tied = head.weight is embedding.weight
     # The models of transformers count the tokens in the output of their embedding, so it is cut after that.
-    ranks, cut_later = Ranks.of(mesh, sequence=sequence), sequence and isinstance(layers[0], DecoderLayer)
+    cut_later = sequence and isinstance(layers[0], DecoderLayer)
     head_norms = [name for name in HEAD_NORMS if name in dict(layers[0].named_modules())]
-    plan = _plan(architecture, head_norms, sequence=sequence, cut_embedding=sequence and not cut_later)
+    plan = _plan(architecture, head_norms, ranks, cut_embedding=sequence and not cut_later)
     parallelize_module(model, mesh, plan)
     if tied:
         head.weight = embedding.weight
@@ -121,10 +127,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def _plan(
-    architecture: Architecture, head_norms: list[str], *, sequence: bool, cut_embedding: bool
+    architecture: Architecture, head_norms: list[str], ranks: Ranks, *, cut_embedding: bool
 ) -> dict[str, ParallelStyle]:
     """The style of each module, by its name; a * stands for the number of a layer."""
-    part: Placement = Shard(1) if sequence else Replicate()
+    part: Placement = Shard(1) if ranks.sequence else Replicate()
+    options = {"sequence": ranks.sequence, "asynchronous": ranks.asynchronous}
     plan: dict[str, ParallelStyle] = {
         HEAD: ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
         architecture.norm: NormParallel(part),
@@ -135,8 +142,8 @@ def _plan(
     layer = f"{architecture.layers}.*"
     plan |= {f"{layer}.{name}": NormParallel() for name in architecture.norms}
     plan |= {f"{layer}.{name}": NormParallel(Shard(2)) for name in head_norms}
-    plan |= {f"{layer}.{name}": ColumnParallel(sequence=sequence) for name in architecture.column}
-    plan |= {f"{layer}.{name}": RowParallel(sequence=sequence) for name in architecture.row}
+    plan |= {f"{layer}.{name}": ColumnParallel(**options) for name in architecture.column}
+    plan |= {f"{layer}.{name}": RowParallel(**options) for name in architecture.row}
     return plan
 
 

@@ -14,11 +14,13 @@ A column-parallel layer saves the bytes of its own rows, and gathers them again 
 forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.dist.tensor_parallelism.exchanges import gathered_mm, scattered_mm
+from octavo.dist.tensor_parallelism.inputs import input_gradients, normed, rows
 from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
 from octavo.nn.fused import FusedCall, Norm, NormSpec, wider_first
@@ -47,14 +49,6 @@ from octavo.ops import (
     row_scales,
     transpose,
 )
-
-
-class Normed(NamedTuple):
-    """The input of a column-parallel layer: x + residual, its norm (or itself) quantized, and what the norm saves."""
-
-    total: Tensor
-    output: QTensor
-    saved: tuple[Tensor | None, ...]  # x + residual, mean and rstd of the norm, its weight and bias
 
 
 def column(
@@ -114,11 +108,10 @@ class _Column(torch.autograd.Function):
         *layers: Tensor | None,
     ) -> Any:
         stack = Stack.from_arguments(layers, call.recipe.w)
-        total, n_q, saved = _normed(norm, x, residual, gamma, beta, call)
-        arriving = ranks.gather_quantized(n_q)
-        w_q = _quantized(stack, call, ranks, cut_rows=False)
-        n_q_all = ranks.quantized(arriving, n_q)
-        y = call.mm(call.recipe.y, n_q_all, w_q, call.dtype, stack.bias())  # [T,K] @ [N/R,K]^T
+        total, n_q, saved = normed(norm, x, residual, gamma, beta, call)
+        n_q_all, w_q, y = gathered_mm(
+            n_q, lambda: _quantized(stack, call, ranks, cut_rows=False), call.recipe.y, call, ranks, bias=stack.bias()
+        )  # [T,K] @ [N/R,K]^T
         ctx.call, ctx.ranks, ctx.norm, ctx.stack = call, ranks, norm, StackInfo.of(stack)
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         ctx.save_for_backward(n_q.data, n_q_all.scale, w_q.scale, layers[0], *saved, *stack.weights)
@@ -133,7 +126,7 @@ class _Column(torch.autograd.Function):
         g = quantize_folded(dy.contiguous(), s_w, mantissa(s_n), call.recipe.dy)
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
-        gradients = _norm_gradients(ctx, dn, dtotal, *saved)
+        gradients = input_gradients(ctx, dn, dtotal, *saved)
         return None, None, None, *gradients, *ctx.stack.gradients(dw, dy)
 
 
@@ -144,7 +137,7 @@ class _Row(torch.autograd.Function):
         stack = Stack.from_arguments(layers, recipe.w)
         w_q = _quantized(stack, call, ranks, cut_rows=True)
         x_q = requantize([x], ranks.largest(row_scales([x], recipe.x)), recipe.x)
-        y = _scattered(call.mm(recipe.y, x_q, w_q, call.dtype), stack, ranks)  # [T,K/R] @ [N,K/R]^T
+        y = _biased(ranks.done(scattered_mm(x_q, w_q, recipe.y, call, ranks)), stack)  # [T,K/R] @ [N,K/R]^T
         ctx.call, ctx.ranks, ctx.stack, ctx.x_dtype = call, ranks, StackInfo.of(stack), x.dtype
         ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, layers[0], *stack.weights)
         return y
@@ -157,13 +150,17 @@ class _Row(torch.autograd.Function):
         x_data, s_x, s_w, w_data, *weights = ctx.saved_tensors
         dy, m = dy.contiguous(), mantissa(s_x)
         g_own = quantize_folded(dy, s_w, ctx.ranks.own(m), recipe.dy)
-        arriving = ctx.ranks.gather_quantized(g_own)
-        w_t = weight_transposed(weights, w_data, s_w, recipe.w, g_own.data)
+        g, _, dx = gathered_mm(
+            g_own,
+            lambda: weight_transposed(weights, w_data, s_w, recipe.w, g_own.data),
+            recipe.dx,
+            call,
+            ctx.ranks,
+            m=m,
+        )  # [T,N] @ [K/R,N]^T
         x_t = scale_folded(transpose(x_data, None, g_own.data))
-        g = ctx.ranks.quantized(arriving, g_own)
-        dx = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype).to(ctx.x_dtype)  # [T,N] @ [K/R,N]^T
         dw = call.mm(recipe.dw, dw_operand(g, s_x, s_w), x_t, ctx.stack.dtype)  # [N,T] @ [K/R,T]^T
-        return None, None, dx, *ctx.stack.gradients(dw, dy)
+        return None, None, dx.to(ctx.x_dtype), *ctx.stack.gradients(dw, dy)
 
 
 class _MLP(torch.autograd.Function):
@@ -182,15 +179,14 @@ class _MLP(torch.autograd.Function):
     ) -> Any:
         recipe = call.recipe
         outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
-        total, n_q, saved = _normed(norm, x, residual, gamma, beta, call)
-        arriving = ranks.gather_quantized(n_q)
-        w_in = _quantized(inner, call, ranks, cut_rows=False)
+        total, n_q, saved = normed(norm, x, residual, gamma, beta, call)
+        n_q_all, w_in, u = gathered_mm(
+            n_q, lambda: _quantized(inner, call, ranks, cut_rows=False), recipe.y, call, ranks, bias=inner.bias()
+        )  # [T,K] @ [2F/R,K]^T
         w_out = _quantized(outer, call, ranks, cut_rows=True)
-        n_q_all = ranks.quantized(arriving, n_q)
-        u = call.mm(recipe.y, n_q_all, w_in, call.dtype, inner.bias())  # [T,K] @ [2F/R,K]^T
         s_h = ranks.largest(activation_scales(u, activation, recipe.x))
         h_q = activation_quantize_scaled(u, activation, s_h, recipe.x)
-        y = _scattered(call.mm(recipe.y, h_q, w_out, call.dtype), outer, ranks)  # [T,F/R] @ [K,F/R]^T
+        y = _biased(ranks.done(scattered_mm(h_q, w_out, recipe.y, call, ranks)), outer)  # [T,F/R] @ [K,F/R]^T
         ctx.call, ctx.ranks, ctx.norm, ctx.activation = call, ranks, norm, activation
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
@@ -206,13 +202,17 @@ class _MLP(torch.autograd.Function):
         recipe, ranks = call.recipe, ctx.ranks
         n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
-        dy = _rows(dy.contiguous())
+        dy = rows(dy.contiguous())
         m_h = mantissa(s_h)
         g_own = quantize_folded(dy, s_out, ranks.own(m_h), recipe.dy)
-        arriving = ranks.gather_quantized(g_own)
-        w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g_own.data)
-        g = ranks.quantized(arriving, g_own)
-        dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F/R,K]^T
+        g, _, dh = gathered_mm(
+            g_own,
+            lambda: weight_transposed([w], out_data, s_out, recipe.w, g_own.data),
+            recipe.dx,
+            call,
+            ranks,
+            m=m_h,
+        )  # [T,K] @ [F/R,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
@@ -221,7 +221,7 @@ class _MLP(torch.autograd.Function):
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
         layers = (*ctx.outer.gradients(dw_out, dy), *ctx.inner.gradients(dw_in, wide))
-        return None, None, None, None, *_norm_gradients(ctx, dn, dtotal, *saved), *layers
+        return None, None, None, None, *input_gradients(ctx, dn, dtotal, *saved), *layers
 
 
 def _column_backward(
@@ -243,7 +243,7 @@ def _column_backward(
         w_dtype: of dw.
     """
     arriving = ranks.gather_data(n_data, g.scale)
-    dn = ranks.scatter(call.mm(call.recipe.dx, dx_operand(g, mantissa(s_n)), w_t, call.dtype))  # [T,N/R] @ [K,N/R]^T
+    dn = scattered_mm(dx_operand(g, mantissa(s_n)), w_t, call.recipe.dx, call, ranks)  # [T,N/R] @ [K,N/R]^T
     h = dw_operand(g, s_n, s_w)
     n_t = scale_folded(transpose(ranks.done(arriving).view(n_data.dtype)))
     dw = call.mm(call.recipe.dw, h, n_t, w_dtype)  # [N/R,T] @ [K,T]^T
@@ -257,39 +257,6 @@ def _quantized(stack: Stack, call: FusedCall, ranks: Ranks, *, cut_rows: bool) -
     return quantize_shards([Shards(stack.weights, call.recipe.w, cut_rows)], ranks)[0]
 
 
-def _scattered(y: Tensor, stack: Stack, ranks: Ranks) -> Tensor:
-    """This rank's rows of the sum of the ranks' y, plus the bias of a row-parallel layer."""
-    own, bias = ranks.done(ranks.scatter(y)), stack.bias()
-    return own if bias is None else own + bias.to(own.dtype)
-
-
-def _normed(
-    norm: NormSpec | None, x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, call: FusedCall
-) -> Normed:
-    x, residual = _rows(x), _rows(residual)
-    if norm is None or gamma is None:
-        return Normed(x, quantize(x, call.recipe.x), (None,) * 5)
-    total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, call.recipe.x, center=norm.center)
-    return Normed(total, n_q, (total, mean, rstd, gamma, beta))
-
-
-def _norm_gradients(
-    ctx: Any,
-    dn: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, residual, gamma and beta."""
-    if total is None or mean is None or rstd is None or gamma is None:
-        return dn.to(ctx.x_dtype).view(ctx.shape), None, None, None
-    dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, _rows(dtotal), center=ctx.norm.center)
-    dx = dx.view(ctx.shape)  # one tensor for both: autograd must see that it is the same
-    return dx, dx if ctx.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
-
-
-def _rows(x: Any) -> Any:
-    return None if x is None else x.reshape(-1, x.shape[-1])
+def _biased(y: Tensor, stack: Stack) -> Tensor:
+    bias = stack.bias()
+    return y if bias is None else y + bias.to(y.dtype)

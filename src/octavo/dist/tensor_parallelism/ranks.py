@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.distributed import get_process_group_ranks, get_rank
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.numerics.granularity import ROW
@@ -30,17 +31,28 @@ class Ranks:
         rank: the position of this one.
         sequence: whether each rank has only its part of the sequence between the layers (sequence parallelism,
             arXiv:2205.05198). Otherwise each has all of it there, `gather` does nothing and `scatter` only sums.
+        asynchronous: whether the rows of one rank are multiplied while those of another travel, on GPUs.
     """
 
     name: str
     size: int
     rank: int
     sequence: bool
+    asynchronous: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, sequence: bool) -> Ranks:
+    def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Ranks:
+        """The ranks of `mesh`. Raises a ValueError for `asynchronous` where it cannot run."""
         group = mesh.get_group()
-        return cls(group.group_name, mesh.size(), get_process_group_ranks(group).index(get_rank()), sequence)
+        if asynchronous:
+            if mesh.device_type != "cuda" or not sequence:
+                raise ValueError(
+                    f"asynchronous tensor parallelism needs GPUs and sequence=True, got a mesh on {mesh.device_type} "
+                    f"and sequence={sequence}: leave asynchronous=False"
+                )
+            enable_symm_mem_for_group(group.group_name)
+        rank = get_process_group_ranks(group).index(get_rank())
+        return cls(group.group_name, mesh.size(), rank, sequence, asynchronous)
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The rows of all ranks, in their order, of tensors with this rank's rows [T / size, ...]; see `done`."""

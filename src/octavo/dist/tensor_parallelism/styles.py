@@ -23,15 +23,16 @@ from octavo.nn.parallel import Parallel, ParallelLinear
 
 
 class _LinearStyle(ParallelStyle):
-    def __init__(self, *, sequence: bool = True) -> None:
+    def __init__(self, *, sequence: bool = True, asynchronous: bool = False) -> None:
         super().__init__()
-        self.sequence = sequence
+        self.sequence, self.asynchronous = sequence, asynchronous
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
         if type(module) not in (nn.Linear, Linear):
             raise TypeError(f"{type(self).__name__} takes an nn.Linear, converted or not, got {module}")
-        ranks, axis = Ranks.of(device_mesh, sequence=self.sequence), self.weight_axis
+        ranks = Ranks.of(device_mesh, sequence=self.sequence, asynchronous=self.asynchronous)
+        axis = self.weight_axis
         layer: Any = module
         if layer.weight.shape[axis] % ranks.size:
             raise ValueError(
@@ -56,6 +57,7 @@ class ColumnParallel(_LinearStyle):
 
     Args:
         sequence: the input is this rank's part [..., T / ranks, K] of the sequence. Otherwise it is all of it.
+        asynchronous: as in `tensor_parallel`.
 
     The output is [..., T, N / ranks], for all of the sequence.
 
@@ -81,6 +83,7 @@ class RowParallel(_LinearStyle):
 
     Args:
         sequence: the output is this rank's part [..., T / ranks, N] of the sequence. Otherwise it is all of it.
+        asynchronous: as in `tensor_parallel`.
 
     The input is [..., T, K / ranks], for all of the sequence, as the output of a `ColumnParallel` layer.
 
