@@ -3,7 +3,7 @@
 import hashlib
 import math
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +32,15 @@ CONFIG = Config(
     batch=32, accumulate=2, steps=800, learning_rate=6e-4, min_learning_rate=6e-5, warmup=40,
     evaluate_batches=64, compile=Compile(blocks=True),
 )  # fmt: skip
+SOURCES = "stdlib", f"{sysconfig.get_path('purelib')}/**/*.py"
 CHARACTERS = 220_000_000  # of the text; the tokenizer is trained on the first
 SAMPLE = 30_000_000
 LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
 # The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
 GRADIENT_ERRORS = 0.02, 0.5
+
+
+TORCHAO = {"torchao": "rowwise", "torchao_tensorwise": "tensorwise"}  # the recipe of a mode
 
 
 class Data(NamedTuple):
@@ -48,12 +52,12 @@ class Data(NamedTuple):
 # --- Data ------------------------------------------------------------------------------------------------------
 
 
-def read_data(config: Config) -> Data:
-    """The Python source on this machine as tokens."""
-    reading = read_text(["stdlib", f"{sysconfig.get_path('purelib')}/**/*.py"])
+def read_data(config: Config, sources: Sequence[str] = SOURCES, characters: int = CHARACTERS) -> Data:
+    """Text on this machine as tokens: the Python source, if `sources` names no other."""
+    reading = read_text(sources)
     texts = [text for text in set(reading.texts) if len(text) <= LARGEST_FILE]
     texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
-    texts = list(first(texts, CHARACTERS))
+    texts = list(first(texts, characters))
     tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary)
     corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
     print(f"{len(texts)} documents, {len(corpus.train):,} tokens to train on", flush=True)
@@ -81,12 +85,12 @@ def random_data(config: Config) -> Data:
 def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
     """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = "bf16" if mode == "torchao" else mode.removesuffix("_if_faster")
+    recipe = "bf16" if mode in TORCHAO else mode.removesuffix("_if_faster")
     config = config.change(recipe=recipe, only_if_faster=mode.endswith("_if_faster"))
     model = make_model(config, padded(config), Path()).to(device)
     converted = len(convert_model(model, config).converted)
-    if mode == "torchao":
-        converted = use_torchao(model, "rowwise")
+    if mode in TORCHAO:
+        converted = use_torchao(model, TORCHAO[mode])
     prepare_blocks(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
