@@ -7,18 +7,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from octavo.artifact.atomic_folder import WriteError, write_error
 from octavo.artifact.dcp_writer import SafetensorsWriter
 from octavo.artifact.run import RunFolder
 from octavo.train.checkpoint import TrainState, checkpoint_tensors, describe_checkpoint
+from octavo.train.host_copy import HostCopy
 from octavo.train.ranks import rank, world_size
 
 _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
@@ -40,8 +40,7 @@ class CheckpointWriter:
         self.run, self.keep = run, keep
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
-        on_gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._copy = HostCopy()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -53,10 +52,9 @@ class CheckpointWriter:
         """
         self.wait()
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
-        staged = self._stager.stage(tensors)
-        assert isinstance(staged, dict)  # it is a future if the copy runs in a thread, too
+        self._copy.update(tensors)
         target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
-        self._pending = self._thread.submit(self._write, target, staged, description)
+        self._pending = self._thread.submit(self._write, target, tensors, description)
 
     @property
     def failed(self) -> bool:
@@ -76,7 +74,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.shutdown()
-        self._stager.close()
+        self._copy.close()
         if error is None:
             self.wait()
 
@@ -84,13 +82,13 @@ class CheckpointWriter:
         if rank() == 0:
             for leftover in self.run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(leftover)
-        metadata = {"model": {"format": "pt"}}
+        metadata, planner = {"model": {"format": "pt"}}, _CopyPlanner(self._copy)
         try:
             with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
                 if self._group is None:
-                    _save_alone(tensors, writer)
+                    _save_alone(tensors, planner, writer)
                 else:
-                    save(tensors, storage_writer=writer, planner=_planner(), process_group=self._group)
+                    save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
             raise _readable(error, target) from error
         if rank() == 0:
@@ -109,13 +107,19 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     return run.checkpoint(state.step)
 
 
-def _planner() -> DefaultSavePlanner:
-    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+class _CopyPlanner(DefaultSavePlanner):
+    """Plans by the shapes and the placements of the tensors of the run, and writes a copy of them."""
+
+    def __init__(self, copy: HostCopy) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copy = copy
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copy[index.fqn]
 
 
-def _save_alone(tensors: dict[str, Tensor], writer: SafetensorsWriter) -> None:
+def _save_alone(tensors: dict[str, Tensor], planner: DefaultSavePlanner, writer: SafetensorsWriter) -> None:
     """The steps of `torch.distributed.checkpoint.save` in a single process, where it warns that there are no others."""
-    planner = _planner()
     planner.set_up_planner(tensors, None, True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
