@@ -99,3 +99,15 @@ def test_a_model_with_adapters_is_converted_without_them(made: Folders) -> None:
     model = peft.get_peft_model(base, settings())
     octavo.convert(model, skip=["*lora_*"])
     check_training(model, LAYERS + LAYERS - 3)
+
+
+def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> None:
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support_packed(settings())).train()
+        if checkpoints:
+            model.activation_checkpointing_enable()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

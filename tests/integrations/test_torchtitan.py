@@ -10,7 +10,7 @@ import torch
 from fsdp_examples import counted
 from operation_counts import operations
 from ranks import run_ranks
-from torchtitan_examples import make_trainer, model_registry, train
+from torchtitan_examples import CompileConfig, LoRAConverter, make_trainer, model_registry, train
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
@@ -46,6 +46,29 @@ def test_selective_checkpointing_saves_the_gemms() -> None:
     trainer = make_trainer(converters=[fp8(skip=["*.w2"])], activation_checkpoint=SelectiveAC.Config())
     counts = operations(lambda: train(trainer, 1))
     assert counts["octavo::scaled_mm"] == (LINEARS - 6) * 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo reads it
+@pytest.mark.usefixtures("_leave_the_group")
+def test_blocks_compile_as_one_graph_each() -> None:
+    torch._dynamo.utils.counters.clear()
+    trainer = make_trainer(converters=[fp8()], compile=CompileConfig(enable=True, backend="aot_eager"))
+    losses = train(trainer, STEPS)
+    assert losses[-1] < losses[0] - 0.2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.usefixtures("_leave_the_group")
+def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
+    lora = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo"])
+    trainer = make_trainer(converters=[fp8(), lora])
+    (model,) = trainer.model_parts
+    trained = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"lora_a", "lora_b"}
+    losses: list[float] = []
+    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    assert losses[-1] < losses[0] - 0.01
+    assert counts["octavo::scaled_mm"] == STEPS * (3 * LINEARS - 1)  # no dw; no dx of the first layer
 
 
 @pytest.mark.usefixtures("_leave_the_group")

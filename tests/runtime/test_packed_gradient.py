@@ -1,58 +1,22 @@
 """The gradient of the input of packed layers, against the gradient of the dequantized weight in float64."""
 
-from typing import Any
-
 import pytest
 import torch
 from metrics import distance
 from operation_counts import operations
+from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
 from runtime_examples import layer_by_layer, logits
 from tiny_models import IDS, Folders
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.ops import quantize
-from octavo.runtime import PackedLinear
-
-TOKENS, INPUTS, OUTPUTS = 48, 256, 384
-
-
-def packed(scheme: str, inputs: int = INPUTS, outputs: int = OUTPUTS) -> PackedLinear:
-    """A layer whose rows, and blocks of rows, are of very different size."""
-    generator = torch.Generator().manual_seed(0)
-    layer = PackedLinear(nn.Linear(inputs, outputs), SCHEMES[scheme])
-    w = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-2, 1, outputs)[:, None]
-    q = quantize(w, layer.scheme.weight)
-    layer.weight.copy_(q.data)
-    layer.weight_scale.copy_(layer.scheme.stored_scale(q))
-    layer.bias.copy_(torch.randn(outputs, generator=generator))
-    if layer.input_scale is not None:
-        layer.input_scale.fill_(0.01)
-    return layer
-
-
-def gradients(layer: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x [2, T / 2, K], and that of the dequantized weight in float64."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, TOKENS // 2, layer.in_features, generator=generator).to(dtype).requires_grad_()
-    dy = torch.randn(2, TOKENS // 2, layer.out_features, generator=generator) * 1e-6
-    layer(x).backward(dy.to(dtype))
-    assert x.grad is not None
-    return x.grad, dy.to(dtype).double() @ layer.packed_weight().dequantize().double()
-
-
-def worst_row(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """The SQNR in dB of the worst row."""
-    error = (x.double() - expected).square().sum(-1)
-    return float(10 * torch.log10(expected.square().sum(-1) / error).min())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
     """dy is rounded to three bits after the leading one (31 dB on average), or not at all where dx is not in FP8."""
-    layer = packed(scheme)
+    layer = packed_layer(scheme)
     dx, expected = gradients(layer)
     in_fp8 = layer.scheme.weight.granularity.cols is None or layer.scheme.weight.granularity.transposes
     assert worst_row(dx, expected) > (26 if in_fp8 else 120)
@@ -62,13 +26,13 @@ def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
 
 
 def test_blocks_at_the_edge_may_be_smaller() -> None:
-    layer = packed("block", inputs=200, outputs=328)
+    layer = packed_layer("block", inputs=200, outputs=328)
     assert worst_row(*gradients(layer)) > 26
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block", "mx"])
 def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme: str) -> None:
-    layer = packed(scheme)
+    layer = packed_layer(scheme)
     x = torch.randn(TOKENS, INPUTS, requires_grad=True)
     counts = operations(lambda: layer(x).sum().backward())
     assert counts["octavo::scaled_mm"] == (1 if scheme == "mx" else 2)
@@ -77,7 +41,7 @@ def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(s
 
 
 def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved() -> None:
-    layer = packed("channel")
+    layer = packed_layer("channel")
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(torch.randn(TOKENS, INPUTS, requires_grad=True))
@@ -87,7 +51,7 @@ def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved() -> None:
 
 
 def test_compiled_code_has_the_gradient_too() -> None:
-    layer = packed("channel")
+    layer = packed_layer("channel")
     eager, _ = gradients(layer)
     layer.compile(fullgraph=True, backend="aot_eager")
     compiled, _ = gradients(layer)

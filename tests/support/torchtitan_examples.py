@@ -13,8 +13,9 @@ pytest.importorskip("torchtitan")
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.lora import LoRAConverter  # noqa: E402, F401
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402, F401
 from torchtitan.distributed import fsdp  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
@@ -86,7 +87,7 @@ def make_trainer(rank: int = 0, world: int = 1, port: int = 0, *, converters: li
     config.training = TrainingConfig(local_batch_size=2, seq_len=32, steps=3, disable_cuda_graphs=True)
     config.dataloader, config.tokenizer = Batches.Config(), NoTokenizer.Config()
     config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")  # the default needs a newer PyTorch
-    config.checkpoint.enable = False
+    config.checkpoint.enable, config.debug.seed = False, 0
     config.optimizer.implementation = "for-loop"
     for name, value in changes.items():
         setattr(config, name, value)
