@@ -7,6 +7,7 @@ FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32
 GGUF_WEIGHTS = ("q8_0", "f16")
 KV_CACHES = ("auto", "bf16", "fp8", "int8")
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
+MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128")
 SETTINGS = (
     "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",

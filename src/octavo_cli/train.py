@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from octavo_cli.choices import MODEL_PRESETS
 from octavo_cli.display import print_table
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -14,7 +15,10 @@ def train_command(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="A TOML file of settings (key = value), or the config.json of a run."),
+        typer.Argument(
+            metavar="CONFIG",
+            help=f"A TOML file of settings, the config.json of a run, or a preset: {', '.join(MODEL_PRESETS)}.",
+        ),
     ] = None,
     resume_from: Annotated[
         Path | None,
@@ -28,7 +32,8 @@ def train_command(
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
 
-    The model is a small Llama or GPT-2 of Octavo, or a Hugging Face model from a local folder.
+    The model is a Llama or GPT-2 of Octavo, or a Hugging Face model from a local folder. torchrun divides the work
+    among several GPUs.
 
     Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them. A
     setting that is not given may follow from others, as the warmup from the number of steps. The most used settings:
@@ -46,6 +51,8 @@ def train_command(
       octavo train --data 'books/*.txt' --recipe bf16 --tokenizer bpe
 
       octavo train --resume runs/first --steps 400
+
+      torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
     from octavo.train.config import ConfigError, describe
     from octavo.train.processes import run_in_group

@@ -7,6 +7,7 @@ from octavo.generation.engine import AUTO
 from octavo.gguf.export import WEIGHTS
 from octavo.kv_cache.layer import DTYPES
 from octavo.train.config import describe
+from octavo.train.settings import PRESETS
 from octavo.train.tables import FORMER
 from octavo_cli import choices
 
@@ -16,6 +17,7 @@ def test_help_lists_what_the_library_takes():
     assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
     assert {AUTO, *DTYPES} - {"fp32", "fp16"} == set(choices.KV_CACHES)
     assert tuple(LAYOUTS) == choices.LAYOUTS
+    assert tuple(PRESETS) == choices.MODEL_PRESETS
     assert tuple(SCHEMES) == choices.SCHEMES
     kinds = {name.replace("_", "-"): kind for name, kind, *_ in describe()}
     assert tuple(kinds) == choices.SETTINGS

@@ -122,13 +122,31 @@ class BpeTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a local Hugging Face model folder (extra `hf`); nothing is downloaded."""
+    """The tokenizer of a local Hugging Face model folder (extra `hf`); `from_hub` alone downloads."""
 
     def __init__(self, folder: str | Path) -> None:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
-        auto = import_extra("transformers", "hf", "this tokenizer needs transformers").AutoTokenizer
-        self._tokenizer = open_local(auto, folder)
+        self._tokenizer = open_local(_auto_tokenizer(), folder)
+
+    @classmethod
+    def from_hub(cls, name: str) -> Self:
+        """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder.
+
+        Raises:
+            ValueError: it cannot be opened; the message says why.
+        """
+        if Path(name).is_dir():
+            return cls(name)
+        tokenizer = cls.__new__(cls)
+        try:
+            tokenizer._tokenizer = _auto_tokenizer().from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the tokenizer hf:{name} cannot be opened ({str(error).splitlines()[0]}): give the name of a model on "
+                "the hub (log in with `hf auth login` if it is gated), or a local folder"
+            ) from error
+        return tokenizer
 
     @property
     def vocabulary_size(self) -> int:
@@ -176,6 +194,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
+
+
+def _auto_tokenizer() -> Any:
+    return import_extra("transformers", "hf", "this tokenizer needs transformers").AutoTokenizer
 
 
 def _tokenizers() -> Any:

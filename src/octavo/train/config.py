@@ -28,6 +28,7 @@ from octavo.train.declaration import (
     POSITIVE,
     SEED,
     SOME,
+    TOKENIZER,
     flatten,
     nest,
     setting,
@@ -79,7 +80,7 @@ class Config:
     # Data
     data: tuple[str, ...] = setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", SOME)
     tokenizer: str = setting(
-        "bytes", "bytes, characters (of the data), or bpe (trained on the data)", choices=("bytes", "characters", "bpe")
+        "bytes", "bytes, characters (of the data), bpe (trained on the data), or hf:NAME_OR_FOLDER", TOKENIZER
     )
     vocabulary: int = setting(4096, "tokens to train (bpe)", BYTES)
     sampling: str = setting(
@@ -161,9 +162,10 @@ class Config:
     def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Self:
         """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
 
-        The file is TOML, or the config.json of a run. Overrides are `--key value` or `--key=value`; booleans are
-        `true` or `false`, `--key` alone is true and `--no-key` is false; a list takes all values up to the next
-        `--key`, may be given again to add more, and is empty if only `--key=` is given.
+        The file is TOML, or the config.json of a run; the name of a preset stands for its file. Overrides are
+        `--key value` or `--key=value`; booleans are `true` or `false`, `--key` alone is true and `--no-key` is false; a
+        list takes all values up to the next `--key`, may be given again to add more, and is empty if only `--key=` is
+        given.
         """
         values = {} if path is None else read_file(Path(path))
         return cls._merge(values, parse(overrides, _kinds()), str(path))

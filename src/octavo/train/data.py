@@ -25,6 +25,7 @@ from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceToke
 from octavo.text import DataError, Reading, read_text
 from octavo.train.config import Config
 
+HUB = "hf:"  # before the name of a tokenizer
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
@@ -36,7 +37,9 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
         ImportError: the extra that the tokenizer or the data needs is not installed.
     """
     opened: Tokenizer | None = None
-    if config.model not in BUILT_IN_MODELS:
+    if config.tokenizer.startswith(HUB) and not saved.exists():
+        opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix(HUB))
+    elif config.tokenizer.startswith(HUB) or config.model not in BUILT_IN_MODELS:
         opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
     elif saved.exists():
         opened = load_tokenizer(saved)

@@ -27,6 +27,10 @@ SOME: Range = ("a list of at least one entry", lambda value: len(value) > 0)
 NAMED: Range = ("a name that is not empty", lambda value: value != "")
 SEED: Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 DEVICE: Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
+TOKENIZER: Range = (
+    "one of bytes, characters, bpe, or hf: and the name or folder of a Hugging Face model",
+    lambda value: re.fullmatch(r"bytes|characters|bpe|hf:.+", value) is not None,
+)
 DEGREE: Range = ("at least 1, or -1 for the processes that are left", lambda value: value >= 1 or value == -1)
 
 

@@ -106,7 +106,7 @@ def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMes
     """
     names = tuple(each.name for each in fields(Degrees))
     mesh = init_device_mesh(device.type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=names)
-    if degrees.dp_shard > 1 and degrees.tp > 1:
+    if degrees.tp > 1:
         mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
     for group in (None, *mesh.get_all_groups()):
         _set_pg_timeout(timedelta(seconds=timeout), group)

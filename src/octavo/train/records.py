@@ -8,6 +8,8 @@ from typing import Any
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
+from octavo.train.declaration import flatten
+from octavo.train.tables import replace_former
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def read_run(path: Path) -> RunRecord:
 
 def different_settings(runs: list[RunRecord]) -> dict[str, list[Any]]:
     """The settings in which runs differ, other than their folders: name to the value of each run."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    values = {name: [run.settings.get(name) for run in runs] for name in names if name not in ("out", "derived")}
+    settings = [replace_former(flatten(run.settings)) for run in runs]
+    names = dict.fromkeys(name for each in settings for name in each)
+    values = {name: [each.get(name) for each in settings] for name in names if name not in ("out", "derived")}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
 
 

@@ -63,12 +63,21 @@ def typed(key: str, value: object, kinds: Kinds, source: str) -> Any:
 # --- Files -------------------------------------------------------------------------------------------------------
 
 
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
+
+
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a TOML file, or in a JSON file (its name ends in .json) such as the config.json of a run."""
+    """The values in a TOML file, or in a JSON file (its name ends in .json) such as the config.json of a run.
+
+    The name of a preset stands for its file, unless there is a file of that name.
+    """
+    if not path.exists():
+        path = PRESETS.get(str(path), path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from error
+        presets = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else ""
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}{presets}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
     try:
