@@ -104,8 +104,7 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     for block in find_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
-    fp8 = fp8 and config.parallel.fp8_all_gather and mesh["tp"].size() == 1
-    return fp8_all_gather(model) if fp8 else None
+    return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
 
 def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
