@@ -25,6 +25,7 @@ class FusedModule:
         name: in the model.
         stacked: the layers that run as one GEMM.
         layers: all layers that run in the pass.
+        unwatched: the modules that must have no hooks: `layers`, and others that decide whether it fuses them.
         cache: of the quantized weights of `stacked`.
         falls_back: whether it runs the layers one by one where it cannot fuse them.
     """
@@ -32,6 +33,7 @@ class FusedModule:
     name: str
     stacked: Sequence[nn.Module]
     layers: Sequence[nn.Module]
+    unwatched: Sequence[nn.Module]
     cache: WeightCache
     falls_back: bool
 
@@ -41,11 +43,13 @@ def fused_modules(model: nn.Module) -> list[FusedModule]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, NormLinear):
-            falls_back = isinstance(module.owner, DecoderLayer)
-            found.append(FusedModule(name, module.linears, module.linears, module.weight_cache, falls_back))
+            linears, owner = module.linears, module.owner
+            falls_back = isinstance(owner, DecoderLayer)
+            unwatched = [*linears, owner.self_attn, owner.mlp] if isinstance(owner, DecoderLayer) else linears
+            found.append(FusedModule(name, linears, linears, unwatched, module.weight_cache, falls_back))
         elif isinstance(module, FusedMLP):
             layers = (*module.inner, module.outer)
-            found.append(FusedModule(name, module.inner, layers, module.weight_cache, True))
+            found.append(FusedModule(name, module.inner, layers, layers, module.weight_cache, True))
     return [module for module in found if _has_one_recipe(module.layers)]
 
 
@@ -58,19 +62,19 @@ def unfusing_units(
         ValueError: a unit gathers weights that a module outside of it reads, and cannot do without.
     """
     names = {module: name for name, module in model.named_modules()}
-    found = {}
+    found: dict[str, str] = {}
     for module in modules:
+        found |= {names[part]: module.name for part in module.unwatched if is_unit(part)}
         for layer in module.layers:
-            if is_unit(layer):
-                found[names[layer]] = module.name
-            elif layer in units and not _holds(units[layer].unit, module.name):
-                if not module.falls_back:
-                    raise ValueError(
-                        f"{module.name} reads the weight of {names[layer]}, which fully_shard gathers in the unit "
-                        f"{units[layer].unit}, when that is called: call fully_shard on a module that holds both, such "
-                        "as the decoder block"
-                    )
-                found[units[layer].unit] = module.name
+            if layer not in units or is_unit(layer) or _holds(units[layer].unit, module.name):
+                continue
+            if not module.falls_back:
+                raise ValueError(
+                    f"{module.name} reads the weight of {names[layer]}, which fully_shard gathers in the unit "
+                    f"{units[layer].unit}, when that is called: call fully_shard on a module that holds both, such as "
+                    "the decoder block"
+                )
+            found[units[layer].unit] = module.name
     return found
 
 

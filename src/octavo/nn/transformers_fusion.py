@@ -19,7 +19,7 @@ from octavo.nn.mlp import FusedMLP, SwiGLU
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, child, watched
 from octavo.nn.parallel import parallel_of
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.weight_cache import WeightCache
+from octavo.nn.weight_cache import WeightCache, class_name
 
 DECODER_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
@@ -40,13 +40,13 @@ def fuse_decoder_layers(model: nn.Module) -> None:
 
 def is_known(layer: Any) -> bool:
     """Whether `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
-    if type(layer).__name__ not in DECODER_LAYERS:
+    if class_name(layer) not in DECODER_LAYERS:
         return False
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     mlp = layer.mlp
     return (
         all(type(norm).__name__ in RMS_NORMS for norm in norms)
-        and type(mlp).__name__ in MLPS
+        and class_name(mlp) in MLPS
         and type(mlp.act_fn).__name__ in SILU
     )
 

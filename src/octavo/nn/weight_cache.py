@@ -173,6 +173,12 @@ def _caches(model: nn.Module) -> list[CachedStack]:
     return caches
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the class that a module had before `fully_shard` made it a subclass."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if shards(module) else name
+
+
 def shards(module: nn.Module) -> bool:
     """Whether FSDP manages this module, by the name of its class: importing FSDP takes long."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
