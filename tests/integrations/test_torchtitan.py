@@ -10,7 +10,7 @@ import torch
 from fsdp_examples import counted
 from operation_counts import operations
 from ranks import run_ranks
-from torchtitan_examples import CompileConfig, LoRAConverter, make_trainer, model_registry, train
+from torchtitan_examples import CompileConfig, LoRAConverter, ParallelismConfig, make_trainer, model_registry, train
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
@@ -81,9 +81,10 @@ def test_delayed_scales_are_updated_after_each_step() -> None:
 
 
 def two_ranks(rank: int, ports: list[int]) -> list[tuple[list[float], int]]:
-    """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8."""
+    """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8. Then a refusal."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
     results = []
+    *ports, last = ports
     for port, converters in zip(ports, ([], [fp8()]), strict=True):
         torch.distributed.destroy_process_group()  # torchtitan makes a group of its own
         trainer = make_trainer(rank, 2, port, converters=converters)
@@ -91,11 +92,15 @@ def two_ranks(rank: int, ports: list[int]) -> list[tuple[list[float], int]]:
         with counted() as sent:
             losses += train(trainer, 1)
         results.append((losses, sum(sent["gather"])))
+    torch.distributed.destroy_process_group()
+    divided = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
+    with pytest.raises(NotImplementedError, match="tensor_parallel_degree=1 and .*, got 2 and 'partial_dtensor'"):
+        make_trainer(rank, 2, last, converters=[fp8()], parallelism=divided)
     return results
 
 
-def test_sharded_weights_are_gathered_in_eight_bits() -> None:
-    (bf16, wide), (losses, sent) = run_ranks(2, two_ranks, [free_port(), free_port()])[0]
+def test_sharded_weights_are_gathered_in_eight_bits_and_tensor_parallelism_is_refused() -> None:
+    (bf16, wide), (losses, sent) = run_ranks(2, two_ranks, [free_port(), free_port(), free_port()])[0]
     assert losses == pytest.approx(bf16, abs=0.05)
     assert losses[-1] < losses[0] - 0.5
     converted = 6 * 256 * (768 + 256 + 3 * 768) * 2  # bytes of the weights in BF16: a rank sends half, twice a step

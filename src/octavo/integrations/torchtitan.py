@@ -116,12 +116,26 @@ def _prepared(config: Any) -> Any:
         class Config(settings):  # type: ignore[misc, valid-type]
             pass
 
+        def parallelize(self, parallel_dims: Any) -> None:
+            _check(parallel_dims)
+            super().parallelize(parallel_dims)
+
         def init_states(self, *args: Any, **kwargs: Any) -> None:
             super().init_states(*args, **kwargs)
             _finish(self)
 
     FP8Model.__name__ = FP8Model.__qualname__ = f"FP8{owner.__name__}"
     return FP8Model.Config(**_values(config))
+
+
+def _check(parallel_dims: Any) -> None:
+    """Raise an error for a division of the model that the layers cannot run, before its memory is allocated."""
+    if parallel_dims.tp_enabled or parallel_dims.spmd_backend == "full_dtensor":
+        raise NotImplementedError(
+            "octavo's layers in torchtitan need tensor_parallel_degree=1 and spmd_backend='partial_dtensor', got "
+            f"{parallel_dims.tp} and {parallel_dims.spmd_backend!r}: shard the model by FSDP2 alone. octavo train has "
+            "tensor parallelism"
+        )
 
 
 def _finish(model: nn.Module) -> None:
