@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from octavo.dist import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.train.config import ConfigError
 from octavo.train.loss import LARGE_VOCABULARY, ChunkedLoss, make_loss, whole_loss
@@ -20,7 +22,7 @@ HF_LLAMA = {
 
 def llama(tied=True, vocabulary=VOCABULARY):
     torch.manual_seed(0)
-    return build(LlamaConfig(vocabulary, 2, 32, 2, 1, 64, 16, tied=tied))
+    return build(LlamaConfig(vocabulary, 2, 32, 2, 2, 64, 16, tied=tied))
 
 
 def transformers_llama():
@@ -94,17 +96,28 @@ def test_a_run_with_chunks_loses_as_one_without_and_resumes_bit_for_bit(begin, g
 
 
 def sharded_gradients(rank):
-    """The gradients under FSDP2: the head is of the root, which frees its weights after the forward pass."""
-    model = llama()
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model, reshard_after_forward=True)
-    found = gradients(model, ChunkedLoss("lm_head", chunk=10))
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for name, t in found.items()}
+    """The gradients under FSDP2, whose root has the head and frees its weights after the forward pass, and under tensor
+    parallelism, where each rank has a part of the vocabulary, and of the sequence or not."""
+    by_layout = {}
+    for layout in ("fsdp", "sequence", "tensor"):
+        model, mesh = llama(), init_device_mesh("cpu", (2,))
+        if layout == "fsdp":
+            for block in model.model.layers:
+                fully_shard(block)
+            fully_shard(model, reshard_after_forward=True)
+        else:
+            tensor_parallel(model, mesh, sequence=layout == "sequence")
+        found = gradients(model, ChunkedLoss("lm_head", chunk=10))
+        by_layout[layout] = {
+            name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for name, t in found.items()
+        }
+    return by_layout
 
 
-def test_the_head_of_a_sharded_model_is_read_while_it_is_gathered():
+def test_the_head_of_a_sharded_model_is_read_where_it_is_gathered():
     expected = gradients(llama(), ChunkedLoss("lm_head", chunk=10))
-    for found in run_ranks(2, sharded_gradients):
-        for name, array in found.items():
-            torch.testing.assert_close(torch.from_numpy(array), expected[name])
+    for by_layout in run_ranks(2, sharded_gradients):
+        for found in by_layout.values():
+            assert found.keys() == expected.keys()
+            for name, array in found.items():
+                torch.testing.assert_close(torch.from_numpy(array), expected[name])
