@@ -9,9 +9,11 @@ import signal
 import pytest
 import torch
 from full_disk import files_of_at_most
+from torch import nn
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
+from octavo.train import start
 from octavo.train.config import Config, ConfigError
 
 RUNS = [
@@ -178,6 +180,14 @@ def test_broken_checkpoint_changes_nothing_and_the_one_before_it_serves(begin, g
 )
 def test_settings_that_the_checkpoint_does_not_fit(stopped, go_on, overrides, essentials):
     refuses(stopped, go_on, ValueError, *essentials, overrides=overrides)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(stopped, go_on, monkeypatch):
+    monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
+    monkeypatch.setattr(start, "make_trained_model", lambda *args: pytest.fail("the model is made"))
+    refuses(stopped, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
+    (stopped / "step-00000004" / "optimizer.safetensors").write_bytes(b"short")
+    refuses(stopped, go_on, ArtifactError, "optimizer.safetensors", "Remove that folder")
 
 
 def test_data_that_changed(begin, go_on, tmp_path):

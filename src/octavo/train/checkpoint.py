@@ -61,6 +61,26 @@ def describe_checkpoint(state: TrainState) -> str:
     return json.dumps(described, indent=2) + "\n"
 
 
+def check_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> None:
+    """Check a checkpoint before memory is taken.
+
+    Args:
+        model: on any device, the meta device too.
+        fingerprint: of the data.
+
+    Raises:
+        ArtifactError: a file is truncated, the weights are of another model, or the data differs from the data of the
+            checkpoint.
+    """
+    if _read_description(folder)["fingerprint"] != fingerprint:
+        raise ArtifactError(
+            f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
+        )
+    _check_weights(folder, _open(folder, "model"), model)
+    for stem in ("optimizer", "state"):
+        _open(folder, stem)
+
+
 def load_checkpoint(folder: Path, state: TrainState) -> None:
     """Restore `state` from a checkpoint, on every rank. Everything is checked before anything is changed.
 
@@ -69,12 +89,12 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
             ranks raise the same error.
     """
     with same_outcome():
-        described = _read_description(folder)
-        if described["fingerprint"] != state.fingerprint:
-            raise ArtifactError(
-                f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
-            )
-        model, optimizer = _ModelFiles(folder, state.model), _open(folder, "optimizer")
+        check_checkpoint(folder, state.model, state.fingerprint)
+        described, model, optimizer = (
+            _read_description(folder),
+            _ModelFiles(folder, state.model),
+            _open(folder, "optimizer"),
+        )
         moments = optimizer_state(state.model, state.optimizer)
         _check_fit(optimizer, moments, f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state")
         check_random_state(model.saved, str(folder / "state.safetensors"))
@@ -102,7 +122,7 @@ class _ModelFiles:
         self.model, self.weights = model, _open(folder, "model")
         self.saved = _open(folder, "state").get_all("cpu")
         self.scales = {name: tensor for name, tensor in self.saved.items() if not name.startswith(PREFIX)}
-        _check_fit(self.weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
+        _check_weights(folder, self.weights, model)
         check_match(self.scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
 
     def load(self) -> None:
@@ -139,6 +159,10 @@ def _not_whole(folder: Path, error: Exception) -> ArtifactError:
     return ArtifactError(
         f"the checkpoint {folder} is not whole: {error}. Remove that folder to resume from the one before it"
     )
+
+
+def _check_weights(folder: Path, weights: ShardReader, model: nn.Module) -> None:
+    _check_fit(weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
 
 
 def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:

@@ -15,7 +15,7 @@ from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert
 from octavo.train.config import Config, ConfigError
-from octavo.train.hugging_face import open_language_model
+from octavo.train.hugging_face import describe_language_model, open_language_model
 from octavo.train.memory import total_memory
 
 Forward = Callable[..., Any]  # a model, or a function that calls one
@@ -36,6 +36,14 @@ def cast_weights(model: nn.Module, config: Config) -> nn.Module:
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16)
     return model
+
+
+def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
+    """The model of `make_model` on the meta device: its parameters have shapes, and no memory."""
+    if config.model in BUILT_IN_MODELS:
+        with torch.device("meta"):
+            return make_model(config, vocabulary, saved)
+    return describe_language_model(config, saved)
 
 
 def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:

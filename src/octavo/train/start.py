@@ -14,7 +14,7 @@ from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
-from octavo.train.checkpoint import TrainState, load_checkpoint
+from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
 from octavo.train.header import header_text
@@ -23,7 +23,7 @@ from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.mesh import check_parallel, find_degrees
 from octavo.train.metrics import event_writer
-from octavo.train.model import check_memory, check_vocabulary, save_description
+from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
 from octavo.train.optimizer import make_optimizer
 from octavo.train.parallel_model import make_parallel_model, make_trained_model
 from octavo.train.processes import check_same, group_of_one, on_first, own_device
@@ -82,7 +82,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         check_same(config)
-        trainer = _prepare(config, run, lock, console)
+        trainer = _prepare(config, run, lock, console, newest)
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
             write_settings(config, run)
@@ -138,7 +138,9 @@ def _describe(trainer: Trainer) -> None:
         raise write_error(run.path, error) from error
 
 
-def _prepare(config: Config, run: RunFolder, lock: ExitStack, console: Console) -> Trainer:
+def _prepare(
+    config: Config, run: RunFolder, lock: ExitStack, console: Console, checkpoint: Path | None = None
+) -> Trainer:
     with same_outcome():
         degrees = find_degrees(config.parallel, world_size())
         check_parallel(config, degrees)
@@ -157,6 +159,10 @@ def _prepare(config: Config, run: RunFolder, lock: ExitStack, console: Console) 
     offload = config.optimizer.offload
     storage = torch.device("cpu") if offload else device
     check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
+    if checkpoint is not None:
+        with same_outcome():
+            meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
+            check_checkpoint(checkpoint, meta_model, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if offload:
         lock.enter_context(group_of_one())
