@@ -15,7 +15,7 @@ KINDS = {  # parts of the kernels' names, in lower case; the first kind that mat
     "other communication": ("nccl",),
 }
 ATTENTION, GEMM = ("sdpa", "fmha", "flash", "cudnn"), ("nvjet", "gemm", "cutlass")
-ANNOTATIONS = ("nccl:", "fsdp::", "profilerstep", "##")  # ranges on the timeline that are no kernels
+ANNOTATIONS = ("nccl:", "FSDP::", "Optimizer.", "ProfilerStep", "##")  # ranges on the timeline that are no kernels
 
 
 def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
@@ -30,7 +30,7 @@ def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in found.events()
-        if event.device_type.name == "CUDA" and not event.name.lower().startswith(ANNOTATIONS)
+        if event.device_type.name == "CUDA" and not (event.is_user_annotation or event.name.startswith(ANNOTATIONS))
     ]
     return {kind: microseconds / 1e3 / steps for kind, microseconds in split(kernels).items()}
 

@@ -18,6 +18,7 @@ import os
 import statistics
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +113,21 @@ def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path
         if time.monotonic() > deadline or (path.exists() and json.loads(path.read_text())["whole"]):
             continue
         trainer, converted = trainers[mode] = trainers.get(mode) or make_trainer(mode, config, data)
-        trainer.step()  # compiles
-        restart(trainer, data, seed)
         facts = {"machine": record.facts(), "model": model, "mode": mode, "seed": seed, "settings": settings(config)}
         corpus = {"fingerprint": data.corpus.fingerprint, "train_tokens": len(data.corpus.train)}
         facts |= {"corpus": corpus, "converted": converted}
-        for progress in train(trainer, deadline):
-            path.write_text(json.dumps(facts | progress, indent=2) + "\n")
-        loss = progress["evaluations"][-1]["loss"] if progress["evaluations"] else math.nan
-        print(f"{mode}:{seed} is at {loss:.4f}, {progress['tokens_per_second']:.0f} tokens/s", flush=True)
+        with cast_once(trainer.model):
+            trainer.step()  # compiles
+            trainer.evaluate()
+            restart(trainer, data, seed)
+            for progress in train(trainer, deadline):
+                path.write_text(json.dumps(facts | progress, indent=2) + "\n")
+                loss, speed = progress["evaluations"][-1]["loss"], progress["tokens_per_second"]
+                print(f"{mode}:{seed}, step {trainer.state.step}: {loss:.4f}, {speed:.0f} tokens/s", flush=True)
 
 
-def train(trainer: Trainer, deadline: float) -> Any:
-    """Train to the last step or to `deadline`; gives the run so far, at each evaluation and at the end."""
+def train(trainer: Trainer, deadline: float) -> Iterator[dict[str, Any]]:
+    """Train to the last step or to `deadline`; gives the run so far, at each evaluation."""
     config, device = trainer.config, trainer.state.device
     every = max(config.steps // EVALUATIONS, 1)
     tokens = config.batch * config.accumulate * config.context
@@ -133,26 +136,25 @@ def train(trainer: Trainer, deadline: float) -> Any:
     seconds = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with cast_once(trainer.model):
-        while len(losses) < config.steps and time.monotonic() < deadline:
-            began = time.perf_counter()
-            losses += [trainer.step()[0] for _ in range(min(every, config.steps - len(losses)))]
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds += time.perf_counter() - began
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-            loss = trainer.evaluate()
-            if not math.isfinite(loss):
-                raise RuntimeError(f"the run has diverged: its loss is {loss}")
-            evaluations.append({"step": len(losses), "seconds": seconds, "loss": loss})
-            yield {
-                "whole": len(losses) == config.steps,
-                "tokens": tokens * len(losses),
-                "tokens_per_second": tokens * len(losses) / seconds,
-                "peak_bytes": peak,
-                "evaluations": evaluations,
-                "curve": curve(torch.stack(losses).tolist()),
-            }
+    while len(losses) < config.steps and time.monotonic() < deadline:
+        began = time.perf_counter()
+        losses += [trainer.step()[0] for _ in range(min(every, config.steps - len(losses)))]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        loss = trainer.evaluate()
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the run has diverged: its loss is {loss}")
+        evaluations.append({"step": len(losses), "seconds": seconds, "loss": loss})
+        yield {
+            "whole": len(losses) == config.steps,
+            "tokens": tokens * len(losses),
+            "tokens_per_second": tokens * len(losses) / seconds,
+            "peak_bytes": peak,
+            "evaluations": evaluations,
+            "curve": curve(torch.stack(losses).tolist()),
+        }
 
 
 def curve(losses: list[float]) -> list[float]:

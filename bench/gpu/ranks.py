@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from bench.gpu.timing import once
 
-MEGABYTE = 1 << 20
+GATHERED = 256 << 20  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
 
 
@@ -115,10 +115,10 @@ class _ReduceScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, self.network.group or group, op, async_op)
 
 
-def bandwidth(group: distributed.ProcessGroup | None = None, megabytes: int = 256) -> float:
-    """Bytes a second that a rank receives in an all-gather of `megabytes` in total."""
+def bandwidth(group: distributed.ProcessGroup | None = None) -> float:
+    """Bytes a second that a rank receives in an all-gather of 256 MB in total."""
     world = distributed.get_world_size()
-    share = torch.zeros(megabytes * MEGABYTE // world, dtype=torch.uint8, device=_device())
+    share = torch.zeros(GATHERED // world, dtype=torch.uint8, device=_device())
     whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=_device())
     gather, members = DefaultAllGather(), group or distributed.group.WORLD
     assert members is not None

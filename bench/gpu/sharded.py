@@ -66,9 +66,9 @@ class Runner:
     ) -> None:
         mode = MODES[name]
         self.mode = mode
-        torch.manual_seed(0)  # the matrices of all models come in the same order
         with torch.device(device):
             self.model = LanguageModel(config, mode.stack)
+            torch.manual_seed(0)  # the matrices of all models come in the same order
             for p in self.model.parameters():
                 if p.ndim > 1:
                     nn.init.normal_(p, std=0.02)

@@ -29,7 +29,7 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     from bench.gpu import network, ranks
 
     warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
-    record.RESULTS = Path(folder)
+    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     device, deadline = ranks.start(), ranks.Deadline(math.inf)

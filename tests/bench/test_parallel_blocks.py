@@ -22,7 +22,7 @@ def measure(rank: int, folder: str) -> tuple[list[str], list[Any], list[dict[str
     from bench import record
     from bench.gpu import ranks, tensor_parallel
 
-    record.RESULTS = Path(folder)
+    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
@@ -45,8 +45,8 @@ def test_modes_are_measured_and_bf16_equals_one_process(tmp_path: Path) -> None:
     assert rows[0]["ratio"] == 1.0
     assert json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"] == rows
 
-    torch.manual_seed(0)
     model = SplitStack(TINY).to(torch.bfloat16)
+    torch.manual_seed(0)
     for p in model.parameters():
         if p.ndim > 1:
             nn.init.normal_(p, std=0.02)
