@@ -15,7 +15,7 @@ from octavo.numerics.qtensor import QTensor
 
 
 class Parallel(Protocol):
-    """How a layer is computed of which each rank has a part."""
+    """The computation of a layer of which each rank has a part."""
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """The output of `layer`, an `nn.Linear`, converted or not."""
@@ -40,7 +40,7 @@ class ParallelLinear(nn.Linear):
 
 
 def parallel_of(layers: Sequence[nn.Module]) -> Parallel | None:
-    """How the layers are computed that share an input; None for layers that each rank has whole.
+    """The computation of layers that share an input; None for layers that each rank has whole.
 
     Raises:
         ValueError: some of them are parallel and others are not.

@@ -66,5 +66,5 @@ def scattered_mm(a: QTensor, b: QTensor, gemm: Gemm, call: FusedCall, ranks: Ran
 
 
 def _runs(a: QTensor, ranks: Ranks) -> bool:
-    """Whether the operation on symmetric memory runs: on GPUs."""
+    """True where the operation on symmetric memory runs: on GPUs."""
     return ranks.asynchronous and a.data.is_cuda

@@ -8,7 +8,7 @@ Tokens T, of which each of R ranks has T/R between the layers; the mathematics i
                 g_q[T/R,N] -> gathered g_q[T,N];    dx[T,K/R] = g_q @ w_q;  dw[N,K/R] = g_q^T @ x_q
 
 In a row-parallel layer s_w and the mantissa m of s_x are the same for all ranks, so that each can quantize
-g = dy * s_w * m for its own rows before they are gathered. What is scattered is in high precision: it is a sum.
+g = dy * s_w * m for its own rows before they are gathered. The results that are scattered are sums, in high precision.
 
 A column-parallel layer saves the bytes of its own rows, and gathers them again in the backward pass. There, as in the
 forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
@@ -69,7 +69,7 @@ def column(
 
 
 def row(x: Tensor, stack: Stack, call: FusedCall, ranks: Ranks) -> Tensor:
-    """y [T / R, N], this rank's rows, of x [T, K / R], rows in the order of the ranks."""
+    """This rank's rows y [T / R, N], of all rows x [T, K / R] in the order of the ranks."""
     y: Tensor = _Row.apply(call, ranks, x, *stack.arguments())  # type: ignore[no-untyped-call]
     return y
 

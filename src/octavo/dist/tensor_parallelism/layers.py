@@ -1,8 +1,8 @@
-"""How the layers are computed of which each rank has a part (`octavo.nn.parallel.Parallel`).
+"""The computation of layers of which each rank has a part (`octavo.nn.parallel.Parallel`).
 
 With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
-bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output (BF16
-under autocast), and each rank quantizes its part of a weight, and of a row-parallel layer's input, by itself.
+bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
+under autocast. Each rank then quantizes its part of a weight, and of a row-parallel layer's input, by itself.
 """
 
 from collections.abc import Sequence

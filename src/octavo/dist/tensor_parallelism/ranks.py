@@ -1,4 +1,4 @@
-"""The ranks that share layers, and what they exchange.
+"""The ranks that share layers, and their exchanges.
 
 The collectives are PyTorch's functional ones, which torch.compile traces. `gather` and `scatter` only start the
 exchange: the GPU computes on until `done` waits for the result.
