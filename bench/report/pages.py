@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, generation, performance, plots, scaling
+from bench.report import accuracy, generation, performance, plots, pretraining, scaling
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -21,7 +21,8 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {"performance": (generation, performance), "accuracy": (accuracy,)}  # the modules of their tables
-NEEDS_RESULTS = {"scaling": (scaling,)}  # pages that exist once their benchmark has run
+# Pages that exist once a benchmark has run: the beginning of its results' names, and the modules of the tables.
+LATER = {"scaling": ("gpu_fsdp_", (scaling,)), "pretraining": ("pretrain_", (pretraining,))}
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
 
 
@@ -36,7 +37,12 @@ def main() -> None:
 
 def pages(results: dict[str, Result]) -> dict[str, tuple[ModuleType, ...]]:
     """The pages that the results give, and the modules of their tables."""
-    return PAGES | (NEEDS_RESULTS if scaling.runs(results) else {})
+    there = {
+        name: modules
+        for name, (prefix, modules) in LATER.items()
+        if any(result.startswith(prefix) for result in results)
+    }
+    return PAGES | there
 
 
 def page(name: str, results: dict[str, Result]) -> str:
