@@ -95,7 +95,7 @@ def traffic(rank: int) -> dict[str, Any]:
                 for _ in range(2):
                     for part in model:
                         part(x).sum().backward()
-            optimizer.step()
+                optimizer.step()
         sent[kind] = now
     return sent
 

@@ -41,6 +41,11 @@ def by_dcp(model: nn.Module, folder: Path) -> None:
     dcp.load(model.state_dict(), checkpoint_id=folder)
 
 
+def by_dcp_into_parameters(model: nn.Module, folder: Path) -> None:
+    dcp.save(other_state(model), checkpoint_id=folder / "parameters")
+    dcp.load(dict(model.named_parameters()), checkpoint_id=folder / "parameters")
+
+
 def in_place(model: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for p, t in zip(model.parameters(), other_state(model).values(), strict=True):
@@ -64,6 +69,7 @@ CHANGES: dict[str, Callable[[nn.Module, Path], Any]] = {
     "loaded": lambda model, _: model.load_state_dict(other_state(model)),
     "assigned": lambda model, _: model.load_state_dict(other_state(model), assign=True),
     "DCP": by_dcp,
+    "DCP into parameters": by_dcp_into_parameters,
     "in place": in_place,
     "optimizer": by_optimizer,
 }

@@ -1,7 +1,7 @@
 """FSDP2's all-gather of the weights in eight bits.
 
-The bytes and scales of a rank's rows are made once an optimizer step, at the next forward pass of the model, and every
-all-gather until the next step sends them. They equal those that one rank makes of the whole weight
+The bytes and scales of a rank's rows are made once, after an optimizer step, and every all-gather until the next step
+sends them. They equal those that one rank makes of the whole weight
 (`octavo.dist.shard_quantization`).
 """
 
@@ -33,10 +33,11 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
     rank quantizes its own rows once after each optimizer step, and keeps the bytes: one byte a weight, divided by the
     ranks. The bytes and scales are those that one rank makes of the whole weight. For that, one small all-reduce takes
-    place at the first forward pass after a step. There is no other collective.
+    place after a step. There is no other collective.
 
-    Weights that were loaded, or written in place, are quantized again at the next forward pass. Writes through `.data`
-    by code that is no optimizer leave no trace and are not noticed.
+    Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes leave
+    no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a `state_dict`
+    from before the last forward pass.
 
     Args:
         model: with converted layers, on which `fully_shard` was called, and on all units below it.

@@ -20,12 +20,17 @@ class ShardCache:
     Ranks must agree on when that happens, since it takes an all-reduce. So the forward pass of the model decides for
     all weights at once, from events that are the same on every rank: a rank that has no rows of one weight sees no
     write to it, but sees the writes to others.
+
+    `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
+    parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again
+    because of the call alone, which one rank may have made by itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: Sequence[ShardedWeight] = ()
         self.quantizer = ShardQuantizer(())
         self.stale = True
+        self.exposed = False  # whether `state_dict` was called since the weights were compared
         self.written: torch.Event | None = None  # on a GPU: when the bytes were made
         self.waited: set[int] = set()  # the streams that have waited for it
         # Before FSDP2's own hook, which gathers the weights of the root.
@@ -45,18 +50,32 @@ class ShardCache:
         self.weights, self.quantizer = weights, ShardQuantizer(weights)
         for weight in weights:
             weight.attach()
+            weight.layer.register_state_dict_pre_hook(self.note_state_dict)  # type: ignore[no-untyped-call]
 
+    def note_state_dict(self, *_: Any) -> None:
+        self.exposed = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_step(self, optimizer: Optimizer) -> None:
-        """Mark the bytes as stale if `optimizer` updates one of the weights."""
+        """Note that `optimizer` has changed weights. If it is the one that updates all, quantize them at once.
+
+        There the GPU still has work, and the host may not: a loop reads the loss after a step. Where several optimizers
+        update the weights, or their scales come from histories that are updated later, the next forward pass does it.
+        """
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.stale = self.stale or any(id(weight.parameter) in updated for weight in self.weights)
+        ours = [id(weight.parameter) in updated for weight in self.weights]
+        self.stale = self.stale or any(ours)
+        if self.stale and all(ours) and all(weight.history is None for weight in self.weights):
+            self.refresh()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, *_: Any) -> None:
         for weight in self.weights:
             weight.attach()
-        if self.stale or any(weight.current_key() != weight.key for weight in self.weights):
+        changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
+        if changed or (self.exposed and self.quantizer.has_changed()):
             self.refresh()
+        self.exposed = False
 
     def prepare(self, weight: ShardedWeight) -> None:
         """Called in the stream that will send the bytes of `weight`, before it does."""

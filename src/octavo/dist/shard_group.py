@@ -25,7 +25,7 @@ class ShardGroup:
         split: whether tensor parallelism has split their columns.
 
     Attributes:
-        amax: [rows], of each row of this rank, infinite where a number is not finite.
+        amax: [rows], of each row, infinite where a number is not finite; amax_here: of its part on this rank.
     """
 
     def __init__(self, weights: Sequence[ShardedWeight], *, split: bool) -> None:
@@ -38,7 +38,7 @@ class ShardGroup:
         self.data = torch.zeros(rows, local.shape[1], dtype=self.cast.fmt.dtype, device=device)
         self.scale = torch.ones(rows if self.by_row else len(weights), 1, device=device)
         self.largest_here = torch.zeros(len(weights), 1, device=device)
-        self.amax = torch.zeros(rows, device=device)
+        self.amax, self.amax_here = torch.zeros(2, rows, device=device)
         self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
         self.cast_at_once = self.by_row and not split
         for i, weight in enumerate(weights):
@@ -63,6 +63,13 @@ class ShardGroup:
         if self.batch.addresses != [t.data_ptr() for t in local]:
             self.batch = RowBatch(local, self.starts)
         row_amaxes(self.batch, self.amax, self.data if self.cast_at_once else None, self.cast)
+        self.amax_here.copy_(self.amax)
+
+    def has_changed(self) -> bool:
+        """Whether the amax of a row of this rank is another than when it was measured."""
+        amax = torch.zeros_like(self.amax)
+        row_amaxes(self.batch, amax, None, self.cast)
+        return not torch.equal(amax, self.amax_here)
 
     def largest(self) -> Tensor:
         """The largest amax [weights] of the rows of this rank, by row that of the finite ones: the floor's."""

@@ -29,6 +29,14 @@ class ShardQuantizer:
         self.groups: list[tuple[ShardGroup, ProcessGroups, ProcessGroups]] = []
 
     @torch.no_grad()
+    def has_changed(self) -> bool:
+        """Whether a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
+        blocks = ((weight.data, quantize(weight.local, weight.cast).data) for weight in self.in_blocks)
+        return any(group.has_changed() for group, _, _ in self.groups) or any(
+            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in blocks
+        )
+
+    @torch.no_grad()
     def run(self) -> None:
         """Quantize all weights again. Every rank must call this."""
         if not self.groups:

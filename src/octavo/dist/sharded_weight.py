@@ -74,7 +74,8 @@ class ShardedWeight:
         """Differs from `key` if the weight was written, or its scale has changed, since the bytes were made."""
         history = self.history
         scale = None if history is None else (history.ready, history.scale._version)
-        return self.local._version, self.local.data_ptr(), scale
+        # An operation on the DTensor counts as a write to that alone, one on its local tensor as a write to both.
+        return self.parameter._version, self.local._version, self.local.data_ptr(), scale
 
     def hold(self, data: Tensor, scale: Tensor, amax: Tensor | None) -> None:
         """Take the memory from which the all-gather sends."""

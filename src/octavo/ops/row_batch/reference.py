@@ -16,7 +16,7 @@ def row_amaxes_reference(
 ) -> None:
     for x, start in zip(matrices, starts, strict=True):
         if x.numel():
-            amax[start : start + x.shape[0]] = ROW.amax(x.float()).view(-1).nan_to_num(torch.inf, torch.inf)
+            amax[start : start + x.shape[0]] = ROW.amax(x.float()).abs().view(-1).nan_to_num(torch.inf, torch.inf)
     if data is not None:
         scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two)
         cast_rows_reference(matrices, starts, scale, data, cast)
