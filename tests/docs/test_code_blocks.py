@@ -19,7 +19,11 @@ UNTESTED = {
     "README.md": {"pip": "installs from the network", "make": "takes minutes"},
     "CONTRIBUTING.md": {"make": "takes minutes"},
     "docs/accuracy.md": {"make": "takes an hour"},
-    "docs/distributed.md": {"from": "runs on many GPUs, or reads their run", "torchrun": "starts many processes"},
+    "docs/distributed.md": {
+        "from": "runs on many GPUs",
+        "import": "reads the run of many GPUs",
+        "torchrun": "starts many processes",
+    },
     "docs/integrations.md": {
         "from": "torchtitan has an environment of its own: make test-integrations",
         "import": "Lightning has an environment of its own: make test-integrations",
