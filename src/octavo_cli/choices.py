@@ -16,13 +16,13 @@ SETTINGS = (
     "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
     "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
     "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
-    "parallel.tp", "parallel.fp8-all-gather", "parallel.timeout", "out", "log-every", "evaluate-every",
-    "evaluate-batches", "save-every", "keep", "tensorboard", "sample",
+    "parallel.tp", "parallel.fp8-all-gather", "parallel.gather-dtype", "parallel.async-tp", "parallel.timeout", "out",
+    "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "sample",
 )  # fmt: skip
 # Settings that became tables, which the command line still takes; they are true or false.
 FORMER_SETTINGS = ("checkpoint-activations", "compile")
 # The settings that are true or false: --no-tied stands for --tied false.
 FLAGS = (
     "tied", "bias", "only-if-faster", "emulate", "optimizer.offload", "deterministic", "compile.blocks",
-    "parallel.fp8-all-gather", "tensorboard",
+    "parallel.fp8-all-gather", "parallel.async-tp", "tensorboard",
 )  # fmt: skip

@@ -51,6 +51,24 @@ def test_two_ranks_train_as_one(tmp_path, text):
         same(rank, one)
 
 
+def gathered_in_bf16(rank, folder, text):
+    """The losses, and the dtypes of the norm that the last block computes with and of the gradients."""
+    config = TINY | TWO | {"data": [text], "out": f"{folder}/run", "parallel": {"gather_dtype": "bf16"}}
+    trainer = start_run(Config.from_dict(config), Console(quiet=True))
+    dtypes = []
+    trainer.model.model.norm.register_forward_pre_hook(lambda module, args: dtypes.append(module.weight.dtype))
+    losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
+    return losses, str(dtypes[-1]), {str(p.dtype) for p in trainer.model.parameters()}
+
+
+def test_other_weights_are_gathered_in_bf16_on_request(tmp_path, text):
+    losses = train(0, tmp_path / "one", str(text), {"accumulate": 2})[1]
+    found, dtype, masters = run_ranks(2, gathered_in_bf16, tmp_path / "two", str(text))[0]
+    assert (dtype, masters) == ("torch.bfloat16", {"torch.float32"})
+    assert found != losses
+    np.testing.assert_allclose(found, losses, rtol=1e-2)
+
+
 def test_two_ranks_run_compiled_blocks_that_recompute(tmp_path, text):
     settings = {"activation_checkpointing": {"mode": "selective"}, "layers": 1, "recipe": "delayed"}
     compiled = settings | {"compile": {"blocks": True, "backend": "aot_eager"}}

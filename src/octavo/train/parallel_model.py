@@ -92,13 +92,18 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
         The report of the all-gather in eight bits; None if there is none.
     """
     if mesh["tp"].size() > 1:
-        tensor_parallel(model, mesh["tp"])
+        tensor_parallel(model, mesh["tp"], asynchronous=config.parallel.async_tp)
     prepare_blocks(model, config)
     data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options: dict[str, Any] = {
         "mesh": data,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),  # also of BF16 weights
+        # The sums of gradients are FP32 for BF16 weights too. The residual stream has the dtype of the embedding.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.parallel.gather_dtype == "bf16" else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
         "offload_policy": on_cpu if config.optimizer.offload else OffloadPolicy(),
     }
     for block in find_blocks(model):

@@ -16,6 +16,12 @@ class Parallel:
     dp_replicate: int = setting(1, "replicas of the weights, each on other data (HSDP); -1: those left", DEGREE)
     tp: int = setting(1, "processes that share each layer (tensor parallel); -1: those left", DEGREE)
     fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
+    gather_dtype: str = setting(
+        "fp32",
+        "fp32, or bf16: dtype of all other weights in the forward pass; bf16 halves their traffic and rounds norms",
+        choices=("fp32", "bf16"),
+    )
+    async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
     timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
 
 
