@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-cpu docs clean
+.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -70,6 +70,14 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 
+GPUS ?= 2
+
+bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how many
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node 1 -m bench.gpu.fsdp
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.fsdp
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.network
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.tensor_parallel
+
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
@@ -78,7 +86,7 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of sm
 	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.report.pages
 
-docs: .venv/installed  ## write README's table, docs/accuracy.md and docs/performance.md from bench/results
+docs: .venv/installed  ## write README's table and the pages of measurements from bench/results
 	$(BIN)/python -m bench.report.pages
 
 clean:  ## remove the environments, the runs and the build

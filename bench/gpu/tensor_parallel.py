@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -138,58 +138,72 @@ def main() -> None:
     there = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
     names = [name for name in there if name == BASE or any(word in name for word in words)]
     config = replace(CONFIG, layers=options.layers)
-    runners, errors = build(names, config, TOKENS, mesh, deadline)
-    rows = measure(runners, options.rounds)
-    write(config, TOKENS, [*rows, *({"mode": name, "error": text} for name, text in errors.items())])
+    Bench(config, TOKENS, mesh, options.rounds, deadline).run(names)
     distributed.destroy_process_group()
 
 
-def build(
-    names: list[str], config: LlamaConfig, tokens: int, mesh: DeviceMesh, deadline: Deadline, *, compiled: bool = True
-) -> tuple[dict[str, Runner], dict[str, str]]:
-    """The modes that run and agree with BF16, and the errors of the others."""
-    runners: dict[str, Runner] = {}
-    errors: dict[str, str] = {}
-    for name in names:
-        if not deadline.allows(name):
-            break
+@dataclass
+class Bench:
+    """The setting of all modes, the models that run, and the rows so far."""
+
+    config: LlamaConfig
+    tokens: int
+    mesh: DeviceMesh
+    rounds: int
+    deadline: Deadline
+    compiled: bool = True
+    runners: dict[str, Runner] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, names: list[str]) -> None:
+        """Measure the modes and write the result; then those that overlap, which take turns with BF16 too."""
+        rate = bandwidth()
+        for overlap in (False, True):
+            part = [name for name in names if MODES[name].overlap == overlap and self.deadline.allows(name)]
+            for name in part:
+                self.build(name)
+            there = [name for name in part if name in self.runners]
+            if there:
+                self.rows += [row for row in self.measure({BASE, *there}) if row["mode"] in there]
+            self.write(rate)
+
+    def build(self, name: str) -> None:
+        """Add the model of a mode that agrees with BF16, or the row of one that does not run."""
         try:
-            runner = Runner(MODES[name], config, tokens, mesh, compiled=compiled)
+            runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
             actual = runner.gradients()
-            expected = runners[BASE].gradients() if runners else actual
+            expected = self.runners[BASE].gradients() if self.runners else actual
             found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+            found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
             say(f"{name:40} output {found[0]:.1f} dB, gradient of the input {found[1]:.1f} dB")
-            if runners and not all(db > 6 for db in found):
-                raise RuntimeError(f"off by {found} dB")
-            runners[name] = runner
-        except (
-            Exception
-        ) as error:  # a mode that does not run here must not end the others; it fails on every rank alike
-            errors[name] = f"{type(error).__name__}: {str(error)[:500]}"
-            print(f"{name}: {errors[name]}", flush=True)
-    return runners, errors
+            if not all(db > 6 for db in found):
+                raise RuntimeError(f"output and gradient are off: {found} dB")
+            self.runners[name] = runner
+        except Exception as error:  # a mode that does not run here must not end the others
+            text = f"{type(error).__name__}: {str(error)[:500]}"
+            self.rows.append({"mode": name, "error": text})
+            print(f"{name}: {text}", flush=True)
 
+    def measure(self, names: set[str]) -> list[dict[str, Any]]:
+        """A row a mode: milliseconds, and the speed as a multiple of that of BF16 in the same round."""
+        steps = {name: runner.step for name, runner in self.runners.items() if name in names}
+        times = {name: slowest(each) for name, each in interleaved(steps, rounds=self.rounds, repeat=4).items()}
+        rows = []
+        for name, found in times.items():
+            ratio = statistics.median(b / a for a, b in zip(found, times[BASE], strict=True))
+            row = {"mode": name, **summary(found), "ratio": ratio, "rounds": found, "kernels": profiled(steps[name])}
+            say(f"{name:40} {row['median']:8.2f} ms  {ratio:.3f} of {BASE}  {row['kernels']}")
+            rows.append(row)
+        return rows
 
-def measure(runners: dict[str, Runner], rounds: int) -> list[dict[str, Any]]:
-    """A row a mode: milliseconds, and the speed as a multiple of that of BF16 in the same round."""
-    steps = {name: runner.step for name, runner in runners.items()}
-    times = {name: slowest(each) for name, each in interleaved(steps, rounds=rounds, repeat=4).items()}
-    rows = []
-    for name, found in times.items():
-        ratio = statistics.median(b / a for a, b in zip(found, times[BASE], strict=True))
-        row = {"mode": name, **summary(found), "ratio": ratio, "rounds": found, "kernels": profiled(steps[name])}
-        say(f"{name:40} {row['median']:8.2f} ms  {ratio:.3f} of {BASE}  {row['kernels']}")
-        rows.append(row)
-    return rows
-
-
-def write(config: LlamaConfig, tokens: int, rows: list[dict[str, Any]]) -> None:
-    setting = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "mlp_width")}
-    setting |= {"tokens": tokens, "world": distributed.get_world_size()}
-    rate = bandwidth()
-    if distributed.get_rank() == 0:
-        name = f"gpu_tensor_parallel_{distributed.get_world_size()}_gpus"
-        record.write(name, {"setting": setting, "bytes_per_second": rate, "modes": rows})
+    def write(self, rate: float) -> None:
+        if distributed.get_rank() != 0:
+            return
+        sizes = ("layers", "width", "heads", "kv_heads", "mlp_width")
+        setting = {name: getattr(self.config, name) for name in sizes} | {"tokens": self.tokens}
+        world = self.mesh.size()
+        result = {"setting": setting | {"world": world}, "bytes_per_second": rate, "modes": self.rows}
+        record.write(f"gpu_tensor_parallel_{world}_gpus", result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from octavo.models.llama import LlamaConfig, rope_tables
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=16, tied=False)
 
 
-def measure(rank: int, folder: str) -> tuple[list[str], list[Any], list[dict[str, Any]], dict[str, str]]:
+def measure(rank: int, folder: str) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from bench import record
@@ -27,10 +27,9 @@ def measure(rank: int, folder: str) -> tuple[list[str], list[Any], list[dict[str
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
     deadline = ranks.Deadline(math.inf)
-    runners, errors = tensor_parallel.build(names, TINY, 16, mesh, deadline, compiled=False)
-    rows = tensor_parallel.measure(runners, 2)
-    tensor_parallel.write(TINY, 16, rows)
-    return list(runners), [t.tolist() for t in runners["bf16"].gradients()], rows, errors
+    tensor_parallel.Bench(TINY, 16, mesh, 2, deadline, compiled=False).run(names)
+    runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], TINY, 16, mesh, compiled=False)
+    return [t.tolist() for t in runner.gradients()]
 
 
 def fail(model: nn.Module, mesh: Any) -> None:
@@ -39,11 +38,11 @@ def fail(model: nn.Module, mesh: Any) -> None:
 
 def test_modes_are_measured_and_bf16_equals_one_process(tmp_path: Path) -> None:
     results = run_ranks(2, measure, str(tmp_path))
-    (names, _, rows, errors), _ = results
-    assert errors == {"broken": "ValueError: no such plan"}
-    assert names == ["bf16", "bf16, async", "octavo: rowwise"]
-    assert rows[0]["ratio"] == 1.0
-    assert json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"] == rows
+    rows = json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["broken", "bf16", "octavo: rowwise", "bf16, async"]
+    assert rows[0] == {"mode": "broken", "error": "ValueError: no such plan"}
+    assert rows[1]["ratio"] == 1.0
+    assert len(rows[2]["rounds"]) == 2
 
     model = SplitStack(TINY).to(torch.bfloat16)
     torch.manual_seed(0)
@@ -56,5 +55,5 @@ def test_modes_are_measured_and_bf16_equals_one_process(tmp_path: Path) -> None:
     y.backward(dy)
     assert x.grad is not None
     for part, whole in enumerate((y, x.grad)):
-        found = torch.cat([torch.tensor(grads[part]) for _, grads, _, _ in results], dim=1)
+        found = torch.cat([torch.tensor(grads[part]) for grads in results], dim=1)
         torch.testing.assert_close(found, whole.float(), rtol=0.02, atol=0.02)
