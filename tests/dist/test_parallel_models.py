@@ -1,5 +1,7 @@
 """A model that two ranks share computes what one rank computes, before and after conversion, and trains alike."""
 
+import math
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -140,3 +142,32 @@ def test_a_model_on_the_meta_device():
     for found, shape in run_ranks(2, on_meta):
         assert found < 1e-6
         assert shape == (64,)
+
+
+def in_bf16(rank):
+    """The SQNR in dB of logits and gradients with BF16 weights, of one rank's FP8 and of that of two ranks."""
+    results = []
+    for recipe, ranks in ((None, 1), ("rowwise", 1), ("rowwise", 2)):
+        model = make_model("llama").bfloat16()
+        with torch.no_grad():
+            for p in model.model.layers.parameters():
+                p.copy_(p if p.ndim == 1 else 10 * p)  # so that the layers decide over the stream, as wide ones do
+        if recipe is not None:
+            octavo.convert(model, recipe)
+        if ranks > 1:
+            tensor_parallel(model, mesh_of(ranks))
+        logits = logits_of(model, batch()[0])
+        logits.float().square().mean().backward()
+        results.append([whole(logits), *(whole(p.grad) for p in model.parameters())])
+    expected, *found = results
+    return [[decibels(a, b) for a, b in zip(result, expected, strict=True)] for result in found]
+
+
+def decibels(actual, expected):
+    return -20 * math.log10(difference(actual.double(), expected.double()))
+
+
+def test_bf16_weights_lose_nothing_more():
+    for one, two in run_ranks(2, in_bf16):
+        assert abs(one[0] - two[0]) < 0.3
+        assert abs(sum(one) - sum(two)) < 0.3 * len(one)
