@@ -81,6 +81,19 @@ def test_on_the_meta_device() -> None:
         model = build(LLAMA)
         octavo.convert(model, "delayed")
         assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 64)
+    model.to_empty(device="cpu")
+    assert all(not t.any() for t in octavo.scale_state(model).values())
+
+
+def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    for weights, device, expected in (("meta", None, "xpu"), ("meta", "cpu", "cpu"), ("cpu", None, "cpu")):
+        with torch.device(weights):
+            model = build(LLAMA)
+        report = octavo.convert(model, device=device)
+        assert {backend.reason for backend in report.backends.values()} == {
+            f"{expected} has no FP8 GEMM: exact, in float32"
+        }
 
 
 @pytest.mark.parametrize(

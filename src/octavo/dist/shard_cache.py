@@ -17,9 +17,9 @@ from octavo.dist.sharded_weight import ShardedWeight
 class ShardCache:
     """Quantizes the rows of all weights again when an optimizer, a load or a write in place has changed one.
 
-    Ranks must agree on when that happens, since it takes an all-reduce. So the forward pass of the model decides for
-    all weights at once, from events that are the same on every rank: a rank that has no rows of one weight sees no
-    write to it, but sees the writes to others.
+    Ranks must agree on when that happens, since it takes an all-reduce. A rank that has no rows of one weight sees no
+    write to it, but sees the writes to others. So it happens for all weights at once: after the step of an optimizer
+    that updates all of them, or else when the next forward pass of the model begins.
 
     `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
     parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again

@@ -148,7 +148,7 @@ class WeightStack:
         return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned
 
     def refill(self) -> None:
-        """Note that a part is gathered. After the last: copy all parts in one launch, and free what was gathered."""
+        """Note that a part is gathered. The last part copies all into the stack, in one launch, and frees them."""
         self.arrived += 1
         if self.arrived < len(self.parts):
             return
