@@ -51,6 +51,7 @@ def shard(rank: int) -> tuple[int, list[float], set[str]]:
 
     Accelerate chooses FSDP on GPUs only: here its state is told to.
     """
+    os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate warns where it is not set
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     plugin = FullyShardedDataParallelPlugin(

@@ -1,5 +1,6 @@
 """torchtitan's own Trainer on a model of FP8 layers, with the library itself: make test-integrations."""
 
+import os
 import socket
 import warnings
 from collections.abc import Iterator
@@ -21,8 +22,12 @@ LINEARS, STEPS = 6 * 5, 3
 
 @pytest.fixture
 def _leave_the_group() -> Iterator[None]:
+    """Restores what torchtitan's start changes: the environment that names the group, and the group."""
+    before = dict(os.environ)
     yield
     torch.distributed.destroy_process_group()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
 
 
 def fp8(**settings: Any) -> Any:
