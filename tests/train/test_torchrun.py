@@ -1,14 +1,10 @@
 """`torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from launch import torchrun
 
-import octavo
 from octavo.train import processes
 from octavo.train.config import ConfigError
 
@@ -41,13 +37,6 @@ def fail(self):
 Trainer.step = fail
 main()
 """
-
-
-def torchrun(folder, *words):
-    source = str(Path(octavo.__file__).parent.parent)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *words]
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=120)
 
 
 def test_two_processes_train_log_and_save(tmp_path, text, go_on):
