@@ -108,11 +108,15 @@ def save_tokens(corpus: Corpus, path: Path) -> None:
 def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path, deadline: float) -> None:
     """Train the runs in order, without those that `out` holds whole, until `deadline`."""
     trainers: dict[str, tuple[Trainer, int]] = {}
+    states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
     for mode, seed in plan:
         path = out / f"{mode}-{seed}.json"
         if time.monotonic() > deadline or (path.exists() and json.loads(path.read_text())["whole"]):
             continue
+        before = allocated()
         trainer, converted = trainers[mode] = trainers.get(mode) or make_trainer(mode, config, data)
+        states.setdefault(mode, allocated() - before)
+        others = sum(states.values()) - states[mode]
         facts = {"machine": record.facts(), "model": model, "mode": mode, "seed": seed, "settings": settings(config)}
         corpus = {"fingerprint": data.corpus.fingerprint, "train_tokens": len(data.corpus.train)}
         facts |= {"corpus": corpus, "converted": converted}
@@ -121,6 +125,7 @@ def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path
             trainer.evaluate()
             restart(trainer, data, seed)
             for progress in train(trainer, deadline):
+                progress["peak_bytes"] -= others
                 path.write_text(json.dumps(facts | progress, indent=2) + "\n")
                 loss, speed = progress["evaluations"][-1]["loss"], progress["tokens_per_second"]
                 print(f"{mode}:{seed}, step {trainer.state.step}: {loss:.4f}, {speed:.0f} tokens/s", flush=True)
@@ -155,6 +160,10 @@ def train(trainer: Trainer, deadline: float) -> Iterator[dict[str, Any]]:
             "evaluations": evaluations,
             "curve": curve(torch.stack(losses).tolist()),
         }
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def curve(losses: list[float]) -> list[float]:
