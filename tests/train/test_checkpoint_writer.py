@@ -1,5 +1,6 @@
 """Checkpoints are written while training goes on, and a failure is told at the next step."""
 
+import shutil
 import threading
 
 import pytest
@@ -94,3 +95,30 @@ def test_large_checkpoints_are_several_files_which_everything_opens(begin, tmp_p
     assert all(torch.equal(p, weights[name]) for name, p in other.model.named_parameters())
     pack(trainer.run_folder.path, tmp_path / "packed")
     assert (tmp_path / "packed" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_waits_for_the_checkpoint_and_a_second_signal_does_not(tmp_path, held, error):
+    run, state = RunFolder(tmp_path), make_state(steps=1)
+    with pytest.raises(error), CheckpointWriter(run, keep=2) as writer:
+        writer.save(state)
+        if error is RuntimeError:
+            threading.Timer(0.2, held.set).start()
+        raise error
+    assert len(run.checkpoints()) == (error is RuntimeError)
+    held.set()
+    writer.wait()
+
+
+def test_a_checkpoint_that_cannot_be_removed_wholly_is_not_there(tmp_path, monkeypatch):
+    """As on NFS, where the file that somebody reads cannot be removed."""
+    run, state = RunFolder(tmp_path), make_state(steps=1)
+    with CheckpointWriter(run, keep=1) as writer:
+        monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        for _ in range(2):
+            take_step(state)
+            writer.save(state)
+    assert run.checkpoints() == [run.checkpoint(3)]
+    monkeypatch.undo()
+    with CheckpointWriter(run, keep=1):
+        assert list(run.path.glob(".*")) == []

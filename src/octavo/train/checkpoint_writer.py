@@ -1,7 +1,9 @@
 """Writing the checkpoints of a run while it trains on."""
 
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from octavo.artifact.atomic_folder import WriteError, write_error
+from octavo.artifact.atomic_folder import WriteError, partial_folder, write_error
 from octavo.artifact.dcp_writer import SafetensorsWriter
 from octavo.artifact.run import RunFolder
 from octavo.train.checkpoint import TrainState, checkpoint_tensors, describe_checkpoint
@@ -22,6 +24,7 @@ from octavo.train.host_copy import HostCopy
 from octavo.train.ranks import rank, world_size
 
 _PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
+_PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
 
 
 class CheckpointWriter:
@@ -41,8 +44,10 @@ class CheckpointWriter:
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
         self._copy = HostCopy()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: futures.Future[None] | None = None
+        if rank() == 0:
+            for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
+                shutil.rmtree(leftover)
 
     def save(self, state: TrainState) -> None:
         """Begin to write the checkpoint of `state.step`, after the one before it is done.
@@ -54,7 +59,7 @@ class CheckpointWriter:
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
         self._copy.update(tensors)
         target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
-        self._pending = self._thread.submit(self._write, target, tensors, description)
+        self._pending = _in_background(lambda: self._write(target, tensors, description))
 
     @property
     def failed(self) -> bool:
@@ -63,8 +68,9 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is not None:
+            futures.wait([self._pending])
+            pending, self._pending = self._pending, None
             pending.result()
 
     def __enter__(self) -> Self:
@@ -73,15 +79,16 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown()
-        self._copy.close()
-        if error is None:
-            self.wait()
+        try:
+            if error is None:
+                self.wait()
+            elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
+                futures.wait([self._pending], _PATIENCE_AFTER_ERROR)
+        finally:
+            if self._pending is None or self._pending.done():
+                self._copy.close()
 
     def _write(self, target: Path, tensors: dict[str, Tensor], description: str) -> None:
-        if rank() == 0:
-            for leftover in self.run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
-                shutil.rmtree(leftover)
         metadata, planner = {"model": {"format": "pt"}}, _CopyPlanner(self._copy)
         try:
             with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
@@ -93,7 +100,8 @@ class CheckpointWriter:
             raise _readable(error, target) from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
-                shutil.rmtree(old)
+                old.rename(partial_folder(old))  # so that it is whole or not there
+                shutil.rmtree(partial_folder(old), ignore_errors=True)
 
 
 def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
@@ -105,6 +113,21 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     with CheckpointWriter(run, keep) as writer:
         writer.save(state)
     return run.checkpoint(state.step)
+
+
+def _in_background(call: Callable[[], None]) -> futures.Future[None]:
+    """The end of a call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+    result: futures.Future[None] = futures.Future()
+
+    def run() -> None:
+        try:
+            call()
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return result
 
 
 class _CopyPlanner(DefaultSavePlanner):
