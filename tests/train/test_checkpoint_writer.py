@@ -100,11 +100,17 @@ def test_large_checkpoints_are_several_files_which_everything_opens(begin, tmp_p
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_waits_for_the_checkpoint_and_a_second_signal_does_not(tmp_path, held, error):
     run, state = RunFolder(tmp_path), make_state(steps=1)
-    with pytest.raises(error), CheckpointWriter(run, keep=2) as writer:
-        writer.save(state)
-        if error is RuntimeError:
-            threading.Timer(0.2, held.set).start()
-        raise error
+    writer = CheckpointWriter(run, keep=2)
+
+    def save_and_fail():
+        with writer:
+            writer.save(state)
+            if error is RuntimeError:
+                threading.Timer(0.2, held.set).start()
+            raise error
+
+    with pytest.raises(error):
+        save_and_fail()
     assert len(run.checkpoints()) == (error is RuntimeError)
     held.set()
     writer.wait()

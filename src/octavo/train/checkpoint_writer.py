@@ -3,7 +3,6 @@
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +43,7 @@ class CheckpointWriter:
         # A group of its own: its messages must not meet those of the thread that trains.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
         self._copy = HostCopy()
-        self._pending: futures.Future[None] | None = None
+        self._pending: _Background | None = None
         if rank() == 0:
             for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(leftover)
@@ -59,19 +58,20 @@ class CheckpointWriter:
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
         self._copy.update(tensors)
         target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
-        self._pending = _in_background(lambda: self._write(target, tensors, description))
+        self._pending = _Background(lambda: self._write(target, tensors, description))
 
     @property
     def failed(self) -> bool:
         """Whether the last checkpoint could not be written: `wait` then raises its error."""
-        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+        return self._pending is not None and self._pending.error is not None
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
         if self._pending is not None:
-            futures.wait([self._pending])
+            self._pending.join()
             pending, self._pending = self._pending, None
-            pending.result()
+            if pending.error is not None:
+                raise pending.error
 
     def __enter__(self) -> Self:
         return self
@@ -83,9 +83,9 @@ class CheckpointWriter:
             if error is None:
                 self.wait()
             elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
-                futures.wait([self._pending], _PATIENCE_AFTER_ERROR)
+                self._pending.join(_PATIENCE_AFTER_ERROR)
         finally:
-            if self._pending is None or self._pending.done():
+            if self._pending is None or not self._pending.is_alive():
                 self._copy.close()
 
     def _write(self, target: Path, tensors: dict[str, Tensor], description: str) -> None:
@@ -115,19 +115,20 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     return run.checkpoint(state.step)
 
 
-def _in_background(call: Callable[[], None]) -> futures.Future[None]:
-    """The end of a call in a thread, which does not keep the process alive: a lost rank would never answer it."""
-    result: futures.Future[None] = futures.Future()
+class _Background(threading.Thread):
+    """A call in a thread, which does not keep the process alive: a lost rank would never answer it."""
 
-    def run() -> None:
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._call = call
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
         try:
-            call()
-            result.set_result(None)
+            self._call()
         except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return result
+            self.error = error
 
 
 class _CopyPlanner(DefaultSavePlanner):
