@@ -50,8 +50,9 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
             raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
         if hasattr(t, "device_mesh"):
             raise unsupported(
-                f"PyTorch's styles of tensor parallelism (in {layer.name!r}, {what} is a DTensor): take those of "
-                "octavo.dist (tensor_parallel, ColumnParallel, RowParallel)"
+                "PyTorch's styles of tensor parallelism, or a weight that FSDP2 has not gathered (in "
+                f"{layer.name!r}, {what} is a DTensor): take the styles of octavo.dist (tensor_parallel, "
+                "ColumnParallel, RowParallel), or call fully_shard on the block, not on a part of it"
             )
         if layer.recipe.quantized and t.dtype not in FLOATS:
             raise TypeError(
