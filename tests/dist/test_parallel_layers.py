@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from tensor_parallel_examples import difference, mesh_of, traffic, two_layers, whole
+from tensor_parallel_examples import difference, mesh_of, Traffic, two_layers, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -35,7 +35,7 @@ def run_orders(rank):
         first = torch.equal(model[0](own), one[0](x).chunk(2, dim=2)[rank])
         y = one(x)
         y.square().sum().backward()
-        with traffic() as sent:
+        with Traffic() as sent:
             y_own = model(own)
             forward = [name for name, _ in sent.sent]
             y_own.square().sum().backward()
@@ -65,7 +65,7 @@ def quantize_parts(rank):
     w[0, 20], w[1, 3], w[1, 7, 5] = 0, 1e-9, torch.nan
     cast = octavo.recipe.rowwise().w
     rows, columns = w[0].chunk(2)[rank], w[1].chunk(2, dim=1)[rank].contiguous()
-    with traffic() as sent:
+    with Traffic() as sent:
         parts = quantize_shards([Shards([rows], cast, cut_rows=False), Shards([columns], cast, cut_rows=True)], ranks)
     wholes = [quantize(t, cast) for t in w]
     expected = [
@@ -108,7 +108,7 @@ def refuse(rank):
 
 
 def test_what_cannot_be_cut_is_refused():
-    assert_matches = [
+    parts = [
         "2 ranks cannot share Linear(in_features=8, out_features=7, bias=True): its outputs must be a multiple of 2",
         "2 ranks cannot share Linear(in_features=7, out_features=8, bias=True): its inputs must be a multiple of 2",
         "RowParallel takes an nn.Linear, converted or not, got Embedding(8, 8)",
@@ -118,8 +118,8 @@ def test_what_cannot_be_cut_is_refused():
         "PyTorch's styles of tensor parallelism",
     ]
     for messages in run_ranks(2, refuse):
-        for expected, message in zip(assert_matches, messages, strict=True):
-            assert expected in message
+        for part, message in zip(parts, messages, strict=True):
+            assert part in message
 
 
 def convert_and_restore(rank):

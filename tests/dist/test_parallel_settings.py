@@ -13,7 +13,7 @@ from tensor_parallel_examples import (
     make_model,
     mesh_of,
     parameters_of,
-    traffic,
+    Traffic,
     train,
 )
 from torch.distributed.fsdp import fully_shard
@@ -64,14 +64,14 @@ def settings(rank, folder):
     train(recomputed)
     with octavo.cast_once(cached):
         train(cached)
-        with traffic() as once:
+        with Traffic() as once:
             logits_of(cached, tokens)
         optimizer = torch.optim.SGD(cached.parameters(), lr=0.0)
         for p in cached.parameters():
             p.grad = torch.zeros_like(p)
-        with traffic() as step:
+        with Traffic() as step:
             optimizer.step()
-    with traffic() as every_time:
+    with Traffic() as every_time:
         logits_of(cached, tokens)
     expected = parameters_of(plain)
     same = [all(torch.equal(t, expected[n]) for n, t in parameters_of(m).items()) for m in (cached, recomputed)]

@@ -1,7 +1,6 @@
 """Small models and layers that tests of tensor parallelism cut over ranks, and comparisons with one rank."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,9 +121,3 @@ class Traffic(TorchDispatchMode):
 
     def bytes_of(self, name: str) -> int:
         return sum(count for known, count in self.sent if known.startswith(name))
-
-
-@contextmanager
-def traffic() -> Iterator[Traffic]:
-    with Traffic() as recorded:
-        yield recorded

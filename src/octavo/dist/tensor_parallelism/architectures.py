@@ -30,7 +30,6 @@ class Architecture:
     Args:
         embeddings: of tokens, first, and of positions.
         layers: the list of the layers.
-        attention: in a layer, with `q_proj` and `k_proj`, and the size of a head in `head_dim`.
         norms: in a layer, each in front of some `column` layers.
         column, row: linear layers of a layer whose outputs, or inputs, are cut.
         norm: the one in front of the head, `lm_head`.
@@ -38,7 +37,6 @@ class Architecture:
 
     embeddings: tuple[str, ...]
     layers: str
-    attention: str
     norms: tuple[str, ...]
     column: tuple[str, ...]
     row: tuple[str, ...]
@@ -49,7 +47,6 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 LLAMA = Architecture(
     ("model.embed_tokens",),
     "model.layers",
-    "self_attn",
     ("input_layernorm", "post_attention_layernorm"),
     (*_QKV, "mlp.gate_proj", "mlp.up_proj"),
     ("self_attn.o_proj", "mlp.down_proj"),
@@ -58,7 +55,6 @@ LLAMA = Architecture(
 GPT2 = Architecture(
     ("model.decoder.embed_tokens", "model.decoder.embed_positions"),
     "model.decoder.layers",
-    "self_attn",
     ("self_attn_layer_norm", "final_layer_norm"),
     (*_QKV, "fc1"),
     ("self_attn.out_proj", "fc2"),
@@ -170,8 +166,7 @@ def _find_architecture(model: nn.Module) -> Architecture:
 
 
 def _check_sizes(layer: Any, architecture: Architecture, size: int) -> None:
-    attention = layer.get_submodule(architecture.attention)
-    mlp = layer.get_submodule(architecture.column[-1])
+    attention, mlp = layer.self_attn, layer.get_submodule(architecture.column[-1])
     counts = {
         "heads": attention.q_proj.out_features // attention.head_dim,
         "heads of keys and values": attention.k_proj.out_features // attention.head_dim,

@@ -23,6 +23,8 @@ from octavo.nn.parallel import Parallel, ParallelLinear
 
 
 class _LinearStyle(ParallelStyle):
+    weight_axis: int  # of the weight [N, K], the one that is cut
+
     def __init__(self, *, sequence: bool = True, asynchronous: bool = False) -> None:
         super().__init__()
         self.sequence, self.asynchronous = sequence, asynchronous
@@ -45,8 +47,6 @@ class _LinearStyle(ParallelStyle):
         if type(module) is nn.Linear:
             layer.__class__ = ParallelLinear
         return module
-
-    weight_axis: int  # of the weight [N, K], the one that is cut
 
     def parallel(self, ranks: Ranks) -> Parallel:
         raise NotImplementedError
