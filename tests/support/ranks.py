@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60  # for a call; a collective that waits longer fails
+SECONDS = 180  # for a call; a collective that waits longer fails
 # The processes are forked from a server that has imported these once: a rank starts in some 50 ms.
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "octavo"]
 
