@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import octavo
 from bench import record
 from bench.gpu import llama
+from bench.gpu.communication import kind_of
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
@@ -121,10 +122,7 @@ def categories(step: Callable[[], None], steps: int = 3) -> dict[str, Any]:
         torch.cuda.synchronize()
     sums = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}
     for event in found.key_averages():
-        name = event.key.lower()
-        attention = any(word in name for word in ("sdpa", "fmha", "flash", "cudnn"))
-        gemm = any(word in name for word in ("nvjet", "gemm", "cutlass"))
-        sums["attention" if attention else "gemm" if gemm else "rest"] += event.self_device_time_total / 1e3 / steps
+        sums[kind_of(event.key.lower())] += event.self_device_time_total / 1e3 / steps
     longest = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:20]
     kernels = [[event.key, event.count // steps, event.self_device_time_total / 1e3 / steps] for event in longest]
     return {**sums, "kernels": kernels}
