@@ -55,7 +55,6 @@ def train_command(
       torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
     from octavo.train.config import ConfigError, describe
-    from octavo.train.processes import run_in_group
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
@@ -70,6 +69,8 @@ def train_command(
         raise ConfigError(
             "--resume continues the run of a folder, and --or-resume that in --out: leave one of them out"
         )
+    from octavo.train.processes import run_in_group  # imports torch.distributed, which takes a second
+
     run_in_group(lambda: _train(config, resume_from, or_resume, overrides))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config, ConfigError
+from octavo.train.memory import total_memory
 from octavo.train.mesh import check_parallel, find_degrees
 from octavo.train.model import check_memory, make_model
 from octavo.train.settings import PRESETS
@@ -58,3 +59,9 @@ def test_a_tokenizer_by_its_name(begin, go_on, tmp_path):
         begin(tokenizer="hf:no/such/name", out=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="tokenizer must be one of bytes, characters, bpe, or hf:"):
         begin(tokenizer="words")
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch):
+    whole = total_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert total_memory(torch.device("cpu")) == whole // 4

@@ -16,6 +16,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
+    """The bytes of a GPU, or this process's part of those of the CPU, which the processes of a machine share."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes

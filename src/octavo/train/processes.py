@@ -85,11 +85,6 @@ def own_device(name: str) -> torch.device:
     return choose_device(f"cuda:{_local_rank()}")
 
 
-def processes_here() -> int:
-    """The processes on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-
-
 def check_same(config: Config) -> None:
     """Raise a ConfigError, on every rank, unless all ranks have the same settings."""
     settings = gather(flatten(config.to_dict()))
