@@ -142,8 +142,15 @@ def _finish(model: nn.Module) -> None:
     """Gather sharded weights in eight bits, and update scale histories after each optimizer step."""
     if isinstance(model, FSDPModule):
         logger.info(f"octavo: {fp8_all_gather(model)}")
-    if scale_state(model):
-        register_optimizer_step_post_hook(lambda *_: update_scales(model))
+    if not scale_state(model):
+        return
+    parameters = set(map(id, model.parameters()))
+
+    def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+            update_scales(model)
+
+    register_optimizer_step_post_hook(update)  # called after the step of every optimizer in this process
 
 
 class SelectiveAC(TitanSelectiveAC):  # type: ignore[misc]
