@@ -245,7 +245,7 @@ def _column_backward(
     arriving = ranks.gather_data(n_data, g.scale)
     dn = scattered_mm(dx_operand(g, mantissa(s_n)), w_t, call.recipe.dx, call, ranks)  # [T,N/R] @ [K,N/R]^T
     h = dw_operand(g, s_n, s_w)
-    n_t = scale_folded(transpose(ranks.done(arriving).view(n_data.dtype)))
+    n_t = scale_folded(transpose(ranks.data(arriving, n_data.dtype)))
     dw = call.mm(call.recipe.dw, h, n_t, w_dtype)  # [N/R,T] @ [K,T]^T
     return ranks.done(dn), dw
 

@@ -63,13 +63,18 @@ class Ranks:
             return (collectives.all_gather_into_tensor(sent[0], self.size, self.name),)
         return tuple(collectives.all_gather_into_tensor_coalesced(sent, self.size, self.name))
 
-    def gather_data(self, data: Tensor, after: Tensor) -> Tensor:
-        """`gather` of the data of a quantized tensor, in the backward pass.
+    def gather_data(self, data: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+        """`gather` of the data of a quantized tensor, in the backward pass; see `data`.
 
         A number of `after`, a tensor of that pass, travels too. Compiled code would otherwise gather in the forward
         pass, and save the rows of all ranks.
         """
-        return self.gather(data.view(torch.uint8), after[:1].view(torch.uint8))[0]
+        return self.gather(data.view(torch.uint8), after[:1].view(torch.uint8))
+
+    def data(self, gathered: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The data that `gather_data` gathers, in `dtype`, once it has arrived."""
+        # PyTorch keeps the memory of an exchange until its result is waited for: also that of the number.
+        return [self.done(t) for t in gathered][0].view(dtype)
 
     def gather_quantized(self, q: QTensor) -> tuple[Tensor, Tensor]:
         """`gather` of the data and the row scales of a quantized tensor."""
