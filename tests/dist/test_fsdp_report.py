@@ -24,9 +24,10 @@ def made(recipe: str = "rowwise", **options: Any) -> nn.Module:
     return model
 
 
-def refused(model: nn.Module) -> str:
+def refused(model: nn.Module, *inputs: Tensor) -> str:
+    """The error of `fp8_all_gather`, or of the forward pass of `inputs`."""
     with pytest.raises(ValueError) as error:  # noqa: PT011: the caller compares the message
-        fp8_all_gather(model)
+        model(*inputs) if inputs else fp8_all_gather(model)
     return str(error.value)
 
 
@@ -92,7 +93,14 @@ def errors(rank: int) -> dict[str, str]:
     fully_shard(apart)
     ran = sharded(made())
     ran(batch())
+    changed, restored = sharded(made()), sharded(made())
+    for model in (changed, restored):
+        fp8_all_gather(model)
+    octavo.convert(changed, "tensorwise")
+    octavo.restore(restored)
     return {
+        "converted again": refused(changed, batch()),
+        "restored": refused(restored, batch()),
         "not converted": refused(sharded(blocks())),
         "BF16": refused(sharded(made("bf16"))),
         "not sharded": refused(made()),
@@ -103,6 +111,8 @@ def errors(rank: int) -> dict[str, str]:
 
 def test_a_model_that_is_not_ready_is_refused() -> None:
     for messages in run_ranks(2, errors):
+        assert "unit '0' was converted to tensorwise after fp8_all_gather" in messages["converted again"]
+        assert "unit '0' was restored after fp8_all_gather" in messages["restored"]
         assert "octavo.convert" in messages["not converted"]
         assert "octavo.convert" in messages["BF16"]
         assert "call fully_shard" in messages["not sharded"]

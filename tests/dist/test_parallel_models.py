@@ -18,6 +18,7 @@ from tensor_parallel_examples import (
     whole,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import octavo
@@ -102,6 +103,9 @@ def refuse(rank):
     model = make_model("LlamaForCausalLM")
     tensor_parallel(model, mesh)
     refused(model)
+    refused(fully_shard(make_model("llama")))
+    with pytest.raises(TypeError, match="takes a DeviceMesh"):
+        tensor_parallel(make_model("llama"), 2)
     with pytest.raises(ValueError, match="length of a sequence must be a multiple of 2") as error:
         model(torch.zeros(2, 7, dtype=torch.int64))
     return [*messages, str(error.value)]
@@ -115,6 +119,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_changes():
         "2 ranks cannot share 3 heads, 3 heads of keys and values of a layer",
         "tensor parallelism takes a mesh of one dimension",
         "is a DTensor already: call tensor_parallel once for a model",
+        "is a DTensor already: call tensor_parallel once for a model, and before fully_shard",
         "degree of tensor parallelism, got tokens [2, 7]: pad them",
     ]
     for messages in run_ranks(2, refuse):

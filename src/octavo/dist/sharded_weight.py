@@ -60,7 +60,18 @@ class ShardedWeight:
         return local
 
     def attach(self) -> None:
-        """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace."""
+        """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace.
+
+        Raises:
+            ValueError: the layer was converted again or restored, and reads other bytes than those that are gathered.
+        """
+        recipe: Any = getattr(self.layer, "recipe", None)
+        if recipe is None or recipe.w != self.cast:
+            now = "restored" if recipe is None else f"converted to {recipe.name}"
+            raise ValueError(
+                f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "
+                "weight for the recipe that it had: call octavo.convert or octavo.restore before fp8_all_gather"
+            )
         current: Any = self.layer._parameters["weight"]
         if current is self.parameter and _HOOK in current._local_tensor.__dict__:
             return

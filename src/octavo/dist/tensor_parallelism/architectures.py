@@ -144,6 +144,11 @@ def _plan(
 
 
 def _find_architecture(model: nn.Module) -> Architecture:
+    parallel = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if parallel:
+        raise ValueError(
+            f"{parallel[0]} is a DTensor already: call tensor_parallel once for a model, and before fully_shard"
+        )
     name = type(model).__name__
     architecture = (OURS | TRANSFORMERS).get(name)
     if architecture is None:
@@ -151,11 +156,6 @@ def _find_architecture(model: nn.Module) -> Architecture:
             f"tensor_parallel knows the modules of {', '.join((*OURS, *TRANSFORMERS))}, got {name}: give its layers the "
             "styles octavo.dist.ColumnParallel, RowParallel and NormParallel by "
             "torch.distributed.tensor.parallel.parallelize_module"
-        )
-    parallel = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if parallel:
-        raise ValueError(
-            f"{parallel[0]} is a DTensor already: call tensor_parallel once for a model, and before fully_shard"
         )
     layers: Any = model.get_submodule(architecture.layers)
     if name in TRANSFORMERS and not all(isinstance(layer, DecoderLayer) or is_known(layer) for layer in layers):
