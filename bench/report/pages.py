@@ -67,7 +67,9 @@ class Values(dict[str, Any]):
         super().__init__(results)
         self["machine"] = {name: machine(result) for name, result in results.items()}
         self["aims"] = markdown(aim.row() for aim in aims(results))
-        self["gains"] = markdown({**gain.row(), "measured": f"[how](#{gain.link})"} for gain in gains(results))
+        here = "performance.md#"
+        rows = ({**gain.row(), "measured": f"[how]({gain.link.replace(here, '#')})"} for gain in gains(results))
+        self["gains"] = markdown(rows)
         self._modules, self._results = modules, results
 
     def __missing__(self, name: str) -> str:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from bench.gpu import fsdp
 from bench.gpu.communication import kind_of, split, union
 from bench.gpu.modes import BASE
-from bench.gpu.sharded import MODES, OURS, WIDE, check_gradients
+from bench.gpu.sharded import MODES, OURS, WIDE, gradient_problem
 from octavo.models.llama import LlamaConfig
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
@@ -82,12 +82,11 @@ def test_without_room_for_two_models_the_ratio_is_to_the_mean_of_bf16() -> None:
     assert [row.get("ratio") for row in bench.rows] == [1.2, 1.5, None, 12 / 14]
 
 
-def test_gradients_that_are_wrong_or_not_of_fp8_are_refused() -> None:
-    check_gradients(EAGER, 0.01)
-    check_gradients(WIDE, 0.1)
+def test_gradients_that_are_wrong_or_not_of_fp8_are_named() -> None:
+    assert not gradient_problem(EAGER, 0.01)
+    assert not gradient_problem(WIDE, 0.1)
     for name, error in ((EAGER, 0.1), (WIDE, 0.001), (WIDE, 1.0), (WIDE, math.nan)):
-        with pytest.raises(RuntimeError, match="must be off by"):
-            check_gradients(name, error)
+        assert "must be off by" in gradient_problem(name, error)
 
 
 def test_words_choose_modes() -> None:

@@ -34,6 +34,7 @@ UNTESTED = {
         "hf": "downloads from the network",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
+    "docs/scaling.md": {"make": "needs several GPUs"},
     "docs/serving.md": {
         "compiled": "compiles for minutes",
         "vllm": "vLLM has an environment of its own: make test-vllm",
