@@ -24,7 +24,7 @@ LAYERS = [
     {"recipe"},
     {"ops"},
     {"nn", "tensor"},
-    {"dist"},
+    {"dist", "flow"},
     {"models", "artifact"},
     {"evaluation", "hf"},
     {"calibration"},

@@ -1,5 +1,6 @@
 """Octavo: FP8 for PyTorch over the whole life of a model."""
 
+from octavo.flow import dtype_flow
 from octavo.loading import load
 from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, restore, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "cast_once",
     "convert",
+    "dtype_flow",
     "load",
     "load_scale_state",
     "quantize",

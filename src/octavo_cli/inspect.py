@@ -1,12 +1,16 @@
-"""octavo inspect: the tensors of a packed folder."""
+"""octavo inspect: the tensors of a packed folder, and the dtypes that a model trains in."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson, Packed
+from octavo_cli.dtypes import print_dtypes
+from octavo_cli.options import AsJson
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,15 +18,55 @@ if TYPE_CHECKING:
     from octavo.artifact.packed.reader import PackedTensors
 
 
-def inspect_command(folder: Packed, as_json: AsJson = False) -> None:
-    """List the tensors of a packed folder.
+def inspect_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A packed folder; with --dtypes the model of a training.")
+    ],
+    dtypes: Annotated[
+        bool,
+        typer.Option(
+            "--dtypes",
+            help="Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
+            "file of settings, a run of octavo train, or the folder or config.json of a Hugging Face model.",
+        ),
+    ] = False,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="With --dtypes: the operations of these modules, one by one; * for all."),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --dtypes: another recipe than that of the settings.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: sequences.")] = None,
+    context: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: tokens of a sequence.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tensors of a packed folder, or the dtypes that a model trains in.
 
-    Each row has a tensor's dtype, shape, scheme, the number and range of its scales, and its size.
+    Of a packed folder, each row has a tensor's dtype, shape, scheme, the number and range of its scales, and its size.
 
-    Example:
+    With --dtypes, a forward and backward pass runs on tensors without numbers, under the autocast of a GPU, so that a
+    model of any size can be shown on any machine.
+
+    Examples:
 
       octavo inspect packed/first
+
+      octavo inspect llama-3-70b --dtypes
+
+      octavo inspect models/qwen --dtypes --recipe bf16 --module "*.layers.0.self_attn*"
     """
+    changes = {"recipe": recipe, "batch": batch, "context": context}
+    given = {name: value for name, value in changes.items() if value is not None}
+    if dtypes:
+        print_dtypes(source, module, given, as_json=as_json)
+        return
+    if given or module is not None:
+        raise ValueError("--module, --recipe, --batch and --context belong to --dtypes: add it")
+    _print_packed(source, as_json)
+
+
+def _print_packed(folder: Path, as_json: bool) -> None:
     from octavo.artifact.packed.plausible import reciprocal_warning
     from octavo.artifact.packed.reader import PackedTensors
     from octavo.words import plural

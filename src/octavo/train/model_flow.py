@@ -1,0 +1,93 @@
+"""The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.run import RunFolder
+from octavo.flow import DtypeFlow, dtype_flow
+from octavo.models import BUILT_IN_MODELS
+from octavo.models.causal import logits_of
+from octavo.models.tokenizer import load_tokenizer
+from octavo.train.blocks import prepare_blocks
+from octavo.train.config import Config, ConfigError
+from octavo.train.evaluation import AUTOCAST
+from octavo.train.hugging_face import positions_of
+from octavo.train.model import convert_model, make_meta_model
+from octavo.train.run_settings import read_settings
+
+_LONGEST = 4096  # the context of a model with more positions
+_LLAMA_3 = 128256  # the vocabulary of the tokenizer that the presets name
+
+
+def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
+    """The dtype flow of a step of training: a micro-batch under the autocast, recipe and checkpointing of the settings.
+
+    The logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
+
+    Args:
+        source: a preset's name, a TOML file of settings, a run of octavo train, or the folder or config.json of a
+            causal language model of Hugging Face.
+        changes: other values of settings, such as {"recipe": "bf16", "batch": 8}.
+
+    Raises:
+        ConfigError, ArtifactError: no such source, a packed folder, or a model that octavo train does not take.
+    """
+    config, saved = _read(source, changes)
+    model = make_meta_model(config, _vocabulary(config, saved), saved).train()
+    convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
+    prepare_blocks(model, config.change(**{"compile.blocks": False}))
+    tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
+    return dtype_flow(model, tokens, autocast=AUTOCAST.get(config.precision), loss=_next_token_loss)
+
+
+def _next_token_loss(output: Any) -> Tensor:
+    logits = logits_of(output).flatten(0, 1).float()  # [B T, V]
+    return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
+    """The settings of `source` with `changes`, and the folder that describes the model of a run."""
+    nowhere = source / "no-saved-model"
+    if source.is_dir() and not (source / "config.json").is_file():
+        raise ConfigError(f"{source} holds no config.json: give a run of octavo train or a Hugging Face folder")
+    if source.is_dir() and RunFolder(source).has_model:
+        return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
+    folder = source.parent if source.name == "config.json" else source
+    described = _described(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if described.get("quantization_config"):
+        raise ArtifactError(
+            f"{folder} is quantized: give the model that it was made from, which a training starts with"
+        )
+    if "model_type" in described:
+        context = min(positions_of(folder), _LONGEST)
+        if context == sys.maxsize:
+            raise ArtifactError(f"{folder}/config.json states no number of positions: give --context")
+        return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
+    return Config.load(source).change(**changes), nowhere
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        described = json.loads(path.read_text())
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+    return described if isinstance(described, dict) else {}
+
+
+def _vocabulary(config: Config, saved: Path) -> int:
+    """The size of the vocabulary, without training or downloading a tokenizer."""
+    if saved.exists():
+        return load_tokenizer(saved).vocabulary_size
+    name = config.tokenizer.removeprefix("hf:")
+    if config.tokenizer == "bpe":
+        return config.vocabulary
+    if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:
+        return 256
+    return load_tokenizer(name).vocabulary_size if Path(name).is_dir() else _LLAMA_3
