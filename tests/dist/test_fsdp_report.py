@@ -93,13 +93,15 @@ def errors(rank: int) -> dict[str, str]:
     fully_shard(apart)
     ran = sharded(made())
     ran(batch())
-    changed, restored = sharded(made()), sharded(made())
-    for model in (changed, restored):
+    changed, restored, delayed = sharded(made()), sharded(made()), sharded(made("delayed"))
+    for model in (changed, restored, delayed):
         fp8_all_gather(model)
     octavo.convert(changed, "tensorwise")
     octavo.restore(restored)
+    octavo.convert(delayed, "delayed")  # with new histories
     return {
         "converted again": refused(changed, batch()),
+        "new histories": refused(delayed, batch()),
         "restored": refused(restored, batch()),
         "not converted": refused(sharded(blocks())),
         "BF16": refused(sharded(made("bf16"))),
@@ -112,6 +114,7 @@ def errors(rank: int) -> dict[str, str]:
 def test_a_model_that_is_not_ready_is_refused() -> None:
     for messages in run_ranks(2, errors):
         assert "unit '0' was converted to tensorwise after fp8_all_gather" in messages["converted again"]
+        assert "unit '0' was converted to delayed after fp8_all_gather" in messages["new histories"]
         assert "unit '0' was restored after fp8_all_gather" in messages["restored"]
         assert "octavo.convert" in messages["not converted"]
         assert "octavo.convert" in messages["BF16"]

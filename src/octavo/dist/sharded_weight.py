@@ -46,7 +46,7 @@ class ShardedWeight:
         assert layer.recipe.w is not None
         self.layer, self.unit, self.prepare = layer, unit, prepare
         self.cast: Cast = layer.recipe.w
-        self.history = None if layer.histories is None else layer.histories.of("w")
+        self.history = _history(layer)
         self.stack = WeightStack([self], [])
         self.parameter: Any = layer.weight
         self.data: Tensor | None = None
@@ -66,7 +66,7 @@ class ShardedWeight:
             ValueError: the layer was converted again or restored, and reads other bytes than those that are gathered.
         """
         recipe: Any = getattr(self.layer, "recipe", None)
-        if recipe is None or recipe.w != self.cast:
+        if recipe is None or recipe.w != self.cast or _history(self.layer) is not self.history:
             now = "restored" if recipe is None else f"converted to {recipe.name}"
             raise ValueError(
                 f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "
@@ -120,6 +120,11 @@ class ShardedWeight:
         pre: Any = pre_all_gather
         pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
         return pre, post_all_gather
+
+
+def _history(layer: Linear) -> Any:
+    """The amax history of the weight of a layer with the recipe delayed, or None."""
+    return None if layer.histories is None else layer.histories.of("w")
 
 
 class WeightStack:
