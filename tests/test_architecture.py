@@ -31,6 +31,7 @@ LAYERS = [
     {"kv_cache"},
     {"generation"},
     {"train", "runtime", "folding", "gguf"},
+    {"plan"},
     {"integrations"},
     {"packing", "verification"},
     {"loading"},

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: measured steps on several GPUs, and the projection of bench/scaling.py."""
+"""The tables of docs/scaling.md: measured steps on several GPUs, and the projection of octavo/plan/communication.py."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ from bench.gpu.modes import BASE
 from bench.gpu.sharded import OURS, TORCHAO, WIDE
 from bench.report.aims import Aim
 from bench.report.tables import Result, Row, machine, number, times
-from bench.scaling import NODE, NVLINK, Links, Training, fit
+from octavo.plan.communication import NODE, NVLINK, Links, Training, fit
 
 Rows = Iterable[Row]
 WORLDS = (64, 256, 1024, 4096)

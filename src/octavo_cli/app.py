@@ -23,6 +23,7 @@ from octavo_cli.formats import formats_command
 from octavo_cli.generate import generate_command
 from octavo_cli.inspect import inspect_command
 from octavo_cli.pack import pack_command
+from octavo_cli.plan import plan_command
 from octavo_cli.train import CONTEXT, train_command
 from octavo_cli.unpack import convert_layout, unpack_command
 from octavo_cli.verify import verify_command
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command("doctor", cls=Command)(doctor_command)
 app.command("formats", cls=NumberCommand)(formats_command)
+app.command("plan", cls=SettingsCommand, context_settings=CONTEXT)(plan_command)
 app.command("train", cls=SettingsCommand, context_settings=CONTEXT)(train_command)
 app.command("generate", cls=Command)(generate_command)
 app.command("evaluate", cls=DataCommand)(evaluate_command)

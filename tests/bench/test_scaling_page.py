@@ -10,7 +10,7 @@ from bench.gpu.modes import BASE
 from bench.gpu.sharded import OURS, TORCHAO, WIDE
 from bench.report import pages, scaling
 from bench.report.tables import load
-from bench.scaling import Links
+from octavo.plan.communication import Links
 
 WIDTH, LAYERS, VOCABULARY = 4096, 16, 128_256
 SETTING = {

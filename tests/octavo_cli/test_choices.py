@@ -6,6 +6,8 @@ from octavo.artifact.packed.scheme import SCHEMES
 from octavo.generation.engine import AUTO
 from octavo.gguf.export import WEIGHTS
 from octavo.kv_cache.layer import DTYPES
+from octavo.plan.hardware import known_gpus
+from octavo.plan.serving import CACHE_BYTES
 from octavo.train.config import describe
 from octavo.train.settings import PRESETS
 from octavo.train.tables import FORMER
@@ -14,6 +16,8 @@ from octavo_cli import choices
 
 def test_help_lists_what_the_library_takes():
     assert tuple(FORMATS) == choices.FORMATS
+    assert tuple(CACHE_BYTES) == choices.CACHES
+    assert tuple(known_gpus()) == choices.GPUS
     assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS
     assert {AUTO, *DTYPES} - {"fp32", "fp16"} == set(choices.KV_CACHES)
     assert tuple(LAYOUTS) == choices.LAYOUTS

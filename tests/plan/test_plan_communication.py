@@ -1,11 +1,11 @@
-"""bench/scaling.py against steps that are simple enough to write down."""
+"""octavo/plan/communication.py against steps that are simple enough to write down."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from bench.scaling import HOP, NETWORK_HOP, Links, Training, fit
+from octavo.plan.communication import HOP, NETWORK_HOP, Links, Training, fit
 
 TRAINING = Training(
     layers=4, block=0.3, rest=0.05, optimizer=0.08, gathered=8e9, reduced=16e9, root_gathered=2e9, root_reduced=4e9

@@ -1,0 +1,94 @@
+"""Bytes that the forward pass of a training step saves for the backward pass.
+
+For each token of a block of width K, with r bytes an element of the residual stream (4 under autocast):
+
+    inputs of the two norms     2 r K
+    attention                   2 bytes an element of q, k, v and its output; 4 a head (logarithms of sums)
+    u, the MLP's hidden inputs  2 bytes an element (of gate and up both)
+    inputs of GEMMs             what dw reads: a byte an element and its scales, or 2 bytes in BF16
+
+Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again: of the GEMMs' inputs they
+save that of the attention's output projection only. In BF16 that input is the output of the attention, saved once.
+Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
+"""
+
+from octavo.numerics.granularity import ROW, TENSOR, Granularity
+from octavo.plan.architecture import Architecture, Block, Layer
+from octavo.recipe import Recipe
+
+
+def block_bytes(block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool) -> float:
+    """Bytes a token that one block saves without activation checkpointing.
+
+    Args:
+        residual: bytes an element of the residual stream.
+        compiled: whether `torch.compile` compiles the block: it saves the input of several layers once.
+    """
+    return (
+        2 * residual * model.width
+        + 2 * 4 * (2 if model.layer_norm else 1)
+        + attention_bytes(block)
+        + (2 * block.attention.values if is_fused(model, recipe) and not model.rotary else 0)
+        + _hidden_bytes(block, model, recipe, compiled=compiled)
+        + sum(_input_bytes(group, model, recipe, compiled=compiled) for group in block.groups)
+    )
+
+
+def attention_bytes(block: Block) -> float:
+    a = block.attention
+    return 2 * (a.queries + a.keys + a.values + a.output) + 4 * a.heads
+
+
+def is_fused(model: Architecture, recipe: Recipe) -> bool:
+    """Whether the model's norms and activations quantize in the pass that computes them."""
+    return model.fused and recipe.fusable is not None
+
+
+def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
+    u = sum(layer.outputs * layer.active for layer in block.group("up"))
+    activated = block.hidden if block.gated and not compiled and not is_fused(model, recipe) else 0  # silu(gate)
+    return 2.0 * (u + activated)
+
+
+def _input_bytes(group: tuple[Layer, ...], model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
+    """Bytes a token of the input of layers that read the same one."""
+    name, elements = group[0].group, group[0].inputs * group[0].active
+    converted = recipe.quantized and name != "router"
+    if is_fused(model, recipe):
+        return element_bytes(elements, recipe) if name == "o" else 4.0  # norm outputs and h: only their scales
+    if name == "o" and (not converted or recipe.dw is None):
+        return 0.0
+    times = 1 if compiled else len(group)
+    return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
+
+
+def element_bytes(elements: int, recipe: Recipe) -> float:
+    """Bytes of the input x [elements] of a token, as dw reads it."""
+    if recipe.dw is None:
+        return 2.0 * elements
+    return elements + scale_bytes(recipe.dw.b.granularity, elements)
+
+
+def scale_bytes(granularity: Granularity, elements: int) -> float:
+    """Bytes of the scales of a row of so many elements."""
+    if granularity == TENSOR:
+        return 0.0
+    if granularity == ROW:
+        return 4.0
+    return 4.0 * elements / (granularity.cols or elements)
+
+
+def checkpointed_bytes(block: Block, model: Architecture, recipe: Recipe, mode: str, residual: int) -> float:
+    """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
+
+    A block of Octavo's models has two inputs: the residual stream, and the output of the last MLP, which is not added
+    yet.
+    """
+    inputs = (residual + 2.0) * model.width
+    if mode == "full":
+        return inputs
+    gemms = block.groups if is_fused(model, recipe) else [(layer,) for layer in block.layers]
+    if len(gemms) % 2:  # the last output is an input of the next block, which is counted
+        gemms = gemms[:-1]
+    outputs = sum(layer.outputs * layer.active for group in gemms[::2] for layer in group)
+    return inputs + 2.0 * block.attention.output + 4.0 * block.attention.heads + 2.0 * outputs

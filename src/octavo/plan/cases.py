@@ -1,0 +1,122 @@
+"""A question to `octavo plan`: a model, GPUs and settings; and the cases of a comparison, which differ in one of them.
+
+Three defaults differ from those of `octavo train`: blocks are compiled, the context is the model's (at most 8,192
+tokens), and the batch is one sequence for each GPU that works on its own.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.plan.architecture import Architecture
+from octavo.plan.hardware import find_gpu
+from octavo.plan.models import find_architecture
+from octavo.plan.serving import ServingPlan, plan_serving
+from octavo.plan.setup import make_setup
+from octavo.plan.training import TrainingPlan
+from octavo.recipe import get_recipe
+from octavo.train.config import Config
+from octavo.train.mesh import find_degrees
+
+CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned.
+
+    Attributes:
+        model: a preset, a Hugging Face folder, a config.json, or a TOML file of settings with their own model.
+        settings: settings of training, as on a command line.
+        gpu, gpus: the name and the number of GPUs.
+        network: Gb/s of a GPU's network card.
+        cache: dtype of keys and values in serving.
+    """
+
+    model: str
+    settings: tuple[str, ...] = ()
+    gpu: str = "h200"
+    gpus: int = 1
+    network: float = 400.0
+    cache: str = "bf16"
+
+    def training(self) -> TrainingPlan:
+        model, config = self._resolve()
+        return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
+
+    def serving(self) -> ServingPlan:
+        """The GPUs share each layer; the setting batch counts the sequences that are generated at once."""
+        model, config = self._resolve()
+        gpu = find_gpu(self.gpu)
+        recipe = get_recipe(("rowwise" if gpu.fp8 else "bf16") if config.recipe == "auto" else config.recipe)
+        batch = config.batch if "--batch" in _names(self.settings) else 1
+        return plan_serving(model, recipe, gpu, gpus=self.gpus, batch=batch, context=config.context, cache=self.cache)
+
+    def _resolve(self) -> tuple[Architecture, Config]:
+        """The model's layers, and the settings with the defaults of a plan."""
+        if self.model.endswith(".toml"):
+            config = Config.load(self.model, self.settings)
+            return find_architecture("" if config.model in ("llama", "gpt2") else config.model, config), config
+        config = Config.load(None, self.settings)
+        model, given = find_architecture(self.model, config), _names(self.settings)
+        values: dict[str, object] = {}
+        if "--context" not in given:
+            values["context"] = min(model.context, CONTEXT)
+        if not {"--compile.blocks", "--no-compile.blocks", "--compile"} & given:
+            values["compile.blocks"] = True
+        if "--batch" not in given and self.gpus >= 1:
+            values["batch"] = find_degrees(config.parallel, self.gpus).data
+        return model, config.change(**values)
+
+
+def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
+    """The cases of `compare`, NAME=VALUE,VALUE: each a label and a case that differs from `case` in that setting.
+
+    NAME is a setting of training, or model, gpu, gpus, network or cache. An empty `compare` gives the case alone.
+
+    Raises:
+        ValueError: `compare` is of another form.
+    """
+    if not compare:
+        return [(case.model, case)]
+    name, _, values = compare.partition("=")
+    if not name or not all(values.split(",")):
+        raise ValueError(f"--compare must be NAME=VALUE,VALUE such as recipe=bf16,rowwise; got {compare!r}")
+    return [(f"{name} {value}", _with(case, name, value)) for value in values.split(",")]
+
+
+def _with(case: Case, name: str, value: str) -> Case:
+    changes: dict[str, Any] = {}
+    if name in ("model", "gpu", "cache"):
+        changes[name] = value
+    elif name in ("gpus", "network"):
+        if not re.fullmatch(r"-?\d+", value):
+            raise ValueError(f"--compare {name}= takes numbers such as 8,64; got {value!r}")
+        changes[name] = int(value)
+    else:
+        option = f"--{name}"
+        changes["settings"] = (*_without(case.settings, option), option, value)
+    return replace(case, **changes)
+
+
+def _without(settings: Sequence[str], option: str) -> list[str]:
+    """The settings without an option and its value, so that a comparison can set it again."""
+    kept: list[str] = []
+    dropping = False
+    for word in settings:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] == option
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _names(settings: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].replace("_", "-") for word in settings if word.startswith("--")}
+
+
+def parse_count(text: str) -> float | None:
+    """A number such as 7B, 1.5T or 300M; None if `text` is no such number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", text, re.IGNORECASE)
+    return float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else None

@@ -1,0 +1,64 @@
+"""The model that a person names: a preset, a Hugging Face folder or config.json, or the settings of a training run."""
+
+import difflib
+import functools
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from octavo.plan.architecture import Architecture
+from octavo.plan.families import describe_architecture, positive_sizes
+from octavo.train.config import Config
+
+
+@functools.cache
+def model_presets() -> dict[str, dict[str, Any]]:
+    """The fields of each preset, by its name, as in a config.json; "source" is where they come from."""
+    presets: dict[str, dict[str, Any]] = json.loads((files("octavo.plan") / "models.json").read_text())
+    return presets
+
+
+def find_architecture(model: str, config: Config) -> Architecture:
+    """The architecture of `model`.
+
+    Args:
+        model: a preset, llama or gpt2 of the sizes in `config`, a Hugging Face folder, or a config.json.
+        config: the settings of training.
+
+    Raises:
+        ValueError: none of these; the message names the nearest preset.
+    """
+    if model == "":
+        return _built_in(config)
+    if model.lower() in model_presets():
+        return describe_architecture(model.lower(), model_presets()[model.lower()])
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        near = difflib.get_close_matches(model.lower(), model_presets(), n=3, cutoff=0.3)
+        advice = f"the nearest presets are {', '.join(near)}; " if near else ""
+        raise ValueError(
+            f"MODEL must be a preset, a Hugging Face folder, a config.json or a number of parameters such as 7B; got "
+            f"{model!r}: {advice}all presets: {', '.join(model_presets())}"
+        )
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, and cannot be read ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must be a JSON object of the sizes of a model; got {type(fields).__name__}")
+    return positive_sizes(describe_architecture(str(path), fields))
+
+
+def _built_in(config: Config) -> Architecture:
+    """Octavo's own model of the sizes in `config`. The settings of a tokenizer say how many tokens it has."""
+    vocabulary = config.vocabulary if config.tokenizer == "bpe" else 256
+    sizes = {
+        "hidden_size": config.width, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "vocab_size": vocabulary, "max_position_embeddings": config.context,
+        "tie_word_embeddings": config.tied, "enable_bias": config.bias,
+    }  # fmt: skip
+    if config.model == "gpt2":
+        return describe_architecture("gpt2", sizes | {"model_type": "opt", "ffn_dim": 4 * config.width})
+    return describe_architecture("llama", sizes | {"model_type": "llama", "intermediate_size": config.mlp_width})

@@ -1,0 +1,189 @@
+"""The time of a training step, by part: a roofline with measured ceilings.
+
+linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
+attention       7 T S H FLOPs for S tokens before each of T (half of that if it is causal) at the measured rate
+head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
+memory          bytes that norms, rotary positions, activations and residual sums move, at the rate of a copy
+recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved
+optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
+communication   what FSDP2 and tensor parallelism cannot hide (`octavo.plan.communication`)
+"""
+
+from dataclasses import dataclass, fields
+
+from octavo.plan.activations import is_fused
+from octavo.plan.architecture import Block
+from octavo.plan.communication import Links, Training
+from octavo.plan.rates import linear_seconds
+from octavo.plan.setup import Setup
+from octavo.recipe import Recipe
+
+PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
+CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has many cores: a guess
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step (all its micro-batches) on one GPU, by part."""
+
+    linear_layers: float
+    attention: float
+    head: float
+    memory: float
+    recomputation: float
+    optimizer: float
+    communication: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def plan_step(setup: Setup, network: float) -> StepTime:
+    """The time of an optimizer step.
+
+    Args:
+        network: bytes a second of a GPU's network card, for more GPUs than a node has.
+    """
+    blocks = [(block.count, block_seconds(setup, block)) for block in setup.model.blocks]
+    parts = {name: sum(count * each[name] for count, each in blocks) for name in blocks[0][1]}
+    micro = setup.config.accumulate
+    head, optimizer = head_seconds(setup), optimizer_seconds(setup)
+    alone = sum(parts.values()) + head
+    whole = micro * _with_communication(setup, alone - head, head, network)
+    return StepTime(
+        **{name: micro * seconds for name, seconds in parts.items()},
+        head=micro * head,
+        optimizer=optimizer,
+        communication=whole - micro * alone,
+    )
+
+
+def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
+    """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
+    linear = _linear_seconds(setup, block)
+    attention = _attention_seconds(setup, block)
+    memory = traffic_bytes(setup, block) * setup.tokens / setup.degrees.tp / setup.gpu.copy_rate
+    mode = setup.config.activation_checkpointing.mode
+    again = 0.0
+    if mode == "full":
+        again = linear / 3 + attention * 2 / 7 + memory / 3
+    elif mode == "selective":
+        again = linear / 6 + memory / 3
+    return {"linear_layers": linear, "attention": attention, "memory": memory, "recomputation": again}
+
+
+@dataclass(frozen=True)
+class Product:
+    """The GEMMs of a layer, or of several that run as one: (M, K, N) of y, and how many of them a block has."""
+
+    layer: str
+    shape: tuple[int, int, int]
+    count: int
+    quantized: bool
+
+
+def block_products(setup: Setup, block: Block) -> list[Product]:
+    """The GEMMs of one block on one GPU. Layers that read the same input run as one where they are fused."""
+    found, tp, config = [], setup.degrees.tp, setup.config
+    for group in block.groups:
+        first = group[0]
+        stacked = is_fused(setup.model, setup.recipe) and first.copies == 1
+        outputs = [sum(layer.outputs for layer in group)] if stacked else [layer.outputs for layer in group]
+        by_rows = first.group in ("o", "down")  # tensor parallelism divides the inputs of these layers
+        for n in outputs:
+            rows = setup.tokens * first.active // first.copies if first.active else setup.tokens // config.context
+            k, n = (first.inputs // tp, n) if by_rows else (first.inputs, max(n // tp, 1))
+            quantized = setup.recipe.quantized and first.group != "router"
+            found.append(Product(first.group, (max(rows, 1), k, n), first.copies, quantized))
+    return found
+
+
+def _linear_seconds(setup: Setup, block: Block) -> float:
+    baseline = Recipe("bf16")
+    products = sum(
+        each.count * linear_seconds(setup.gpu, setup.recipe if each.quantized else baseline, each.shape)
+        for each in block_products(setup, block)
+    )
+    return products + _cast_seconds(setup, block)
+
+
+def _cast_seconds(setup: Setup, block: Block) -> float:
+    """The casts of FP32 weights to BF16; the measured layers have BF16 weights, and read two bytes an element less."""
+    if setup.residual == 2:
+        return 0.0
+    moved = 2.0 if setup.recipe.quantized else 6.0
+    times = 1 if setup.recipe.quantized else (1 if setup.config.compile.blocks else 2)
+    return times * moved * block.weights / setup.degrees.tp / setup.gpu.copy_rate
+
+
+def _attention_seconds(setup: Setup, block: Block) -> float:
+    a = block.attention
+    products = 7 * setup.tokens * setup.config.context * (a.queries + a.output) / 2
+    return products * (1.0 if a.causal else 2.0) / setup.degrees.tp / setup.gpu.attention_rate
+
+
+def traffic_bytes(setup: Setup, block: Block) -> float:
+    """Bytes a token of norms, residual sums, rotary positions and the activation, forward and backward.
+
+    The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
+    """
+    r, width, a = setup.residual, setup.model.width, block.attention
+    u = sum(layer.outputs * layer.active for layer in block.group("up"))
+    norms = 2 * ((2 * r + 4) + (3 * r + 4)) * width
+    rotary = 8 * (a.queries + a.keys) if setup.model.rotary else 0
+    activation = 2 * (u + block.hidden) + 2 * (2 * u + 2 * block.hidden)
+    split = 4 * (a.queries + a.keys + a.values) / 2
+    return norms + rotary + activation + split
+
+
+def head_seconds(setup: Setup) -> float:
+    """The head's three GEMMs, and the traffic of its logits."""
+    model, tokens = setup.model, setup.tokens
+    if not model.vocabulary:
+        return 0.0
+    vocabulary = max(model.vocabulary // setup.degrees.tp, 1)
+    products = linear_seconds(setup.gpu, Recipe("bf16"), (tokens, model.width, vocabulary))
+    traffic = (22.0 if setup.chunked else 30.0) * vocabulary * tokens
+    return products + traffic / setup.gpu.copy_rate
+
+
+def optimizer_seconds(setup: Setup) -> float:
+    """AdamW reads and writes weights and moments; with clipping, gradients are read twice and written once."""
+    states, ways = setup.states, setup.degrees.dp_shard * setup.degrees.tp
+    moved = 2 * states.weight + 3 * states.gradient + 2 * states.moments
+    rate = CPU_RATE if states.offloaded else setup.gpu.copy_rate
+    casts = states.copies * 5 * setup.model.block_weights
+    return (moved * setup.model.parameters + casts) / ways / rate
+
+
+def _with_communication(setup: Setup, blocks: float, head: float, network: float) -> float:
+    """Seconds of a micro-batch, of which `blocks` and `head` are computation."""
+    degrees, model, depth = setup.degrees, setup.model, setup.model.depth
+    links = Links(setup.gpu.link, 8 * network)
+    exchanged = 0.0
+    if degrees.tp > 1:  # two gathers and two reductions of activations a block, in each direction, in BF16
+        exchanged = depth * 8 * links.gather(2.0 * setup.tokens * model.width, degrees.tp)
+    if not setup.sharded:
+        return blocks + head + exchanged
+    wide = 2.0 if setup.config.parallel.gather_dtype == "bf16" or setup.residual == 2 else 4.0
+    narrow = 1.0 if setup.recipe.quantized and setup.config.parallel.fp8_all_gather else wide
+    inside = model.block_weights / depth / degrees.tp
+    rest = (model.block_parameters - model.block_weights) / depth / degrees.tp
+    training = Training(
+        layers=depth,
+        block=(blocks + exchanged) / depth,
+        rest=head,
+        optimizer=0.0,
+        gathered=narrow * inside + wide * rest,
+        reduced=4.0 * (inside + rest),
+        root_gathered=wide * model.outside / degrees.tp,
+        root_reduced=4.0 * model.outside / degrees.tp,
+    )
+    if setup.states.offloaded and degrees.data == 1:
+        return training.step(Links(PCIE), 2)
+    return training.step(links, degrees.data, degrees.dp_shard)

@@ -1,0 +1,134 @@
+"""The plan of a training run: memory, time, speed, and which layers gain from the recipe."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from octavo.nn.speedup.lookup import LEAST_SPEEDUP
+from octavo.plan.memory import Memory, plan_memory
+from octavo.plan.rates import has_measured, layer_speedup
+from octavo.plan.setup import Setup
+from octavo.plan.step_time import StepTime, block_products, plan_step
+
+LARGEST = 1 << 20  # sequences of a micro-batch on one GPU
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A GEMM of a block: its shape, and the speed of its forward and backward pass as a multiple of that in BF16."""
+
+    layer: str
+    shape: tuple[int, int, int]
+    speedup: float
+
+    @property
+    def gains(self) -> bool:
+        return self.speedup >= LEAST_SPEEDUP
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Memory and time of a training run.
+
+    Attributes:
+        setup: the run.
+        network: bytes a second of a GPU's network card.
+    """
+
+    setup: Setup
+    network: float = 50e9
+
+    @cached_property
+    def memory(self) -> Memory:
+        return plan_memory(self.setup)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return plan_step(self.setup, self.network)
+
+    @property
+    def gpus(self) -> int:
+        return self.setup.degrees.processes
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.setup.gpu.memory
+
+    @property
+    def tokens_per_step(self) -> int:
+        config = self.setup.config
+        return config.batch * config.accumulate * config.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.tokens_per_step / self.time.total / self.gpus
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization against the BF16 peak of the data sheet (`octavo.train.utilization`)."""
+        model = self.setup.model
+        queries = sum(block.count * block.attention.queries for block in model.blocks)
+        flops = 6.0 * model.active_parameters + 12.0 * queries * self.setup.config.context
+        return flops * self.tokens_per_second / self.setup.gpu.bf16
+
+    def days(self, tokens: float) -> float:
+        """Days to train on so many tokens."""
+        return tokens / (self.tokens_per_second * self.gpus) / 86400
+
+    def cost(self, tokens: float, price: float) -> float:
+        """What `tokens` cost at `price` for an hour of one GPU."""
+        return self.days(tokens) * 24 * self.gpus * price
+
+    @property
+    def gains(self) -> list[Gain]:
+        """The quantized GEMMs of each kind of block."""
+        setup = self.setup
+        products = [each for block in setup.model.blocks for each in block_products(setup, block) if each.quantized]
+        shapes = dict.fromkeys((each.layer, each.shape) for each in products)
+        return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape)) for layer, shape in shapes]
+
+    @property
+    def largest_batch(self) -> int:
+        """The most sequences of a micro-batch, of all GPUs, that fit; 0 if none do."""
+        step = self.setup.degrees.data
+        low, high = 0, 1
+        while high <= LARGEST and self._fits_with(high * step):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits_with(middle * step) else (low, middle)
+        return low * step
+
+    def _fits_with(self, batch: int) -> bool:
+        setup = replace(self.setup, config=self.setup.config.change(batch=batch))
+        return plan_memory(setup).peak <= setup.gpu.memory
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """For each kind of figure, whether it rests on measurements or on the data sheet."""
+        setup = self.setup
+        found = dict(setup.gpu.origins)
+        if setup.recipe.quantized and setup.gpu.grid and not has_measured(setup.gpu, setup.recipe):
+            found["matrix products"] = f"those of blockwise, since {setup.recipe.name} was not measured"
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-compatible values: bytes and seconds."""
+        setup, memory, time = self.setup, self.memory, self.time
+        return {
+            "model": setup.model.name,
+            "parameters": setup.model.parameters,
+            "recipe": setup.recipe.name,
+            "gpu": setup.gpu.name,
+            "gpus": self.gpus,
+            "tokens_per_step": self.tokens_per_step,
+            "memory": {**memory.parts, "peak": memory.peak, "offloaded": memory.offloaded, "moment": memory.moment},
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "seconds": {**time.parts, "total": time.total},
+            "tokens_per_second_a_gpu": self.tokens_per_second,
+            "utilization": self.utilization,
+            "gains": [{"layer": g.layer, "shape": list(g.shape), "speedup": g.speedup} for g in self.gains],
+            "origins": self.origins,
+        }

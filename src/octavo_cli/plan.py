@@ -1,0 +1,188 @@
+"""octavo plan: memory, time and cost of a training run or a server, before it is paid for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo_cli.choices import CACHES, GPUS
+from octavo_cli.display import print_table, say
+from octavo_cli.options import AsJson
+
+if TYPE_CHECKING:
+    from octavo.plan.serving import ServingPlan
+    from octavo.plan.training import TrainingPlan
+
+Column = tuple[str, dict[str, str]]  # the title of a case, and its figures by name
+
+_PARTS = {"fp8_copies": "FP8 copies", "block": "one block's backward", "head": "head and logits"}
+
+
+def plan_command(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A preset such as llama-3-8b, a Hugging Face folder or config.json, a TOML file of octavo train, or a "
+            "number of parameters such as 7B.",
+        ),
+    ],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(GPUS)}.")] = "h200",
+    gpus: Annotated[int, typer.Option(metavar="NUMBER", help="GPUs, eight in a node.")] = 1,
+    network: Annotated[float, typer.Option(metavar="GBIT", help="Gb/s of the network card of each GPU.")] = 400.0,
+    tokens: Annotated[str, typer.Option(metavar="COUNT", help="Tokens to train on, such as 1T: days and cost.")] = "",
+    price: Annotated[float | None, typer.Option(metavar="MONEY", help="Price of an hour of one GPU.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")] = False,
+    kv_cache: Annotated[
+        str, typer.Option(metavar="DTYPE", help=f"Keys and values in serving: {', '.join(CACHES)}.")
+    ] = "bf16",
+    compare: Annotated[
+        str, typer.Option(metavar="NAME=VALUES", help="Cases side by side, such as recipe=bf16,rowwise or gpus=8,64.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Plan memory, time and cost of training or serving a model.
+
+    Nothing is allocated, and no GPU is used. Settings of octavo train can follow, such as --recipe, --batch, --context,
+    --accumulate, --optimizer.state 8bit, --activation-checkpointing.mode full or --parallel.tp 2. --batch counts the
+    sequences of all GPUs. In serving it counts the sequences that are generated at once, and the GPUs share each layer.
+
+    A number of parameters in place of a model shows the table of weights and optimizer states alone.
+
+    Examples:
+
+      octavo plan llama-3-8b --gpu h200 --gpus 8 --tokens 1T --price 3
+
+      octavo plan llama-3-70b --gpus 64 --parallel.tp 8 --compare recipe=bf16,rowwise
+
+      octavo plan mixtral-8x7b --serve --gpus 2 --batch 64 --context 4096 --kv-cache fp8
+
+      octavo plan 7B
+    """
+    from octavo.plan.cases import Case, make_cases, parse_count
+
+    count = parse_count(model)
+    if count is not None:
+        _show_states(count, as_json)
+        return
+    if model.startswith("--"):
+        raise ValueError(f"MODEL comes before the settings; got {model} first")
+    if kv_cache not in CACHES:
+        raise ValueError(f"--kv-cache must be one of {', '.join(CACHES)}; got {kv_cache!r}")
+    budget = parse_count(tokens)
+    if tokens and budget is None:
+        raise ValueError(f"--tokens must be a number such as 300B or 1.5T; got {tokens!r}")
+    cases = make_cases(Case(model, tuple(context.args), gpu, gpus, network, kv_cache), compare)
+    if serve:
+        served = [(label, case.serving()) for label, case in cases]
+        _show([(label, _serving(plan)) for label, plan in served], [plan for _, plan in served], as_json, [])
+        return
+    plans = [(label, case.training()) for label, case in cases]
+    columns = [(label, _training(plan, budget, price)) for label, plan in plans]
+    _show(columns, [plan for _, plan in plans], as_json, _remarks([plan for _, plan in plans]))
+
+
+def _show(columns: list[Column], plans: Sequence[Any], as_json: bool, remarks: list[str]) -> None:
+    if as_json:
+        print(json.dumps([{"case": label, **plan.to_dict()} for (label, _), plan in zip(columns, plans, strict=True)]))
+        return
+    names = dict.fromkeys(name for _, figures in columns for name in figures)
+    rows = [(name, *(figures.get(name, "") for _, figures in columns)) for name in names]
+    print_table(("", *(label for label, _ in columns)), rows, right=[label for label, _ in columns])
+    for remark in remarks:
+        say(remark)
+
+
+def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
+    setup, memory = plan.setup, plan.memory
+    found = {
+        "parameters": f"{setup.model.parameters / 1e9:.2f} B",
+        "GPUs": f"{plan.gpus} {setup.gpu.name}",
+        "recipe": setup.recipe.name,
+        "tokens a step": f"{plan.tokens_per_step:,}",
+    }
+    found |= {f"GB {_name(name)}": f"{size / 1e9:.2f}" for name, size in memory.parts.items()}
+    found |= {
+        "GB at the peak": f"{memory.peak / 1e9:.2f}",
+        "GB of the GPU": f"{setup.gpu.memory / 1e9:.0f}",
+        "fits": "yes" if plan.fits else "NO",
+        "GB in the CPU's memory": f"{memory.offloaded / 1e9:.2f}",
+        "largest batch": str(plan.largest_batch),
+    }
+    found |= {f"ms {_name(name)}": f"{seconds * 1e3:.1f}" for name, seconds in plan.time.parts.items()}
+    found |= {
+        "ms of a step": f"{plan.time.total * 1e3:.1f}",
+        "tokens/s a GPU": f"{plan.tokens_per_second:,.0f}",
+        "MFU": f"{plan.utilization:.2f}",
+    }
+    if budget is not None:
+        found["days"] = f"{plan.days(budget):,.1f}"
+        if price is not None:
+            found["cost"] = f"{plan.cost(budget, price):,.0f}"
+    found |= {f"speed of {gain.layer} {'x'.join(map(str, gain.shape))}": f"{gain.speedup:.2f}x" for gain in plan.gains}
+    return found
+
+
+def _serving(plan: ServingPlan) -> dict[str, str]:
+    return {
+        "GB weights": f"{plan.weights / 1e9:.2f}",
+        "GB keys and values": f"{plan.cache / 1e9:.2f}",
+        "KB of a token's keys and values": f"{plan.cache_a_token / 1e3:.1f}",
+        "GB at the peak": f"{plan.peak / 1e9:.2f}",
+        "fits": "yes" if plan.fits else "NO",
+        "largest batch": str(plan.largest_batch),
+        "longest context": f"{plan.largest_context:,}",
+        "ms of the prompts": f"{plan.prefill_seconds * 1e3:.1f}",
+        "prompt tokens/s": f"{plan.prefill_tokens_per_second:,.0f}",
+        "ms of a decoding step": f"{plan.step_seconds * 1e3:.2f}",
+        "new tokens/s": f"{plan.decode_tokens_per_second:,.1f}",
+    }
+
+
+def _name(part: str) -> str:
+    return _PARTS.get(part, part.replace("_", " "))
+
+
+def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
+    """Where the figures come from, and advice where a case does not fit."""
+    found = []
+    for plan in {plan.setup.gpu.key: plan for plan in plans}.values():
+        gpu = plan.setup.gpu
+        rates = "; ".join(f"{name}: {origin}" for name, origin in plan.origins.items())
+        found.append(
+            f"{gpu.name}: {rates}. Data sheet: {gpu.source}." + (f" Measured: {gpu.measured}." * bool(gpu.measured))
+        )
+    if not all(plan.fits for plan in plans):
+        found.append(
+            "Less memory: --activation-checkpointing.mode full, --optimizer.state 8bit, --optimizer.weights bf16, "
+            "--optimizer.offload, a smaller --batch, or more --gpus."
+        )
+    return found
+
+
+def _show_states(parameters: float, as_json: bool) -> None:
+    """The table of weights, gradients and optimizer states of so many parameters."""
+    from octavo.plan.states import KNOWN_STATES, own_states
+
+    states = {**KNOWN_STATES, **own_states()}
+    if as_json:
+        sizes = {
+            name: {"gpu": each.on_gpu * parameters, "cpu": (each.total - each.on_gpu) * parameters}
+            for name, each in states.items()
+        }
+        print(json.dumps(sizes))
+        return
+    columns = ("weight", "gradient", "moments", "copies", "GPU GB", "CPU GB")
+    rows = [
+        (
+            name, f"{each.weight:g}", f"{each.gradient:g}", f"{each.moments:.4g}", f"{each.copies:g}",
+            f"{each.on_gpu * parameters / 1e9:.1f}", f"{(each.total - each.on_gpu) * parameters / 1e9:.1f}",
+        )
+        for name, each in states.items()
+    ]  # fmt: skip
+    print_table(("bytes of a parameter", *columns), rows, right=columns)
+    say("Without activations. The copies are two of the weight in FP8 and a gradient in BF16: they come on top.")

@@ -1,0 +1,92 @@
+"""octavo plan on the command line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo_cli.app import app
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert result.exit_code == 0, result.output or result.exception
+    return result.stdout
+
+
+def figures(output: str) -> dict[str, list[str]]:
+    """The rows of a plan by name, as the words after the name."""
+    rows = [line.split("  ") for line in output.splitlines() if "  " in line]
+    return {row[0].strip(): [word.strip() for word in row[1:] if word.strip()] for row in rows}
+
+
+def test_a_training_run():
+    rows = figures(run("llama-3-8b", "--gpus", "8", "--tokens", "1T", "--price", "2"))
+    assert rows["parameters"] == ["8.03 B"]
+    parts = [float(value[0]) for name, value in rows.items() if name.startswith("GB ") and name not in OTHER]
+    assert sum(parts) == pytest.approx(float(rows["GB at the peak"][0]), abs=0.1)
+    times = [float(value[0]) for name, value in rows.items() if name.startswith("ms ") and name != "ms of a step"]
+    assert sum(times) == pytest.approx(float(rows["ms of a step"][0]), abs=1)
+    assert float(rows["days"][0]) > 0
+    assert "cost" in rows
+
+
+OTHER = ("GB at the peak", "GB of the GPU", "GB in the CPU's memory")
+
+
+def test_cases_side_by_side_with_the_origin_of_the_figures():
+    output = run("gpt2", "--compare", "recipe=bf16,rowwise", "--batch", "8", "--gpu", "h100")
+    assert figures(output)["recipe"] == ["bf16", "rowwise"]
+    assert "matrix products: measured" in output
+    assert "H100 data sheet" in output
+
+
+def test_a_model_that_does_not_fit_gets_advice():
+    output = run("llama-3-70b", "--gpu", "rtx4090")
+    assert figures(output)["fits"] == ["NO"]
+    assert "--activation-checkpointing.mode full" in output
+    assert "data sheet" in output
+
+
+def test_serving():
+    rows = figures(run("llama-3-8b", "--serve", "--batch", "4", "--context", "4096", "--kv-cache", "fp8"))
+    assert float(rows["GB weights"][0]) == pytest.approx(9.08, abs=0.02)
+    assert rows["largest batch"]
+
+
+def test_the_table_of_states():
+    rows = figures(run("7B"))
+    gpu = {name: row[-2] for name, row in rows.items() if "FP32" in name or "offloaded" in name}
+    assert list(gpu.values()) == ["112.0", "140.0", "28.0"]
+    assert json.loads(run("7B", "--json"))["AdamW in FP32"] == {"gpu": 112e9, "cpu": 0}
+
+
+def test_json_has_every_case():
+    found = json.loads(run("gpt2", "--compare", "batch=1,2", "--json"))
+    assert [case["case"] for case in found] == ["batch 1", "batch 2"]
+    parts = found[0]["memory"]
+    peak = sum(size for name, size in parts.items() if name not in ("peak", "offloaded", "moment"))
+    assert parts["peak"] == pytest.approx(peak)
+    [served] = json.loads(run("gpt2", "--serve", "--json"))
+    assert served["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt-5"], "MODEL must be a preset"),
+        (["gpt2", "--tokens", "many"], "--tokens must be a number such as 300B"),
+        (["gpt2", "--kv-cache", "int4"], "--kv-cache must be one of bf16, fp8"),
+        (["gpt2", "--gpu", "tpu"], "--gpu must be one of"),
+    ],
+)
+def test_bad_input_is_one_message(words, message):
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+
+
+def test_an_unknown_setting_gets_the_nearest():
+    result = CliRunner().invoke(app, ["plan", "gpt2", "--contxt", "128"])
+    assert result.exit_code == 2
+    assert "Did you mean --context?" in result.output

@@ -1,0 +1,111 @@
+"""Cases, comparisons and bad input."""
+
+import pytest
+
+from octavo.plan.cases import Case, make_cases, parse_count
+from octavo.plan.hardware import find_gpu, known_gpus
+
+
+def test_the_defaults_of_a_plan():
+    setup = Case("llama-3.2-1b", gpus=8).training().setup
+    config = setup.config
+    assert (config.batch, config.context, config.compile.blocks) == (8, 8192, True)
+    assert (setup.recipe.name, setup.tokens) == ("rowwise", 8192)
+    eager = Case("gpt2", ("--no-compile.blocks", "--batch", "2", "--context", "512")).training().setup.config
+    assert (eager.batch, eager.context, eager.compile.blocks) == (2, 512, False)
+
+
+def test_a_file_of_settings(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('layers = 2\nwidth = 64\nheads = 4\nbatch = 3\n[optimizer]\nstate = "8bit"\n')
+    plan = Case(str(path), ("--context", "128")).training()
+    assert plan.setup.tokens == 3 * 128
+    assert plan.setup.model.depth == 2
+    assert plan.memory.optimizer == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
+
+
+@pytest.mark.parametrize(
+    ("compare", "labels"),
+    [
+        ("", ["gpt2"]),
+        ("recipe=bf16,rowwise", ["recipe bf16", "recipe rowwise"]),
+        ("gpus=1,8", ["gpus 1", "gpus 8"]),
+        ("model=gpt2,gpt2-xl", ["model gpt2", "model gpt2-xl"]),
+        ("optimizer.state=fp32,8bit", ["optimizer.state fp32", "optimizer.state 8bit"]),
+    ],
+)
+def test_each_case_of_a_comparison_has_its_value(compare, labels):
+    cases = make_cases(Case("gpt2", ("--recipe", "tensorwise", "--batch", "8")), compare)
+    assert [label for label, _ in cases] == labels
+    for label, case in cases:
+        setup = case.training().setup
+        found = {
+            "recipe": setup.recipe.name,
+            "gpus": str(setup.degrees.processes),
+            "model": setup.model.name,
+            "optimizer.state": setup.config.optimizer.state,
+        }
+        name, _, value = label.partition(" ")
+        assert found.get(name, "gpt2") == (value or label)
+
+
+@pytest.mark.parametrize("compare", ["recipe", "=bf16", "recipe=", "recipe=bf16,,rowwise", "gpus=many"])
+def test_a_comparison_of_another_form(compare):
+    with pytest.raises(ValueError, match="--compare"):
+        make_cases(Case("gpt2"), compare)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7B", 7e9), ("1.5t", 1.5e12), ("300M", 3e8), ("2K", 2000), ("7", None), ("B", None), ("", None)],
+)
+def test_numbers_with_a_unit(text, count):
+    assert parse_count(text) == count
+
+
+def test_every_gpu_is_complete():
+    for name, gpu in known_gpus().items():
+        assert find_gpu(name.upper()) is gpu
+        assert gpu.bandwidth / 1e12 < gpu.bf16 / 1e12  # more arithmetic than bytes
+        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=1e-3)
+        assert gpu.source
+        assert set(gpu.origins) == {"matrix products", "attention", "memory", "links"}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("gpt2", gpu="h300"), "--gpu must be one of .* got 'h300'; the nearest is h"),
+        (Case("gpt2", gpu="abacus"), "--gpu must be one of"),
+        (Case("gpt2", gpus=0), "--gpus must be at least 1; got 0"),
+        (Case("gpt2", gpus=-8), "--gpus must be at least 1; got -8"),
+        (Case("llama-3-8b", ("--parallel.tp", "3"), gpus=3), "parallel.tp must divide .*; got 3: it can be 1, 2, 4, 8"),
+        (Case("llama-3-8b", ("--parallel.tp", "2"), gpus=3), "must multiply to the number of processes, 3"),
+        (Case("gpt2", ("--batch", "3"), gpus=2), "must be a multiple of the 2 that work on different ones; got 3"),
+        (Case("gpt2", ("--context", "4096")), "must be at most the 1024 tokens of gpt2; got 4096"),
+        (Case("gpt2", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),
+        (Case("gpt2", ("--recipe", "rowwize")), "unknown recipe"),
+    ],
+)
+def test_bad_input(case, message):
+    with pytest.raises(ValueError, match=message):
+        case.training()
+
+
+def test_auto_is_the_best_recipe_of_the_gpu():
+    found = [Case("gpt2", ("--recipe", "auto"), gpu=gpu).training().setup.recipe.name for gpu in ("a100", "h100")]
+    assert found == ["bf16", "rowwise"]
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    plan = Case("llama-3-8b", gpus=8).training()
+    most = plan.largest_batch
+    assert most % 8 == 0
+    for batch, fits in ((most, True), (most + 8, False)):
+        assert Case("llama-3-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
+
+
+def test_days_and_cost():
+    plan = Case("llama-3-8b", gpus=8).training()
+    assert plan.days(1e12) == pytest.approx(1e12 / (8 * plan.tokens_per_second) / 86400)
+    assert plan.cost(1e12, 2.0) == pytest.approx(plan.days(1e12) * 24 * 8 * 2)

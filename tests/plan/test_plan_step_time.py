@@ -1,0 +1,115 @@
+"""Planned times against measured steps of bench/results, and against what must follow from the settings."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from octavo.plan.architecture import Architecture
+from octavo.plan.cases import Case
+from octavo.plan.hardware import find_gpu
+from octavo.plan.models import find_architecture
+from octavo.plan.rates import layer_speedup, linear_seconds
+from octavo.plan.setup import make_setup
+from octavo.plan.step_time import StepTime, plan_step
+from octavo.recipe import get_recipe
+from octavo.train.config import Config
+
+RESULTS = Path(__file__).parents[2] / "bench/results"
+
+
+def layer_stack(*, fused: bool) -> Architecture:
+    """The four blocks of bench/gpu/stack.py, without embedding and head."""
+    llama = find_architecture("llama-3-8b", Config())
+    blocks = (replace(llama.blocks[0], count=4),)
+    return replace(llama, blocks=blocks, vocabulary=0, head=0, embeddings=0, others=0, fused=fused)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe", "fused"),
+    [
+        ("bf16, compile", "bf16", False),
+        ("ours fused: rowwise, compile", "rowwise", True),
+        ("ours plain: tensorwise, compile", "tensorwise", False),
+        ("ours plain: rowwise_dw_bf16, compile", "rowwise_dw_bf16", False),
+        ("ours plain: blockwise, compile", "blockwise", False),
+    ],
+)
+def test_the_measured_stack_of_layers(mode, recipe, fused):
+    rows = json.loads((RESULTS / "gpu_stack.json").read_text())["modes"]
+    measured = next(row["median"] for row in rows if row["mode"] == mode)
+    config = Config(recipe=recipe).change(
+        batch=1, context=8192, **{"compile.blocks": True, "optimizer.weights": "bf16"}
+    )
+    time = plan_step(make_setup(layer_stack(fused=fused), config, find_gpu("h100"), 1), 0.0)
+    assert 1e3 * (time.total - time.optimizer) == pytest.approx(measured, rel=0.1)
+
+
+def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.0) -> StepTime:
+    return Case("llama-3-8b", settings, gpu, gpus, network).training().time
+
+
+def test_micro_batches_repeat_all_but_the_optimizer():
+    one, four = step(), step("--accumulate", "4")
+    assert four.linear_layers == 4 * one.linear_layers
+    assert four.optimizer == one.optimizer
+
+
+def test_checkpointing_computes_the_forward_pass_again():
+    full, some, none = (step("--activation-checkpointing.mode", mode) for mode in ("full", "selective", "none"))
+    assert none.recomputation == 0
+    forward = full.linear_layers / 3 + full.attention * 2 / 7 + full.memory / 3
+    assert full.recomputation == pytest.approx(forward)
+    assert 0 < some.recomputation < full.recomputation
+
+
+def test_attention_grows_with_the_square_of_the_context():
+    long, short = (step("--context", str(context), "--batch", "1").attention for context in (8192, 2048))
+    assert long == pytest.approx(16 * short)
+
+
+def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():
+    assert step().communication == 0
+    fast, slow = (step(gpus=64, network=gbit).communication for gbit in (3200, 25))
+    assert 0 < fast < slow
+
+
+def test_gathering_in_eight_bits_is_faster_on_a_slow_network():
+    narrow, wide = (step(*option, gpus=64, network=100) for option in ((), ("--no-parallel.fp8-all-gather",)))
+    assert narrow.total < 0.9 * wide.total
+
+
+def test_offloading_pays_with_the_links_and_the_cpu():
+    here, there = step(), step("--optimizer.offload")
+    assert there.optimizer > 10 * here.optimizer
+    assert there.communication > 0
+
+
+def test_tensor_parallelism_divides_the_work():
+    alone, four = step("--batch", "1"), step("--batch", "1", "--parallel.tp", "4", gpus=4)
+    assert four.linear_layers == pytest.approx(alone.linear_layers / 4, rel=0.2)
+    assert four.attention == pytest.approx(alone.attention / 4)
+    assert four.communication > 0
+
+
+def test_the_rate_is_that_of_the_table_at_a_measured_shape():
+    table = json.loads((RESULTS.parents[1] / "src/octavo/nn/speedup/h100.json").read_text())["grid"]
+    row = next(r for r in table if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 4096))
+    gpu, shape = find_gpu("h100"), (8192, 4096, 4096)
+    assert 1e3 * linear_seconds(gpu, get_recipe("bf16"), shape) == pytest.approx(row["bf16_ms"])
+    assert 1e3 * linear_seconds(gpu, get_recipe("rowwise"), shape) == pytest.approx(row["fp8_ms"])
+    assert layer_speedup(gpu, get_recipe("rowwise"), shape) == pytest.approx(row["bf16_ms"] / row["fp8_ms"])
+
+
+def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
+    shape, bf16 = (8192, 4096, 4096), get_recipe("bf16")
+    a100, h100 = (linear_seconds(find_gpu(name), bf16, shape) for name in ("a100", "h100"))
+    assert a100 / h100 == pytest.approx(989.4 / 312)
+    plan = Case("gpt2", ("--recipe", "bf16"), gpu="a100").training()
+    assert "data sheet" in plan.origins["matrix products"]
+    assert Case("gpt2", gpu="h100").training().origins["matrix products"] == "measured"
+    assert (
+        "mxfp8 was not measured"
+        in Case("gpt2", ("--recipe", "mxfp8"), gpu="h100").training().origins["matrix products"]
+    )
