@@ -24,7 +24,7 @@ LAYERS = [
     {"recipe"},
     {"ops"},
     {"nn", "tensor"},
-    {"dist", "flow"},
+    {"diagnosis", "dist", "flow"},
     {"models", "artifact"},
     {"evaluation", "hf"},
     {"calibration"},

@@ -1,10 +1,8 @@
-"""octavo doctor: this machine, and the GEMM that each recipe would run on it."""
+"""octavo doctor: this machine, its problems, and the GEMM that each recipe would run on it."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,25 +18,47 @@ if TYPE_CHECKING:
 def doctor_command(
     as_json: AsJson = False,
     measure: Annotated[
+        bool, typer.Option("--measure", help="Time the GEMM of each recipe for a few sizes. Takes a minute at most.")
+    ] = False,
+    measure_layers: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Time FP8 against BF16 on this GPU, for convert(only_if_faster=True). Takes minutes."
+            "--measure-layers",
+            help="Time layers in FP8 and BF16 on this GPU, for convert(only_if_faster=True). Takes minutes.",
         ),
     ] = False,
 ) -> None:
-    """Show this machine and the GEMM that each recipe runs.
+    """Show this machine, its problems with their fix, and the GEMM that each recipe runs.
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
+
+    The exit code is 0 also where there are problems.
+
+    Examples:
+
+      octavo doctor
+
+      octavo doctor --measure
     """
+    from dataclasses import asdict
+
     from octavo.device import choose_device
+    from octavo.diagnosis import find_problems, read_versions
 
     device = choose_device("auto")
-    report = {"machine": machine(device), "recipes": recipes(device)}
+    report: dict[str, Any] = {"machine": read_versions(device), "recipes": recipes(device)}
+    report["problems"] = [asdict(problem) for problem in find_problems()]
     if measure:
+        report |= measure_gemms(device)
+    if measure_layers:
         report["machine"]["table_of_gains"] = str(measure_gains(device))
     if as_json:
         print(json.dumps(report, indent=2))
         return
+    _print(report)
+
+
+def _print(report: dict[str, Any]) -> None:
     for name, value in report["machine"].items():
         say(f"{name.replace('_', ' ')}: {value}")
     rows = []
@@ -46,29 +66,42 @@ def doctor_command(
         reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
         rows.append((recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons)))
     print_table(("recipe", "y", "dx", "dw", "why"), rows, prose=["why"])
+    for problem in report["problems"]:
+        say(f"{problem['name']}: {problem['found']}. Fix: {problem['fix']}", "red")
+    if not report["problems"]:
+        say("no problem found")
+    if "gemms" in report:
+        _print_gemms(report)
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Versions, and the device that would be used."""
-    import torch
+def _print_gemms(report: dict[str, Any]) -> None:
+    numbers = ("ms", "TFLOP/s", "vs BF16")
+    rows = [
+        (
+            " x ".join(map(str, each["shape"])), each["recipe"], each["backend"], f"{each['milliseconds']:.3f}",
+            f"{each['tflops']:.4g}", f"{each['speedup']:.2f}x",
+        )
+        for each in report["gemms"]
+    ]  # fmt: skip
+    title = "GEMM of y, without quantization: M x K x N"
+    print_table(("size", "recipe", "backend", *numbers), rows, right=numbers, title=title)
+    if report["not_timed"]:
+        say(f"not timed, for lack of time: {', '.join(report['not_timed'])}")
 
-    from octavo.version import __version__
 
-    found: dict[str, Any] = {
-        "octavo": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device.type,
-    }
-    if device.type == "cpu":
-        return found | {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    return found | {
-        "gpu": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_gb": round(properties.total_memory / 1e9, 1),
-        "cuda": torch.version.cuda or torch.version.hip,
-    }
+def measure_gemms(device: torch.device) -> dict[str, Any]:
+    """The times of a few GEMMs, and the names of those that the time did not suffice for, as JSON values."""
+    from dataclasses import asdict
+
+    from octavo.diagnosis import time_gemms
+    from octavo.diagnosis.gemms import CPU_SHAPES, GPU_SHAPES
+    from octavo.recipe import PRESETS
+
+    presets = {name: preset() for name, preset in PRESETS.items()}
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    with progress("timing") as advance:
+        found, late = time_gemms(presets, device, shapes, progress=advance)
+    return {"gemms": [asdict(each) | {"tflops": each.tflops} for each in found], "not_timed": late}
 
 
 def measure_gains(device: torch.device) -> Path:
@@ -82,8 +115,8 @@ def measure_gains(device: torch.device) -> Path:
 
     if device.type != "cuda":
         raise ValueError(
-            f"--measure times FP8 against BF16 on a CUDA GPU, and this torch ({torch.__version__}) sees none: run it "
-            "on the machine that trains (on a CPU, FP8 is emulated and never faster)"
+            f"--measure-layers times FP8 against BF16 on a CUDA GPU, and this torch ({torch.__version__}) sees none: "
+            "run it on the machine that trains (on a CPU, FP8 is emulated and never faster)"
         )
     presets = [preset() for preset in PRESETS.values()]
     able = [recipe for recipe in presets if not never_faster(recipe, gemm_backends(recipe, device), device)]

@@ -55,9 +55,9 @@ def test_tables_say_the_same(octavo):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 def test_measuring_needs_a_gpu(octavo, monkeypatch, tmp_path):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    code, out, err = octavo("doctor", "--measure")
+    code, out, err = octavo("doctor", "--measure-layers")
     assert (code, out) == (1, "")
-    assert "--measure times FP8 against BF16 on a CUDA GPU" in err
+    assert "--measure-layers times FP8 against BF16 on a CUDA GPU" in err
     assert "run it on the machine that trains" in err
     assert not list(tmp_path.iterdir())
 
@@ -86,3 +86,25 @@ def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path)
     monkeypatch.setattr("octavo.nn.speedup.lookup.never_faster", lambda *_: "too old")
     with pytest.raises(ValueError, match="Fast GPU 9000 has no FP8 GEMM to time"):
         doctor.measure_gains(torch.device("cuda", 0))
+
+
+def test_problems_are_shown_with_their_fix(octavo, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    code, out, _ = octavo("doctor")
+    assert code == 0
+    assert "environment: TORCHDYNAMO_DISABLE=1: torch.compile does nothing" in out
+    assert "Fix: unset it" in out
+    assert "environment" in [each["name"] for each in json.loads(octavo("doctor", "--json")[1])["problems"]]
+
+
+def test_gemms_are_timed(octavo, monkeypatch):
+    monkeypatch.setattr("octavo.diagnosis.gemms.CPU_SHAPES", ((32, 128, 128),))
+    monkeypatch.setattr("octavo.diagnosis.gemms.GPU_SHAPES", ((32, 128, 128),))
+    monkeypatch.setattr("octavo.diagnosis.gemms._TURN_SECONDS", 1e-4)
+    code, out, err = octavo("doctor", "--measure")
+    assert (code, err) == (0, "")
+    assert "32 x 128 x 128" in out
+    assert "1.00x" in out
+    found = json.loads(octavo("doctor", "--measure", "--json")[1])
+    assert found["not_timed"] == []
+    assert {"bf16", "rowwise"} <= {each["recipe"] for each in found["gemms"]}

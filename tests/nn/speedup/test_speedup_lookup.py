@@ -62,7 +62,7 @@ def test_a_cached_table_that_cannot_be_read_says_which_and_what_to_do(
     pretend(H100)
     folder.mkdir()
     cache_path(H100).write_text(text)
-    with pytest.raises(ValueError, match="delete it, or measure anew with `octavo doctor --measure`") as error:
+    with pytest.raises(ValueError, match="delete it, or measure anew with `octavo doctor --measure-layers`") as error:
         octavo.convert(nn.Sequential(nn.Linear(8, 8)), only_if_faster=True)
     assert str(cache_path(H100)) in str(error.value)
 
@@ -121,7 +121,7 @@ def test_no_memory_to_time_a_layer(pretend: Callable, monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(lookup, "time_linears", full)
-    with pytest.raises(RuntimeError, match=r"up to \(8192, 4, 8\): run `octavo doctor --measure` once"):
+    with pytest.raises(RuntimeError, match=r"up to \(8192, 4, 8\): run `octavo doctor --measure-layers` once"):
         find_speedups(rowwise(), NATIVE, CUDA, {(8192, 4, 8), (8192, 4, 4)})
 
 

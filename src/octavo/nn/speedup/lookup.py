@@ -1,9 +1,9 @@
 """The speedup of FP8 for a layer on this GPU: from a table measured here, from a shipped one, or by timing it now.
 
-`octavo doctor --measure` measures the table of a GPU. It is stored in $OCTAVO_CACHE, or octavo/ in the user's cache
-folder, in a file named after the GPU and the versions of torch and Octavo. Without it, H100 and H200 use the shipped
-table. On other GPUs, and for recipes that the table does not have, `convert` times the model's own layers and stores
-the result too.
+`octavo doctor --measure-layers` measures the table of a GPU. It is stored in $OCTAVO_CACHE, or octavo/ in the user's
+cache folder, in a file named after the GPU and the versions of torch and Octavo. Without it, H100 and H200 use the
+shipped table. On other GPUs, and for recipes that the table does not have, `convert` times the model's own layers and
+stores the result too.
 
 A layer is converted from LEAST_SPEEDUP on: layers predicted at 1.03x and 1.05x made a GPT 0.5 % slower. Sizes beyond
 the grid get the speedup of its edge. The times compared are those of the GPU (`octavo.nn.speedup.measure`). The host
@@ -53,7 +53,7 @@ def find_speedups(
     """The speedup of `recipe` over BF16 on `device`, whose GEMMs run on `backends`, for each (M, K, N) of `shapes`.
 
     Shapes that no table has are timed now, and the times are stored. Under `torchrun` each rank decides for itself. For
-    all ranks to decide alike, measure the table before (`octavo doctor --measure`).
+    all ranks to decide alike, measure the table before (`octavo doctor --measure-layers`).
 
     Raises:
         ValueError: a size below one, or a cached table that cannot be read.
@@ -153,7 +153,7 @@ def read_table(path: Path) -> Table:
     except ValueError as error:
         raise ValueError(
             f"{path} must be a table of speedups, and cannot be read ({error}): delete it, or measure anew "
-            "with `octavo doctor --measure`"
+            "with `octavo doctor --measure-layers`"
         ) from error
 
 
@@ -177,7 +177,7 @@ def measure_shapes(
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
             f"{device} has not enough memory to time linear layers of (M, K, N) up to {max(shapes)}: run "
-            "`octavo doctor --measure` once while nothing else uses it, or convert with fewer tokens"
+            "`octavo doctor --measure-layers` once while nothing else uses it, or convert with fewer tokens"
         ) from error
     key = table_key(recipe)
     return [
