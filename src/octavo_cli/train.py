@@ -77,7 +77,7 @@ def train_command(
 def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
     from octavo.train.config import Config
     from octavo.train.log import print_line, training_console
-    from octavo.train.ranks import same_outcome
+    from octavo.train.ranks import same_outcome, world_size
     from octavo.train.restart import start_or_resume, was_restarted
     from octavo.train.start import resume_run, start_run
 
@@ -92,7 +92,13 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
     result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
-        message = f"{result.interrupted}: saved step {result.step}; continue with: octavo train --resume {run}"
+        command = _resume_command(run, world_size())
+        message = f"{result.interrupted}: saved step {result.step}; continue with: {command}"
     else:
         message = f"done: {result.step} steps in {run}"
     print_line(console, message)
+
+
+def _resume_command(run: Path, processes: int) -> str:
+    """The command that continues a run; the dots stand for torchrun's options, which octavo does not know."""
+    return f"{'octavo' if processes == 1 else 'torchrun ... -m octavo'} train --resume {run}"

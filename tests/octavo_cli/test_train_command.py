@@ -6,12 +6,14 @@ import random
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from octavo import PRESETS
 from octavo.train.config import Config, describe
 from octavo.train.loop import Trainer
+from octavo_cli.train import _resume_command
 
 TINY = """
 layers = 1
@@ -123,6 +125,10 @@ def test_a_signal_ends_with_success_and_the_way_on(octavo, here, monkeypatch):
     code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "SIGINT: saved step 2; continue with: octavo train --resume run"
+
+
+def test_the_way_on_of_several_processes_is_torchrun():
+    assert _resume_command(Path("run"), 2) == "torchrun ... -m octavo train --resume run"
 
 
 def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkeypatch):

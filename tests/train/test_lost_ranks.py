@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from rich.console import Console
 
 from octavo.artifact.run import RunFolder
 from octavo.train.config import Config
+from octavo.train.ranks import _message_group, gather
 from octavo.train.start import resume_run, start_run
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_train.py"
@@ -52,6 +55,16 @@ def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, reco
     run_ranks(2, continue_undisturbed, str(tmp_path / "whole"))
     for step, loss in records(tmp_path / "whole").items():
         assert records(run.path)[step] == pytest.approx(loss, rel=1e-5)
+
+
+def patience(rank):
+    """Seconds that a rank waits for a message of another: rank 0 may tokenize for hours before it sends one."""
+    assert gather(rank) == [0, 1]
+    return _message_group(dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_ranks_wait_a_day_for_the_tokens_of_rank_0():
+    assert run_ranks(2, patience) == [24 * 3600] * 2
 
 
 def train_signalled(rank, settings):

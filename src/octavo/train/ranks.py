@@ -4,6 +4,7 @@ import functools
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -76,6 +77,10 @@ def _picklable(error: Exception | None) -> Exception | None:
 
 @functools.lru_cache(maxsize=1)
 def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it.
+
+    All ranks wait in it while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at
+    once, and one that stands still in a step by the collectives of the weights, after `parallel.timeout`.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return group
