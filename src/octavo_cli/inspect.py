@@ -39,6 +39,9 @@ def inspect_command(
     ] = None,
     batch: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: sequences.")] = None,
     context: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: tokens of a sequence.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --dtypes: the dtype of the weights, fp32 or bf16.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tensors of a packed folder, or the dtypes that a model trains in.
@@ -56,13 +59,13 @@ def inspect_command(
 
       octavo inspect models/qwen --dtypes --recipe bf16 --module "*.layers.0.self_attn*"
     """
-    changes = {"recipe": recipe, "batch": batch, "context": context}
+    changes = {"recipe": recipe, "batch": batch, "context": context, "optimizer.weights": weights}
     given = {name: value for name, value in changes.items() if value is not None}
     if dtypes:
         print_dtypes(source, module, given, as_json=as_json)
         return
     if given or module is not None:
-        raise ValueError("--module, --recipe, --batch and --context belong to --dtypes: add it")
+        raise ValueError("--module, --recipe, --batch, --context and --weights belong to --dtypes: add it")
     _print_packed(source, as_json)
 
 

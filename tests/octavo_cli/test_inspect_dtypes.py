@@ -61,7 +61,7 @@ def test_operations_of_a_module_and_another_recipe(octavo, settings):
     assert found["flops"]["forward"] == {"BF16": 3 * 2 * 32 * 64 * 128}
 
 
-def test_recomputation_of_selective_checkpointing(octavo, tmp_path, settings):
+def test_recomputation(octavo, tmp_path, settings):
     (tmp_path / "more.toml").write_text(f'{SETTINGS}\n[activation_checkpointing]\nmode = "full"\n')
     found = json.loads(octavo("inspect", tmp_path / "more.toml", "--dtypes", "--json")[1])
     assert found["flops"]["recomputation"]["FP8"] == found["flops"]["forward"]["FP8"]
@@ -77,7 +77,22 @@ def test_a_hugging_face_folder_without_weights(octavo, llama, source):
     assert {each["module"] for each in found["left_out"]} == {"lm_head", "model.layers.*.self_attn"}
 
 
-def test_a_preset_of_eight_billion_parameters_needs_no_memory(octavo):
+def test_experts_with_weights_in_bf16(octavo, llama):
+    pytest.importorskip("transformers")
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    (llama / "config.json").write_text(json.dumps(LLAMA | mixtral))
+    code, out, _ = octavo("inspect", llama, "--dtypes", "--weights", "bf16", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["flops"]["backward"]["FP8"] == 2 * found["flops"]["forward"]["FP8"]
+    products = [row for row in found["operations"] if row["module"] == "model.layers.*.mlp.experts" and row["flops"]]
+    expected = 3 * 2 * 64 * 2 * 3 * 64 * 128  # layers, 64 tokens, 2 experts of each, 3 matrices
+    assert sum(row["flops"] for row in products if row["phase"] == "forward") == expected
+    assert sum(row["flops"] for row in products if row["phase"] == "backward") == 2 * expected
+    assert "3-D weight" in [each["what"] for each in found["left_out"]]
+
+
+def test_a_preset_needs_no_memory(octavo):
     found = json.loads(octavo("inspect", "llama-1b", "--dtypes", "--batch", "1", "--json")[1])
     assert found["flops"]["forward"]["FP8"] == 2 * 4096 * 16 * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192)
 

@@ -91,6 +91,8 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
         return int(formula(*args, **keywords, out_val=out))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
+        if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
+            return 2 * tensors[0].numel() * tensors[1].shape[-1]
         results = floating(out)
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
     if "_for_cpu" in str(func) or "_fused_attention" in str(func):

@@ -19,7 +19,7 @@ from octavo.train.blocks import prepare_blocks
 from octavo.train.config import Config, ConfigError
 from octavo.train.evaluation import AUTOCAST
 from octavo.train.hugging_face import positions_of
-from octavo.train.model import convert_model, make_meta_model
+from octavo.train.model import cast_weights, convert_model, make_meta_model
 from octavo.train.run_settings import read_settings
 
 _LONGEST = 4096  # the context of a model with more positions
@@ -40,7 +40,7 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
         ConfigError, ArtifactError: no such source, a packed folder, or a model that octavo train does not take.
     """
     config, saved = _read(source, changes)
-    model = make_meta_model(config, _vocabulary(config, saved), saved).train()
+    model = cast_weights(make_meta_model(config, _vocabulary(config, saved), saved).train(), config)
     convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     prepare_blocks(model, config.change(**{"compile.blocks": False}))
     tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
