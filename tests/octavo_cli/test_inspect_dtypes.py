@@ -117,6 +117,10 @@ def test_bad_input(octavo, tmp_path, monkeypatch, words, message):
 def test_bad_folders(octavo, llama):
     (llama / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
     assert "quantized" in octavo("inspect", llama, "--dtypes")[2]
+    (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "vit", "architectures": []}))
+    assert "octavo.dtype_flow(model, inputs), which takes any module" in octavo("inspect", llama, "--dtypes")[2]
+    (llama / "config.json").write_text("{")
+    assert "is not valid JSON" in octavo("inspect", llama, "--dtypes")[2]
     (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard"}))
     code, _, err = octavo("inspect", llama, "--dtypes")
     assert code == 1

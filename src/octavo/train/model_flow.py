@@ -40,7 +40,16 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
         ConfigError, ArtifactError: no such source, a packed folder, or a model that octavo train does not take.
     """
     config, saved = _read(source, changes)
-    model = cast_weights(make_meta_model(config, _vocabulary(config, saved), saved).train(), config)
+    try:
+        model = make_meta_model(config, _vocabulary(config, saved), saved)
+    except ValueError as error:
+        if "AutoModelForCausalLM" not in str(error):
+            raise
+        raise ConfigError(
+            f"{source} describes no language model that predicts the next token: build the model in Python, and call "
+            "octavo.dtype_flow(model, inputs), which takes any module"
+        ) from error
+    model = cast_weights(model.train(), config)
     convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     prepare_blocks(model, config.change(**{"compile.blocks": False}))
     tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
