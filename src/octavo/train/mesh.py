@@ -98,6 +98,14 @@ def _check_tensor_parallel(config: Config, tp: int) -> None:
             raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {size}")
 
 
+def check_async_tp(config: Config, degrees: Degrees, device: torch.device) -> None:
+    """Raise a ConfigError if the processes of `device` cannot multiply while activations travel."""
+    if config.parallel.async_tp and degrees.tp > 1 and device.type != "cuda":
+        raise ConfigError(
+            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        )
+
+
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
     """The mesh of all processes, with the dimensions of `Degrees`. Every process must call this.
 

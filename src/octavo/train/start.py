@@ -21,7 +21,7 @@ from octavo.train.header import header_text
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
-from octavo.train.mesh import check_parallel, find_degrees
+from octavo.train.mesh import check_async_tp, check_parallel, find_degrees
 from octavo.train.metrics import event_writer
 from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
 from octavo.train.optimizer import make_optimizer
@@ -149,6 +149,7 @@ def _prepare(
         if config.tensorboard:
             event_writer()
         device = own_device(config.device)
+        check_async_tp(config, degrees, device)
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
