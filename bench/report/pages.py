@@ -13,14 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, generation, performance, plots, pretraining, scaling
+from bench.report import accuracy, generation, performance, plan, plots, pretraining, scaling
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGES = {"performance": (generation, performance), "accuracy": (accuracy,)}  # the modules of their tables
+PAGES = {
+    "performance": (generation, performance),
+    "accuracy": (accuracy,),
+    "plan": (plan,),
+}  # the modules of their tables
 # Pages that exist once a benchmark has run: the beginning of its results' names, and the modules of the tables.
 LATER = {"scaling": ("gpu_fsdp_", (scaling,)), "pretraining": ("pretrain_", (pretraining,))}
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README

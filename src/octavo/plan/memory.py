@@ -146,8 +146,7 @@ def buffer_bytes(setup: Setup, block: Block) -> float:
     """What FSDP2 holds of blocks and the root: two gathered blocks, the gathered root, and gradients to reduce."""
     if not setup.sharded:
         return 0.0
-    wide = 2.0 if setup.config.parallel.gather_dtype == "bf16" or setup.residual == 2 else 4.0
-    narrow = 1.0 if setup.recipe.quantized and setup.config.parallel.fp8_all_gather else wide
+    narrow, wide = setup.gathered_bytes
     gathered = narrow * block.weights + wide * (block.parameters - block.weights)
     root = wide * setup.model.outside
     reduced = 2 * 4.0 * block.parameters  # unsharded gradients, and the FP32 buffer of the reduce-scatter

@@ -40,8 +40,15 @@ class Setup:
 
     @property
     def residual(self) -> int:
-        """Bytes of an element of the residual stream, which has the dtype of the embedding."""
-        return 2 if self.config.optimizer.weights == "bf16" else 4
+        """Bytes of an element of the residual stream, which has the dtype of the embedding in the forward pass."""
+        gathered = self.sharded and self.config.parallel.gather_dtype == "bf16"
+        return 2 if gathered or self.config.optimizer.weights == "bf16" else 4
+
+    @property
+    def gathered_bytes(self) -> tuple[float, float]:
+        """Bytes of an element that FSDP2 gathers: of the blocks' matrices, and of all other weights."""
+        wide = float(self.residual)
+        return (1.0 if self.recipe.quantized and self.config.parallel.fp8_all_gather else wide), wide
 
     @property
     def sharded(self) -> bool:

@@ -19,6 +19,7 @@ from octavo.plan.setup import Setup
 from octavo.recipe import Recipe
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
+ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
 CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has many cores: a guess
 
 
@@ -67,7 +68,8 @@ def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
     linear = _linear_seconds(setup, block)
     attention = _attention_seconds(setup, block)
-    memory = traffic_bytes(setup, block) * setup.tokens / setup.degrees.tp / setup.gpu.copy_rate
+    moved = traffic_bytes(setup, block) * setup.tokens + copied_bytes(setup, block.weights, block.parameters)
+    memory = moved / setup.degrees.tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0
     if mode == "full":
@@ -141,22 +143,34 @@ def traffic_bytes(setup: Setup, block: Block) -> float:
     return norms + rotary + activation + split
 
 
-def head_seconds(setup: Setup) -> float:
-    """The head's three GEMMs, and the traffic of its logits."""
-    model, tokens = setup.model, setup.tokens
-    if not model.vocabulary:
+def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
+    """Bytes that FSDP2 copies out of the buffer of each gather, and into the FP32 buffer of the reduction.
+
+    `weights` of the parameters belong to linear layers of a block.
+    """
+    if not setup.sharded:
         return 0.0
+    narrow, wide = setup.gathered_bytes
+    return 2 * 2 * (narrow * weights + wide * (parameters - weights)) + (wide + 4) * parameters
+
+
+def head_seconds(setup: Setup) -> float:
+    """The head's three GEMMs, the traffic of its logits, and FSDP2's copies of all that is in no block."""
+    model, tokens = setup.model, setup.tokens
+    copies = copied_bytes(setup, 0, model.outside) / setup.degrees.tp / setup.gpu.copy_rate
+    if not model.vocabulary:
+        return copies
     vocabulary = max(model.vocabulary // setup.degrees.tp, 1)
     products = linear_seconds(setup.gpu, Recipe("bf16"), (tokens, model.width, vocabulary))
     traffic = (22.0 if setup.chunked else 30.0) * vocabulary * tokens
-    return products + traffic / setup.gpu.copy_rate
+    return copies + products + traffic / setup.gpu.copy_rate
 
 
 def optimizer_seconds(setup: Setup) -> float:
     """AdamW reads and writes weights and moments; with clipping, gradients are read twice and written once."""
     states, ways = setup.states, setup.degrees.dp_shard * setup.degrees.tp
     moved = 2 * states.weight + 3 * states.gradient + 2 * states.moments
-    rate = CPU_RATE if states.offloaded else setup.gpu.copy_rate
+    rate = CPU_RATE if states.offloaded else setup.gpu.copy_rate * ADAM_SHARE
     casts = states.copies * 5 * setup.model.block_weights
     return (moved * setup.model.parameters + casts) / ways / rate
 
@@ -170,8 +184,7 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
         exchanged = depth * 8 * links.gather(2.0 * setup.tokens * model.width, degrees.tp)
     if not setup.sharded:
         return blocks + head + exchanged
-    wide = 2.0 if setup.config.parallel.gather_dtype == "bf16" or setup.residual == 2 else 4.0
-    narrow = 1.0 if setup.recipe.quantized and setup.config.parallel.fp8_all_gather else wide
+    narrow, wide = setup.gathered_bytes
     inside = model.block_weights / depth / degrees.tp
     rest = (model.block_parameters - model.block_weights) / depth / degrees.tp
     training = Training(

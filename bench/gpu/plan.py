@@ -1,0 +1,166 @@
+"""Training steps as `octavo plan` predicts them and as `octavo train` runs them: memory and time of six configurations.
+
+BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, in six blocks of Llama-3-8B's shape.
+The plan was not tuned on any of them. Each configuration is trained by processes of its own: two of one GPU at a time
+where there are two GPUs. A step is whole, with clipping and AdamW, and its time is the median of the last steps.
+
+    python -m bench.gpu.plan [--only 1]                   about three minutes on two GPUs
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import record
+from octavo.nn import cast_once
+from octavo.plan.hardware import Gpu, known_gpus
+from octavo.plan.models import find_architecture
+from octavo.plan.setup import make_setup
+from octavo.plan.training import TrainingPlan
+from octavo.train.config import Config
+from octavo.train.log import training_console
+from octavo.train.processes import run_in_group
+from octavo.train.ranks import rank
+from octavo.train.start import start_run
+
+STEPS, WARM = 16, 6  # of a run, and those before the clock starts
+CONFIG = Config(model="llama", layers=6, width=4096, heads=32, kv_heads=8, mlp_width=14336, tied=False).change(
+    **{"context": 4096, "batch": 2, "compile.blocks": True, "steps": 1000}
+)
+MODE = "activation_checkpointing.mode"
+CONFIGURATIONS: list[tuple[int, dict[str, Any]]] = [  # GPUs, and settings
+    (1, {"recipe": "bf16", MODE: "none"}),
+    (1, {"recipe": "rowwise", MODE: "none"}),
+    (1, {"recipe": "bf16", MODE: "full"}),
+    (1, {"recipe": "rowwise", MODE: "selective"}),
+    (2, {"recipe": "bf16", MODE: "none", "batch": 4}),
+    (2, {"recipe": "rowwise", MODE: "full", "batch": 4}),
+]
+AIMS = {"memory": 0.05, "time": 0.10}  # the largest relative errors that the plan should have
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, help="configurations on so many GPUs")
+    parser.add_argument("--worker", metavar="FILE", help="train the configuration in this file, as a process of it")
+    options = parser.parse_args()
+    if options.worker:
+        run_in_group(lambda: work(Path(options.worker)))
+        return
+    there = torch.cuda.device_count()
+    chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
+    rows = measure([(gpus, CONFIG.change(**settings)) for gpus, settings in chosen], there, gpu_here())
+    for row in rows:
+        print(line(row), flush=True)
+    print(record.write("gpu_plan", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows}))
+
+
+def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> list[Row]:
+    """The rows of configurations, as many of one GPU at a time as there are GPUs."""
+    rows: list[Row] = []
+    waiting = list(configs)
+    while waiting:
+        gpus = waiting[0][0]
+        together = [each for each in waiting if each[0] == gpus][: max(there // gpus, 1)]
+        waiting = [each for each in waiting if each not in together]
+        with tempfile.TemporaryDirectory() as folder:
+            started = [start(config, gpus, at, Path(folder)) for at, (_, config) in enumerate(together)]
+            for (_, config), (process, result) in zip(together, started, strict=True):
+                code = process.wait()
+                found = json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
+                rows.append(compared(config, gpus, gpu, found))
+    return rows
+
+
+def start(config: Config, gpus: int, at: int, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """The processes that train a configuration, the `at`-th at a time, and the file that they write at the end."""
+    task, result = folder / f"{at}.json", folder / f"{at}.result.json"
+    task.write_text(json.dumps({"config": config.change(out=str(folder / f"run{at}")).to_dict(), "out": str(result)}))
+    devices = ",".join(str(at * gpus + each) for each in range(gpus))
+    launch = [sys.executable, "-m"]
+    if gpus > 1:
+        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+    process = subprocess.Popen(
+        [*launch, "bench.gpu.plan", "--worker", str(task)], env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+    )
+    return process, result
+
+
+def work(path: Path) -> None:
+    """Train as `octavo train` does, without saving, and write the peak memory and the times of the steps."""
+    task = json.loads(path.read_text())
+    trainer = start_run(Config.from_dict(task["config"]), training_console())
+    times = []
+    with trainer.lock, cast_once(trainer.model):
+        for step in range(STEPS):
+            if step == WARM and torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            wait()
+            began = time.perf_counter()
+            trainer.step()
+            wait()
+            times.append(time.perf_counter() - began)
+    if rank() == 0:
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        Path(task["out"]).write_text(json.dumps({"peak_bytes": peak, "seconds": times[WARM:]}))
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gpu_here() -> Gpu:
+    """The GPU of the plan: the one whose name this machine's has in it."""
+    name = torch.cuda.get_device_name().lower().replace(" ", "")
+    return next(gpu for key, gpu in known_gpus().items() if key in name)
+
+
+def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
+    """A row: what was planned and what was measured."""
+    plan = TrainingPlan(make_setup(find_architecture("", config), config, gpu, gpus))
+    row: Row = {
+        "recipe": config.recipe,
+        "checkpointing": config.activation_checkpointing.mode,
+        "gpus": gpus,
+        "gpu": gpu.key,
+        "planned": {
+            "peak_bytes": plan.memory.peak,
+            "seconds": plan.time.total,
+            "memory": plan.memory.parts,
+            "time": plan.time.parts,
+        },
+    }
+    if "error" in found:
+        return row | found
+    seconds = statistics.median(found["seconds"])
+    errors = {"time": plan.time.total / seconds - 1}
+    if found["peak_bytes"]:
+        errors["memory"] = plan.memory.peak / found["peak_bytes"] - 1
+    return row | {"peak_bytes": found["peak_bytes"], "seconds": seconds, "errors": errors}
+
+
+def line(row: Row) -> str:
+    where = f"{row['recipe']:8} {row['checkpointing']:9} {row['gpus']} GPU"
+    if "error" in row:
+        return f"{where} {row['error']}"
+    planned, errors = row["planned"], row["errors"]
+    memory = f"{planned['peak_bytes'] / 1e9:.2f} GB planned, {row['peak_bytes'] / 1e9:.2f} measured"
+    seconds = f"{planned['seconds'] * 1e3:.1f} ms planned, {row['seconds'] * 1e3:.1f} measured"
+    judged = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
+    return f"{where} {memory}; {seconds}; {judged}"
+
+
+if __name__ == "__main__":
+    main()

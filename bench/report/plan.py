@@ -1,0 +1,159 @@
+"""The tables of docs/plan.md: what `octavo plan` says, beside what was measured."""
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from bench.gpu.modes import BASE, FUSED
+from bench.gpu.sharded import OURS, WIDE
+from bench.report.scaling import rows_of, runs
+from bench.report.tables import Result, Row
+from octavo.plan.cases import Case
+from octavo.plan.hardware import find_gpu, known_gpus
+from octavo.plan.models import find_architecture, model_presets
+from octavo.plan.setup import make_setup
+from octavo.plan.states import KNOWN_STATES, own_states
+from octavo.plan.training import TrainingPlan
+from octavo.train.config import Config
+
+Rows = Iterable[Row]
+STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, whether a figure of the plan was fitted to it
+    BASE: ("bf16", False, "attention"),
+    FUSED: ("rowwise", True, "temporary tensors"),
+    "ours plain: tensorwise, compile": ("tensorwise", False, ""),
+    "ours plain: rowwise_dw_bf16, compile": ("rowwise_dw_bf16", False, ""),
+    "ours plain: blockwise, compile": ("blockwise", False, ""),
+    "ours plain: delayed, compile": ("delayed", False, ""),
+}
+SERVED = [  # of gpu_serve.json: its key, mode, recipe, batch, context and dtype of the cache
+    ("prefill", BASE, "bf16", 1, 8192, "bf16"),
+    ("prefill", "ours, compile", "rowwise", 1, 8192, "bf16"),
+    ("decode 1", BASE, "bf16", 1, 1024, "bf16"),
+    ("decode 1", "ours, compile", "rowwise", 1, 1024, "bf16"),
+    ("decode 64", BASE, "bf16", 64, 1024, "bf16"),
+    ("decode 64", "ours, compile", "rowwise", 64, 1024, "bf16"),
+    ("decode 64", "ours, FP8 KV cache", "rowwise", 64, 1024, "fp8"),
+]
+
+
+def states_table(_: dict[str, Result]) -> Rows:
+    for name, states in {**KNOWN_STATES, **own_states()}.items():
+        yield {
+            "7 billion parameters": name,
+            "weight": f"{states.weight:g}",
+            "gradient": f"{states.gradient:g}",
+            "m and v": f"{states.moments:.4g}",
+            "copies": f"{states.copies:g}",
+            "GB on the GPU": f"{7 * states.on_gpu:.1f}",
+            "GB in the CPU's memory": f"{7 * (states.total - states.on_gpu):.1f}",
+        }
+
+
+def stack_errors(results: dict[str, Result]) -> Rows:
+    """Time and peak memory of the layer stack; its weights are BF16, and it has no optimizer."""
+    llama = find_architecture("llama-3-8b", Config())
+    stack = replace(llama, blocks=(replace(llama.blocks[0], count=4),), vocabulary=0, head=0, embeddings=0, others=0)
+    rows = {row["mode"]: row for row in results["gpu_stack"]["modes"]}
+    for mode, (recipe, fused, fitted) in STACK.items():
+        config = Config(recipe=recipe).change(
+            batch=1, context=8192, **{"compile.blocks": True, "optimizer.weights": "bf16"}
+        )
+        plan = TrainingPlan(make_setup(replace(stack, fused=fused), config, find_gpu("h100"), 1))
+        memory = plan.memory.peak - plan.memory.optimizer - plan.memory.fp8_copies
+        seconds = plan.time.total - plan.time.optimizer
+        yield {
+            "mode": mode,
+            "fitted to it": fitted or "nothing",
+            **compared("ms", 1e3 * seconds, rows[mode]["median"], ".1f"),
+            **compared("peak GB", memory / 1e9, rows[mode]["peak_gb"], ".2f"),
+        }
+
+
+def fsdp_errors(results: dict[str, Result]) -> Rows:
+    """Whole steps of bench/gpu/fsdp.py. Their loss is compiled, which `octavo train` does not do."""
+    for run in runs(results):
+        setting, modes = run["setting"], rows_of(run)
+        model = find_architecture("llama-3-8b", Config())
+        model = replace(model, blocks=(replace(model.blocks[0], count=setting["layers"]),))
+        for mode, recipe, narrow in ((BASE, "bf16", False), (OURS, "rowwise", True), (WIDE, "rowwise", False)):
+            if mode not in modes:
+                continue
+            options = {"gather_dtype": "bf16", "fp8_all_gather": narrow}
+            config = Config(recipe=recipe).change(
+                batch=setting["world"],
+                context=setting["tokens"],
+                **{"compile.blocks": True, "loss.logits": "whole"},
+                **{f"parallel.{name}": value for name, value in options.items()},
+            )
+            used = replace(model, fused=recipe != "bf16")
+            plan = TrainingPlan(make_setup(used, config, find_gpu("h200"), setting["world"]))
+            where = {"GPUs": str(setting["world"]), "layers": str(setting["layers"]), "mode": mode}
+            yield {**where, **compared("ms", 1e3 * plan.time.total, modes[mode]["median"], ".1f")}
+
+
+def gpt2_errors(results: dict[str, Result]) -> Rows:
+    """Whole steps of GPT-2 of 124 million parameters on an H200: small matrices, and a vocabulary of 50,257."""
+    for recipe in ("bf16", "rowwise"):
+        runs = [run["tokens_per_second"] for run in results["gpt_parity"]["runs"] if run["mode"] == recipe]
+        settings = ("--recipe", recipe, "--batch", "64", "--context", "1024", "--loss.logits", "whole")
+        planned = Case("gpt2", settings).training().tokens_per_second
+        yield {"recipe": recipe, **compared("tokens/s", planned, statistics.median(runs), ",.0f")}
+
+
+def serving_errors(results: dict[str, Result]) -> Rows:
+    for key, mode, recipe, batch, context, cache in SERVED:
+        settings = ("--recipe", recipe, "--batch", str(batch), "--context", str(context))
+        plan = Case("llama-3-8b", settings, "h100", cache=cache).serving()
+        seconds = plan.prefill_seconds if key == "prefill" else plan.step_seconds
+        what = f"{context:,} prompt tokens" if key == "prefill" else f"a new token of batch {batch}"
+        measured = results["gpu_serve"][key]["ms"][mode]["median"]
+        yield {"step": what, "mode": mode, **compared("ms", 1e3 * seconds, measured, ".2f")}
+
+
+def configurations(results: dict[str, Result]) -> Rows:
+    """The rows of bench/gpu/plan.py, which nothing was fitted to."""
+    for row in results.get("gpu_plan", {}).get("rows", []):
+        first = {"GPUs": str(row["gpus"]), "recipe": row["recipe"], "checkpointing": row["checkpointing"]}
+        if "error" in row:
+            yield first | {"error": row["error"]}
+            continue
+        planned = row["planned"]
+        yield {
+            **first,
+            **compared("ms", 1e3 * planned["seconds"], 1e3 * row["seconds"], ".1f"),
+            **compared("peak GB", planned["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9, ".2f"),
+        }
+
+
+def compared(unit: str, planned: float, measured: float, form: str) -> Row:
+    return {
+        f"{unit}, planned": format(planned, form),
+        f"{unit}, measured": format(measured, form),
+        f"error of {unit}": f"{planned / measured - 1:+.1%}",
+    }
+
+
+def gpus(_: dict[str, Result]) -> Iterator[Row]:
+    for key, gpu in known_gpus().items():
+        yield {
+            "--gpu": key,
+            "memory, GB": f"{gpu.memory / 1e9:.0f}",
+            "bandwidth, GB/s": f"{gpu.bandwidth / 1e9:,.0f}",
+            "BF16, TFLOP/s": f"{gpu.bf16 / 1e12:,.1f}",
+            "FP8, TFLOP/s": f"{gpu.fp8 / 1e12:,.1f}" if gpu.fp8 else "none",
+            "link, GB/s": f"{gpu.link / 1e9:.0f}",
+            "data sheet": gpu.source,
+            "measured": gpu.measured or "nothing",
+        }
+
+
+def presets(_: dict[str, Result]) -> Iterator[Row]:
+    for name, fields in model_presets().items():
+        model = find_architecture(name, Config())
+        yield {
+            "MODEL": name,
+            "parameters": f"{model.parameters / 1e9:.2f} B",
+            "blocks": str(model.depth),
+            "width": f"{model.width:,}",
+            "sizes from": fields["source"],
+        }
