@@ -24,7 +24,7 @@ def test_minus_one_is_what_is_left():
 def test_degrees_that_do_not_multiply_to_the_processes():
     refused("number of processes, 3", "dp_shard 1 x tp 2", "is 2", parallel=Parallel(tp=2), processes=3)
     refused("number of processes, 1", "dp_shard 4", "start 4 processes", parallel=Parallel(dp_shard=4))
-    refused("dp_replicate and dp_shard", "only one", parallel=Parallel(dp_replicate=-1), processes=2)
+    refused("dp_replicate and dp_shard", "set all but one", parallel=Parallel(dp_replicate=-1), processes=2)
 
 
 def test_sizes_that_cannot_be_divided():

@@ -48,7 +48,8 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
     open_names = [name for name, degree in asked.items() if degree == -1]
     if len(open_names) > 1:
         raise ConfigError(
-            f"only one degree of parallel can be -1, the processes that are left; got -1 for {' and '.join(open_names)}"
+            "only one degree of parallel can be -1, the processes that are left; got -1 for "
+            f"{' and '.join(open_names)}: set all but one to a number, such as 1"
         )
     fixed = 1
     for degree in asked.values():
