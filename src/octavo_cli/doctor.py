@@ -28,11 +28,13 @@ def doctor_command(
         ),
     ] = False,
 ) -> None:
-    """Show this machine, its problems with their fix, and the GEMM that each recipe runs.
+    """Show this machine, its problems and its GEMMs.
+
+    The table has the GEMMs y, dx and dw that each recipe runs.
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
 
-    The exit code is 0 also where there are problems.
+    A problem is shown with its fix. The exit code is 0 also where there are problems.
 
     Examples:
 

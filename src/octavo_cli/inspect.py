@@ -44,9 +44,10 @@ def inspect_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tensors of a packed folder, or the dtypes that a model trains in.
+    """List the tensors of a packed folder, or trace dtypes.
 
-    Of a packed folder, each row has a tensor's dtype, shape, scheme, the number and range of its scales, and its size.
+    Each row of a packed folder's table has a tensor's dtype, shape, scheme, the number and range of its scales, and its
+    size.
 
     With --dtypes, a forward and backward pass runs on tensors without numbers, under the autocast of a GPU, so that a
     model of any size can be shown on any machine.

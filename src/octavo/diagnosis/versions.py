@@ -18,10 +18,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def read_versions(device: torch.device) -> dict[str, Any]:
-    """Versions of the software, and the device that would be used, as JSON values. What is not installed is left out.
+    """Versions of the software, and the device that would be used, as JSON values.
 
-    `driver` is the NVIDIA driver's version; `toolkit` that of the CUDA toolkit whose compiler, nvcc, is on the path
-    (Octavo needs none); `cuda` the version of CUDA that PyTorch was built with.
+    Packages that are not installed are left out. `driver` is the NVIDIA driver's version; `toolkit` that of the CUDA
+    toolkit whose compiler, nvcc, is on the path (Octavo needs none); `cuda` that of CUDA that PyTorch was built with.
     """
     found: dict[str, Any] = {
         "octavo": __version__,
@@ -67,7 +67,7 @@ def _first_line(*words: str) -> str:
 
 
 def _output(*words: str) -> str:
-    """What a program prints; "" if it is not installed or fails."""
+    """The standard output of a program; "" if it is not installed or fails."""
     program = shutil.which(words[0])
     if program is None:
         return ""

@@ -1,4 +1,4 @@
-"""The operations that `torch.autocast` casts on a GPU, by what it does with their inputs.
+"""The operations that `torch.autocast` casts on a GPU, grouped by the dtype of their inputs.
 
 Autocast knows an operation by its name in the dispatcher ("softmax.int"), and casts floating tensors, float64 excepted:
 

@@ -2,8 +2,8 @@
 
 A trace runs on fake tensors. Where PyTorch has no CUDA, fake tensors of a GPU take no part in autograd, so the tensors
 of a trace are the CPU's, and autocast has other lists for a CPU. During a trace the kernels below replace those of
-autocast on the CPU. They cast by the lists of the GPU, and say what they are doing, from which a trace knows the reason
-of each dtype.
+autocast on the CPU. They cast by the lists of the GPU, and record the operation that they cast for, so that a trace
+knows the reason of each dtype.
 
 Autocast casts a weight once and uses it again where a layer is called twice. These kernels cast it at each call.
 """
@@ -23,7 +23,7 @@ _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 class Decision(NamedTuple):
-    """What autocast does with the operation that runs now.
+    """The treatment by autocast of the operation that runs now.
 
     Args:
         operation: as the model calls it, such as "softmax".
