@@ -41,7 +41,7 @@ def test_tables_of_settings(octavo, settings):
         assert line in out
     assert "model.layers.*.mlp.gate_proj" in out
     assert "model.layers.0" not in out
-    assert "autocast runs rms_norm in FP32" in out
+    assert "autocast runs pow in FP32" in out
 
 
 def test_flops_are_those_of_the_shapes(octavo, settings):

@@ -72,7 +72,8 @@ class GpuAutocast:
     def _kernel(self, name: str) -> Callable[..., Any]:
         base, _, overload = name.partition(".")
         operation: Any = getattr(getattr(torch.ops.aten, base), overload or "default")
-        policy = POLICIES.get(name)
+        # Versions of PyTorch differ in a few operations, so the kernels of this one decide.
+        policy = POLICIES.get(name) if _handles(name, "AutocastCUDA") else None
         if policy is None and operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             # Only the CPU's autocast handles it: on a GPU, its parts are cast.
             decompose: Callable[..., Any] = operation.decompose
@@ -113,12 +114,12 @@ class GpuAutocast:
 
 def _autocast_operations() -> list[str]:
     """The names of the operations of this PyTorch that autocast handles, on a GPU or on the CPU."""
-    keys = ("AutocastCUDA", "AutocastCPU")
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and any(torch._C._dispatch_has_kernel_for_dispatch_key(name, k) for k in keys):
-            found.append(name.removeprefix("aten::"))
-    return found
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name for name in names if _handles(name, "AutocastCUDA") or _handles(name, "AutocastCPU")]
+
+
+def _handles(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
 
 def _is_cast(leaf: Any) -> bool:
