@@ -128,7 +128,7 @@ def gpu_here() -> Gpu:
 
 
 def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
-    """A row: what was planned and what was measured."""
+    """A row with the planned and the measured figures of a configuration."""
     plan = TrainingPlan(make_setup(find_architecture("", config), config, gpu, gpus))
     row: Row = {
         "recipe": config.recipe,

@@ -1,4 +1,4 @@
-"""The tables of docs/plan.md: what `octavo plan` says, beside what was measured."""
+"""The tables of docs/plan.md: the figures of `octavo plan` beside measured ones."""
 
 import statistics
 from collections.abc import Iterable, Iterator

@@ -4,6 +4,7 @@ import pytest
 
 from octavo.plan.cases import Case, make_cases, parse_count
 from octavo.plan.hardware import find_gpu, known_gpus
+from octavo.plan.models import model_presets
 
 
 def test_the_defaults_of_a_plan():
@@ -22,6 +23,22 @@ def test_a_file_of_settings(tmp_path):
     assert plan.setup.tokens == 3 * 128
     assert plan.setup.model.depth == 2
     assert plan.memory.optimizer == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
+
+
+def test_a_preset_of_training():
+    setup = Case("llama-1b", ("--tokenizer", "bpe", "--vocabulary", "50257", "--batch", "8")).training().setup
+    assert setup.config.accumulate > 1
+    assert setup.model.parameters > 1e9
+    with pytest.raises(ValueError, match="how many tokens the tokenizer hf:"):
+        Case("llama-1b", ("--tokenizer", "hf:some/tokenizer")).training()
+
+
+@pytest.mark.parametrize("model", model_presets())
+def test_every_preset_has_a_plan(model):
+    plan = Case(model, ("--optimizer.state", "8bit"), gpu="b200", gpus=64).training()
+    assert 0 < plan.utilization < 1.3
+    assert all(part >= 0 for part in (*plan.memory.parts.values(), *plan.time.parts.values()))
+    assert plan.gains
 
 
 @pytest.mark.parametrize(
@@ -85,6 +102,7 @@ def test_every_gpu_is_complete():
         (Case("gpt2", ("--context", "4096")), "must be at most the 1024 tokens of gpt2; got 4096"),
         (Case("gpt2", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),
         (Case("gpt2", ("--recipe", "rowwize")), "unknown recipe"),
+        (Case("gpt2", gpus=16, network=0), "--network must be above 0"),
     ],
 )
 def test_bad_input(case, message):

@@ -114,11 +114,20 @@ def test_an_unknown_architecture_gets_the_nearest_one():
         ('{"model_type": "llama"}', "must state 'hidden_size'"),
         ("{", "must be JSON"),
         ("[]", "must be a JSON object"),
+        ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
+        find_architecture(str(tmp_path), Config())
+
+
+@pytest.mark.parametrize("size", ["wide", None])
+def test_a_size_that_is_no_number(tmp_path, size):
+    fields = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96).to_hf() | {"hidden_size": size}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="must be whole numbers of at least 1"):
         find_architecture(str(tmp_path), Config())
 
 

@@ -11,20 +11,21 @@ from typing import Any
 
 from octavo.plan.architecture import Architecture
 from octavo.plan.hardware import find_gpu
-from octavo.plan.models import find_architecture
+from octavo.plan.models import find_architecture, model_presets
 from octavo.plan.serving import ServingPlan, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.training import TrainingPlan
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 from octavo.train.mesh import find_degrees
+from octavo.train.settings import PRESETS
 
 CONTEXT = 8192
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned.
+    """A question to `octavo plan`.
 
     Attributes:
         model: a preset, a Hugging Face folder, a config.json, or a TOML file of settings with their own model.
@@ -42,6 +43,8 @@ class Case:
     cache: str = "bf16"
 
     def training(self) -> TrainingPlan:
+        if self.network <= 0:
+            raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
         model, config = self._resolve()
         return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
 
@@ -55,7 +58,7 @@ class Case:
 
     def _resolve(self) -> tuple[Architecture, Config]:
         """The model's layers, and the settings with the defaults of a plan."""
-        if self.model.endswith(".toml"):
+        if self.model.endswith(".toml") or (self.model in PRESETS and self.model not in model_presets()):
             config = Config.load(self.model, self.settings)
             return find_architecture("" if config.model in ("llama", "gpt2") else config.model, config), config
         config = Config.load(None, self.settings)

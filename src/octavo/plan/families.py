@@ -32,6 +32,10 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
         return FAMILIES[kind](name, fields)
     except KeyError as error:
         raise ValueError(f"{name}: the config.json of a {kind} must state {error}; got {', '.join(fields)}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{name}: the sizes in the config.json of a {kind} must be whole numbers of at least 1 ({error})"
+        ) from error
 
 
 def _llama(name: str, f: Fields) -> Architecture:

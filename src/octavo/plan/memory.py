@@ -9,7 +9,7 @@ Two moments can be the peak. At the start of the backward pass all activations a
     head          the logits, or those of a chunk
     buffers       the weights that FSDP2 has gathered, and the gradients that it reduces
 
-A GPU has more memory than its data sheet says, and about as much more as CUDA's context takes: neither is counted.
+The context of CUDA is not counted. It takes about as much as a GPU has beyond the memory of its data sheet.
 """
 
 from dataclasses import dataclass, fields
@@ -102,7 +102,7 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
 
 
 def _again_bytes(setup: Setup, block: Block) -> float:
-    """What activation checkpointing computes again of one block, beside what the block has saved."""
+    """The tensors of one block that activation checkpointing computes again, beside those that the block has saved."""
     mode = setup.config.activation_checkpointing.mode
     if mode == "none":
         return 0.0
@@ -143,7 +143,7 @@ def head_bytes(setup: Setup) -> float:
 
 
 def buffer_bytes(setup: Setup, block: Block) -> float:
-    """What FSDP2 holds of blocks and the root: two gathered blocks, the gathered root, and gradients to reduce."""
+    """The buffers of FSDP2: two gathered blocks, the gathered root, and the gradients that it reduces."""
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes

@@ -52,7 +52,12 @@ def find_architecture(model: str, config: Config) -> Architecture:
 
 
 def _built_in(config: Config) -> Architecture:
-    """Octavo's own model of the sizes in `config`. The settings of a tokenizer say how many tokens it has."""
+    """Octavo's own model of the sizes in `config`. The settings of its tokenizer say how many tokens that has."""
+    if config.tokenizer.startswith("hf:"):
+        raise ValueError(
+            f"the settings do not say how many tokens the tokenizer {config.tokenizer} has: plan with --tokenizer bpe "
+            "--vocabulary NUMBER"
+        )
     vocabulary = config.vocabulary if config.tokenizer == "bpe" else 256
     sizes = {
         "hidden_size": config.width, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,

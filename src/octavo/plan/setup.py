@@ -13,7 +13,7 @@ from octavo.train.mesh import Degrees, find_degrees
 
 @dataclass(frozen=True)
 class Setup:
-    """What is planned.
+    """A training run, before it exists.
 
     Attributes:
         model: its layers.

@@ -61,7 +61,7 @@ class TrainingPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens that one GPU trains on in a second."""
         return self.tokens_per_step / self.time.total / self.gpus
 
     @property
@@ -77,7 +77,7 @@ class TrainingPlan:
         return tokens / (self.tokens_per_second * self.gpus) / 86400
 
     def cost(self, tokens: float, price: float) -> float:
-        """What `tokens` cost at `price` for an hour of one GPU."""
+        """The cost of training on `tokens` tokens, at `price` for an hour of one GPU."""
         return self.days(tokens) * 24 * self.gpus * price
 
     @property
