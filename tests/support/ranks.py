@@ -12,7 +12,7 @@ from typing import Any
 
 SECONDS = 180  # for a call; a collective that waits longer fails
 # The processes are forked from a server that has imported these once: a rank starts in some 50 ms.
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "octavo"]
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "octavo.dist"]
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

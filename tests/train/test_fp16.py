@@ -98,12 +98,12 @@ def test_resumed_scaler_is_the_same(begin, go_on, tmp_path):
     """Scale, count towards the next growth, skipped steps: saved right after an overflow in the very first step too."""
     trainer = begin(recipe="delayed", precision="fp16")
     overflow_at(trainer, 0, 2)
-    trainer.lock.release()
+    trainer.lock.close()
     for _ in range(4):
         trainer.step()
         save_checkpoint(trainer.run_folder, trainer.state, keep=1)
         resumed = go_on(trainer.run_folder.path)
-        resumed.lock.release()
+        resumed.lock.close()
         assert resumed.state.scaler.state_dict() == trainer.state.scaler.state_dict()
         assert (resumed.state.step, resumed.state.skipped_steps) == (trainer.state.step, trainer.state.skipped_steps)
         assert changed(resumed, copied(trainer)) == set()
