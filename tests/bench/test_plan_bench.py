@@ -10,23 +10,20 @@ SMALL = plan.CONFIG.change(
 
 
 def test_planned_and_measured_beside_each_other() -> None:
-    [row] = plan.measure([(1, SMALL.change(recipe="rowwise"))], 1, find_gpu("h200"))
-    assert row["seconds"] > 0
-    assert set(row["errors"]) == {"time"}  # the CPU has no peak of a GPU
-    assert row["planned"]["peak_bytes"] > 16 * 2 * 64 * (64 + 96)
-    assert "rowwise  none      1 GPU" in plan.line(row)
-
-
-def test_two_processes_share_a_configuration() -> None:
-    [row] = plan.measure([(2, SMALL.change(recipe="bf16", batch=4))], 2, find_gpu("h200"))
-    assert (row["gpus"], row["recipe"]) == (2, "bf16")
-    assert "error" not in row
-
-
-def test_a_configuration_that_fails_does_not_end_the_others() -> None:
-    rows = plan.measure([(1, SMALL.change(data=["nowhere.txt"])), (1, SMALL)], 1, find_gpu("h200"))
-    assert ["error" in row for row in rows] == [True, False]
-    assert "exit code" in plan.line(rows[0])
+    """The first configuration fails; the others, of one process and of two, are measured all the same."""
+    chosen = [
+        (1, SMALL.change(data=["nowhere.txt"])),
+        (1, SMALL.change(recipe="rowwise")),
+        (2, SMALL.change(recipe="bf16", batch=4)),
+    ]
+    failed, one, two = plan.measure(chosen, 2, find_gpu("h200"))
+    assert "exit code" in plan.line(failed)
+    assert one["seconds"] > 0
+    assert set(one["errors"]) == {"time"}  # the CPU has no peak of a GPU
+    assert one["planned"]["peak_bytes"] > 16 * 2 * 64 * (64 + 96)
+    assert "rowwise  none      1 GPU" in plan.line(one)
+    assert (two["gpus"], two["recipe"]) == (2, "bf16")
+    assert ["error" in row for row in (failed, one, two)] == [True, False, False]
 
 
 def test_the_six_configurations() -> None:
