@@ -8,9 +8,7 @@ to the mean of these two. The time of a step is that of the slowest rank.
     torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6] [--seconds 560]
 """
 
-import argparse
 import gc
-import math
 import statistics
 import time
 from dataclasses import replace
@@ -23,7 +21,7 @@ from bench import record
 from bench.gpu import llama
 from bench.gpu.communication import profiled
 from bench.gpu.modes import BASE
-from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, say, slowest, start
+from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, chosen, read_options, say, slowest, start
 from bench.gpu.sharded import MODES, Runner, gradient_error, gradient_problem
 from bench.gpu.timing import interleaved, once, summary
 from octavo.models.llama import LlamaConfig
@@ -134,25 +132,13 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
-    parser.add_argument("--rounds", type=int, default=6, help="times that each mode has its turn")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no mode that would end later")
-    options = parser.parse_args()
+    options = read_options(__doc__, layers=16, rounds=6)
     deadline = Deadline(options.seconds)
     torch._dynamo.config.recompile_limit = 64
     device = start()
     config = replace(llama.CONFIG, layers=options.layers)
-    run(chosen(options.only), Bench(config, llama.TOKENS, options.rounds, device), deadline)
+    run(chosen(MODES, BASE, options.only), Bench(config, llama.TOKENS, options.rounds, device), deadline)
     distributed.destroy_process_group()
-
-
-def chosen(only: str | None) -> list[str]:
-    """The names of the modes that contain one of the words, and of compiled BF16."""
-    there = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
-    words = only.split(",") if only else [""]
-    return [name for name in there if name == BASE or any(word in name for word in words)]
 
 
 def run(names: list[str], bench: Bench, deadline: Deadline) -> None:

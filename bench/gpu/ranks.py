@@ -3,8 +3,11 @@
 Without a GPU the processes use gloo, for rehearsals.
 """
 
+import argparse
+import math
 import os
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +16,28 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from bench import record
 from bench.gpu.timing import once
 
 GATHERED = 256 << 20  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
+
+
+def read_options(what: str | None, layers: int, rounds: int) -> argparse.Namespace:
+    """The options of a benchmark of modes, with these defaults; `what` is its description."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
+    parser.add_argument("--rounds", type=int, default=rounds, help="times that each mode has its turn")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no mode that would end later")
+    return parser.parse_args()
+
+
+def chosen(modes: Iterable[str], base: str, only: str | None) -> list[str]:
+    """The modes that contain one of the words `only`, and the base; without those whose package is not installed."""
+    there = [name for name in modes if not name.startswith("torchao") or record.installed("torchao")]
+    words = only.split(",") if only else [""]
+    return [name for name in there if name == base or any(word in name for word in words)]
 
 
 def start() -> torch.device:

@@ -6,8 +6,6 @@ with those of BF16. The time of a step is that of the slowest rank.
     torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8] [--seconds 300]
 """
 
-import argparse
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from bench.gpu.communication import profiled
 from bench.gpu.llama import TOKENS
 from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Deadline, bandwidth, say, slowest, start
+from bench.gpu.ranks import Deadline, bandwidth, chosen, read_options, say, slowest, start
 from bench.gpu.timing import decibels, interleaved, own_code, summary
 from octavo.dist import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig, rope_tables
@@ -124,21 +122,13 @@ class Runner:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
-    parser.add_argument("--rounds", type=int, default=8, help="times that each mode has its turn")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="build no mode that would end later")
-    options = parser.parse_args()
+    options = read_options(__doc__, layers=2, rounds=8)
     deadline = Deadline(options.seconds)
     torch._dynamo.config.recompile_limit = 64
     device = start()
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    words = options.only.split(",") if options.only else [""]
-    there = [name for name in MODES if not name.startswith("torchao") or record.installed("torchao")]
-    names = [name for name in there if name == BASE or any(word in name for word in words)]
     config = replace(CONFIG, layers=options.layers)
-    Bench(config, TOKENS, mesh, options.rounds, deadline).run(names)
+    Bench(config, TOKENS, mesh, options.rounds, deadline).run(chosen(MODES, BASE, options.only))
     distributed.destroy_process_group()
 
 

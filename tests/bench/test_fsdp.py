@@ -14,6 +14,7 @@ from ranks import run_ranks
 from bench.gpu import fsdp
 from bench.gpu.communication import kind_of, split, union
 from bench.gpu.modes import BASE
+from bench.gpu.ranks import chosen
 from bench.gpu.sharded import MODES, OURS, WIDE, gradient_problem
 from octavo.models.llama import LlamaConfig
 
@@ -90,9 +91,9 @@ def test_gradients_that_are_wrong_or_not_of_fp8_are_named() -> None:
 
 
 def test_words_choose_modes() -> None:
-    expected = [name for name in fsdp.chosen(None) if name in (BASE, EAGER) or "FP8" in name]
-    assert fsdp.chosen("eager,FP8") == expected
-    assert len(expected) < len(fsdp.chosen(None))
+    expected = [name for name in chosen(MODES, BASE, None) if name in (BASE, EAGER) or "FP8" in name]
+    assert chosen(MODES, BASE, "eager,FP8") == expected
+    assert len(expected) < len(chosen(MODES, BASE, None))
 
 
 def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> None:
