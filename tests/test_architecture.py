@@ -26,6 +26,7 @@ LAYERS = [
     {"nn", "tensor"},
     {"diagnosis", "dist", "flow"},
     {"models", "artifact"},
+    {"telemetry"},
     {"evaluation", "hf"},
     {"calibration"},
     {"kv_cache"},

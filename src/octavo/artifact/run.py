@@ -4,6 +4,7 @@ RUN/
   config.json              the settings, as `octavo.train.config.Config` gives them
   model/                   config.json and tokenizer in Hugging Face's terms
   metrics.jsonl            one JSON object a line
+  watch/                   samples of the layers' operands (`octavo.telemetry.schema`)
   step-00000100/           a checkpoint: appears whole or not at all
     model.safetensors      the master weights, under the names of the unconverted model
     optimizer.safetensors  PARAMETER.exp_avg, ...

@@ -1,0 +1,215 @@
+"""The files of a watched run: appending to them while it runs, and reading them, then or later.
+
+A sample is appended as a whole by one write. A record that a kill or a full disk cut short is not read, and the next
+writer removes it. When the records reach the limit in bytes, every second sampled step is dropped, and the interval
+between samples doubles, so that the samples stay evenly spaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.artifact.atomic_folder import write_error
+from octavo.artifact.files import ArtifactError, read_json
+from octavo.telemetry.schema import LAYER, OPERAND, VERSION, Event, WatchedLayer
+
+LIMIT = 500_000_000
+_COPIED = 1 << 16  # records that thinning holds in memory at once
+
+Records = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a run recorded.
+
+    Attributes:
+        interval: the steps between samples now.
+        layers: by the number that records have for them.
+        operands, layer_records: arrays of `OPERAND` and `LAYER`, in the order of the steps, mapped from the files.
+        events: in the order in which they were found.
+    """
+
+    interval: int
+    layers: list[WatchedLayer]
+    operands: Records
+    layer_records: Records
+    events: list[Event]
+
+
+def watch_folder(run: Path) -> Path:
+    """The folder of the watch in the folder of a run."""
+    return run / "watch"
+
+
+def read_watch(run: Path) -> Watched:
+    """Read the watch in the folder of a run, which may still be written.
+
+    Raises:
+        ArtifactError: the run was not watched, or its records are damaged or of another version of the schema.
+    """
+    folder = watch_folder(run)
+    interval, layers = _read_layers(run)
+    return Watched(
+        interval,
+        layers,
+        _read_records(folder / "operands.bin", OPERAND),
+        _read_records(folder / "layers.bin", LAYER),
+        _read_events(folder / "events.jsonl"),
+    )
+
+
+class WatchWriter:
+    """Appends the samples and events of a run. One program at a time writes them.
+
+    Args:
+        run: the folder of the run, which exists.
+        layers: of the model. The order gives the layers their numbers.
+        interval: the steps between samples. A resumed run whose samples were thinned continues at the interval that it
+            had then: see `interval`.
+        limit: the largest size of the records, in bytes.
+        resumed_at: the step at which the run continues; samples and events of later steps are dropped. 0 drops all.
+
+    Raises:
+        ArtifactError: the records of the resumed run are damaged, or of another version of the schema.
+        WriteError: the disk refused a write.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        layers: Sequence[WatchedLayer],
+        *,
+        interval: int,
+        limit: int = LIMIT,
+        resumed_at: int = 0,
+    ) -> None:
+        self.folder, self.limit, self.interval = watch_folder(run), limit, interval
+        self._paths = (self.folder / "operands.bin", self.folder / "layers.bin")
+        self._layers = list(layers)
+        try:
+            self.folder.mkdir(exist_ok=True)
+            if resumed_at and (self.folder / "layers.json").exists():
+                self.interval = max(interval, _read_layers(run)[0])
+            self.drop_after(resumed_at)
+            self.write_layers(layers)
+        except OSError as error:
+            raise write_error(self.folder, error) from error
+
+    def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
+        """Replace the description of the layers. Their number and order must stay."""
+        self._layers = list(layers)
+        described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
+        _replace(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
+
+    def write(self, operands: Records, layer_records: Records) -> None:
+        """Append the records [n] `OPERAND` and [m] `LAYER` of one step."""
+        try:
+            _append(self._paths[0], operands.tobytes())
+            _append(self._paths[1], layer_records.tobytes())
+            while sum(path.stat().st_size for path in self._paths) > self.limit and self._thin():
+                pass
+        except OSError as error:
+            raise write_error(self.folder, error) from error
+
+    def write_event(self, event: Event) -> None:
+        """Append an event."""
+        try:
+            _append(self.folder / "events.jsonl", (json.dumps(event.to_dict()) + "\n").encode())
+        except OSError as error:
+            raise write_error(self.folder, error) from error
+
+    def drop_after(self, step: int) -> None:
+        """Drop the samples and events of the steps after `step`, to which the run went back."""
+        for path, dtype in zip(self._paths, (OPERAND, LAYER), strict=True):
+            path.touch()
+            steps = _read_records(path, dtype)["step"]
+            count = int(np.searchsorted(steps, step, side="right")) if step else 0
+            os.truncate(path, count * dtype.itemsize)
+        events = self.folder / "events.jsonl"
+        events.touch()
+        lines = [event for event in _read_events(events) if event.step <= step] if step else []
+        _replace(events, "".join(json.dumps(event.to_dict()) + "\n" for event in lines))
+
+    def _thin(self) -> bool:
+        """Drop every second sampled step, and double the interval. False if a single step is left."""
+        steps = np.unique(_read_records(self._paths[0], OPERAND)["step"])
+        if len(steps) < 2:
+            return False
+        for path, dtype in zip(self._paths, (OPERAND, LAYER), strict=True):
+            records, partial = _read_records(path, dtype), path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                for start in range(0, len(records), _COPIED):
+                    part = records[start : start + _COPIED]
+                    file.write(part[np.isin(part["step"], steps[::2])].tobytes())
+            partial.replace(path)
+        self.interval *= 2
+        self.write_layers(self._layers)
+        return True
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of `data`, or nothing: after a part of a record, no later one could be read."""
+    size = path.stat().st_size
+    try:
+        with path.open("ab", buffering=0) as file:
+            written = file.write(data)
+            if written < len(data):  # the disk is full: the rest of it says so
+                file.write(data[written:])
+    except OSError:
+        os.truncate(path, size)
+        raise
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:
+    """The interval and the layers in layers.json."""
+    path = watch_folder(run) / "layers.json"
+    if not path.is_file():
+        raise ArtifactError(
+            f"{run} has no record of its layers (watch/layers.json is missing): it was not watched. octavo train "
+            "watches a run unless [watch] interval is 0"
+        )
+    described = read_json(path)
+    version = described.get("version")
+    if version != VERSION:
+        raise ArtifactError(
+            f"{path} has version {version!r} of the schema, and this version of octavo reads version {VERSION}: read "
+            "it with the octavo that wrote it"
+        )
+    try:
+        return int(described["interval"]), [WatchedLayer.from_dict(layer) for layer in described["layers"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _read_records(path: Path, dtype: np.dtype[Any]) -> Records:
+    """The whole records of a file; an incomplete last one, which is being written or was cut short, is left out."""
+    count = path.stat().st_size // dtype.itemsize if path.is_file() else 0
+    return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
+
+
+def _read_events(path: Path) -> list[Event]:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    events = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):  # being written, or cut short
+            break
+        try:
+            events.append(Event.from_dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ArtifactError(f"{path}, line {number}, is no event ({error})") from error
+    return events

@@ -1,0 +1,27 @@
+"""Layers, records and events of a watched run, made up."""
+
+import numpy as np
+
+from octavo.telemetry.schema import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
+
+
+def watched_layers(count: int = 2) -> list[WatchedLayer]:
+    formats, rows = dict.fromkeys(("x", "w", "dy"), "e4m3"), dict.fromkeys(("x", "w", "dy"), "row")
+    gemms = {"y": GemmRun("fp8", "cublaslt"), "dx": GemmRun("fp8", "cublaslt"), "dw": GemmRun("bf16", "bf16", "recipe")}
+    return [WatchedLayer(f"blocks.{i}.up", "Linear", (64, 32), "rowwise", formats, rows, gemms) for i in range(count)]
+
+
+def sample(step: int, layers: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Records of one step: three operands of each layer, and the layers."""
+    operands, by_layer = np.zeros(3 * layers, OPERAND), np.zeros(layers, LAYER)
+    operands["step"] = by_layer["step"] = step
+    operands["layer"], by_layer["layer"] = np.repeat(np.arange(layers), 3), np.arange(layers)
+    operands["operand"] = np.tile(np.arange(3), layers)
+    operands["amax"], operands["gap"] = step + np.arange(3 * layers) / 8, np.nan
+    operands["binades"][:, 0] = FULL_SHARE
+    by_layer["gradient_norm"] = step
+    return operands, by_layer
+
+
+def event(step: int, value: float | None = 0.5) -> Event:
+    return Event(step, "saturation_spike", "blocks.0.up", "x", value, 0.01, f"at step {step} many numbers saturated")
