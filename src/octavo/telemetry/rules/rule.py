@@ -1,0 +1,147 @@
+"""The rules over samples. Each compares a number of an operand, or of a layer, with a limit.
+
+A rule whose number is above its limit has found a fault. Where a number is missing (NaN), it has found none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.telemetry.rules.sample import FIRST, Grid, History, Sample
+from octavo.telemetry.schema import OPERANDS
+
+JUMP = 8.0  # times the largest amax of the last samples
+SATURATED = 1e-3  # share of elements
+FLUSHED = 0.1  # share of the elements that are not zero
+SHIFTED = 0.5  # share of the bytes that are not zero
+ALIGNED = 0.5  # mean |cosine|
+GROWTH = 10.0  # times the kurtosis of the first samples
+LEAST_KURTOSIS = 10.0  # a reference below counts as this much
+TOO_SMALL, TOO_LARGE = 2.0, 8.0  # binades by which a scale may miss
+ZERO_SAMPLES = 2  # in a row
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule over a sample.
+
+    Args:
+        name: of the rule, which events have.
+        limit: the largest number that is no fault.
+        number: of a sample and the history before it, the numbers [layers, 3] of the operands or [layers, 1] of the
+            layers; NaN where the rule does not apply.
+        words: a template of the message, with `value`, `limit`, `operand` and `format`.
+    """
+
+    name: str
+    limit: float
+    number: Callable[[Sample, History], Grid]
+    words: str
+
+
+def amax_jump(sample: Sample, history: History) -> Grid:
+    """amax by the largest of the last samples."""
+    if history.samples < FIRST:
+        return np.full_like(sample["amax"], np.nan)
+    largest = np.fmax.reduce(history.amax)
+    return _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan))
+
+
+def saturated(sample: Sample, history: History) -> Grid:
+    """The share of elements that saturate."""
+    return _of_quantized(sample, sample["saturated"])
+
+
+def flushed(sample: Sample, history: History) -> Grid:
+    """The share of the elements other than zero that become zero. All of them is the matter of `zeros_in_a_row`."""
+    share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
+    return _of_quantized(sample, np.where(sample.all_zero, np.nan, share))
+
+
+def shifted(sample: Sample, history: History) -> Grid:
+    """The share of the bytes of dy other than zero that become zero where the scale of x is folded into them."""
+    return _of_quantized(sample, sample["shift_lost"])
+
+
+def alignment(sample: Sample, history: History) -> Grid:
+    """The mean |cosine| of matching rows of a SwiGLU's gate and up weights."""
+    return sample.of_layers("alignment")
+
+
+def kurtosis_growth(sample: Sample, history: History) -> Grid:
+    """The kurtosis of x and w by the median of the first samples. That of dy changes by orders in every run."""
+    if history.samples < FIRST:
+        return np.full_like(sample["amax"], np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were never sampled
+        reference = np.nanmedian(history.kurtosis, axis=0)
+    growth = sample["kurtosis"] / np.maximum(reference, LEAST_KURTOSIS)
+    growth[:, OPERANDS.index("dy")] = np.nan
+    return _of_quantized(sample, growth)
+
+
+def scale_too_small(sample: Sample, history: History) -> Grid:
+    """The binades by which amax is above what a scale expects that was fixed before."""
+    return _of_quantized(sample, -sample["gap"])
+
+
+def scale_too_large(sample: Sample, history: History) -> Grid:
+    """The binades by which amax is below what a scale expects that was fixed before."""
+    return _of_quantized(sample, np.where(sample.all_zero, np.nan, sample["gap"]))
+
+
+def zeros_in_a_row(sample: Sample, history: History) -> Grid:
+    """The number of samples in a row, this one included, in which the operand was all zero in eight bits."""
+    return np.where(sample.all_zero, history.zeros + 1, 0)
+
+
+def no_scale(sample: Sample, history: History) -> Grid:
+    """1 where a finite operand has a scale that is zero or not finite."""
+    scale = sample["scale"]
+    bad = np.isfinite(sample["amax"]) & ((scale <= 0) | ~np.isfinite(scale))
+    return _of_quantized(sample, bad.astype(np.float64))
+
+
+def nonfinite(sample: Sample, history: History) -> Grid:
+    """The share of elements that are inf or NaN."""
+    return sample["nonfinite"]
+
+
+def nonfinite_gradient(sample: Sample, history: History) -> Grid:
+    """The share of elements of the weight's gradient that are inf or NaN."""
+    return sample.of_layers("gradient_nonfinite")
+
+
+def _of_quantized(sample: Sample, numbers: Grid) -> Grid:
+    return np.where(sample.quantized, numbers, np.nan)
+
+
+RULES = (
+    Rule("non_finite", 0.0, nonfinite, "{value:.2%} of {operand} is inf or NaN"),
+    Rule("non_finite", 0.0, nonfinite_gradient, "{value:.2%} of the weight's gradient is inf or NaN"),
+    Rule("amax_jump", JUMP, amax_jump, "the amax of {operand} is {value:.3g} times the largest of the samples before"),
+    Rule("saturation_spike", SATURATED, saturated, "{value:.2%} of {operand} saturates in {format}"),
+    Rule("underflow", FLUSHED, flushed, "{value:.1%} of {operand} underflows to zero in {format}"),
+    Rule("underflow", SHIFTED, shifted, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x"),
+    Rule("swiglu_alignment", ALIGNED, alignment, "the rows of gate and up are aligned: mean |cosine| {value:.2f}"),
+    Rule(
+        "kurtosis_growth", GROWTH, kurtosis_growth, "the kurtosis of {operand} is {value:.3g} times what it was first"
+    ),
+    Rule(
+        "scale_gap", TOO_SMALL, scale_too_small, "the amax of {operand} is {value:.1f} binades above its scale's range"
+    ),
+    Rule(
+        "scale_gap", TOO_LARGE, scale_too_large, "the amax of {operand} is {value:.1f} binades below its scale's range"
+    ),
+    Rule(
+        "dead_scale",
+        ZERO_SAMPLES - 1,
+        zeros_in_a_row,
+        "all of {operand} is zero in {format}, {value:g} samples in a row",
+    ),
+    Rule("dead_scale", 0.0, no_scale, "the scale of {operand} is zero or not finite"),
+)

@@ -1,0 +1,98 @@
+"""A sample as arrays with one number for each operand of each layer, and what the rules remember of earlier samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED
+
+Records = np.ndarray[Any, Any]
+Grid = npt.NDArray[np.float64]  # [layers, 3]: one number for each operand x, w, dy of each layer
+Mask = npt.NDArray[np.bool_]
+
+RECENT = 16  # samples whose amax a history has
+FIRST = 4  # samples whose kurtosis a history has
+_ALMOST_ALL = 0.999
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The records of one sampled step.
+
+    Args:
+        operands, layer_records: of one step, with the dtypes of `octavo.telemetry.schema`.
+        layers: the number of layers of the model.
+    """
+
+    operands: Records
+    layer_records: Records
+    layers: int
+
+    def __getitem__(self, name: str) -> Grid:
+        """A field of the operands' records; NaN where there is no record."""
+        return self._grid(self.operands[name])
+
+    @property
+    def quantized(self) -> Mask:
+        """The operands that a GEMM read in eight bits."""
+        found: Mask = self._grid(self.operands["flags"] & UNQUANTIZED) == 0
+        return found
+
+    @property
+    def nonzero(self) -> Grid:
+        """The share of elements that are not zero."""
+        return self._grid(self.operands["binades"].sum(axis=1) / FULL_SHARE)
+
+    @property
+    def all_zero(self) -> Mask:
+        """The operands whose eight-bit numbers are all zero."""
+        amax, flushed = self["amax"], self["flushed"]
+        found: Mask = (amax == 0) | ((flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero))
+        return found & self.quantized
+
+    def of_layers(self, name: str) -> Grid:
+        """A field of the layers' records, [layers, 1]; NaN where there is no record."""
+        found = np.full((self.layers, 1), np.nan)
+        found[self.layer_records["layer"], 0] = self.layer_records[name]
+        return found
+
+    def _grid(self, values: npt.NDArray[Any]) -> Grid:
+        found = np.full((self.layers, len(OPERANDS)), np.nan)
+        found[self.operands["layer"], self.operands["operand"]] = values
+        return found
+
+
+@dataclass
+class History:
+    """The numbers of earlier samples that rules compare with. A resumed run begins a new history.
+
+    Attributes:
+        amax: [RECENT, layers, 3], of the last samples in any order; NaN where there was none.
+        kurtosis: [FIRST, layers, 3], of the first samples.
+        zeros: [layers, 3], the number of samples in a row, up to the last, in which an operand was `Sample.all_zero`.
+        samples: the number of samples.
+    """
+
+    layers: int
+    samples: int = 0
+    amax: npt.NDArray[np.float64] = field(init=False)
+    kurtosis: npt.NDArray[np.float64] = field(init=False)
+    zeros: Grid = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (self.layers, len(OPERANDS))
+        self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((FIRST, *shape), np.nan)
+        self.zeros = np.zeros(shape)
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample into the history."""
+        amax = sample["amax"]
+        self.amax[self.samples % RECENT] = np.where(np.isfinite(amax), amax, np.nan)
+        if self.samples < FIRST:
+            self.kurtosis[self.samples] = sample["kurtosis"]
+        self.zeros = np.where(sample.all_zero, self.zeros + 1, 0)
+        self.samples += 1
