@@ -73,6 +73,22 @@ def test_rowwise_dw_bf16_is_rowwise_but_for_dw_and_the_scales_of_dy_that_only_dw
     assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dx=dx, dw=None)
 
 
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("bf16", "rowwise_dw_bf16")])
+def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name):
+    recipe = PRESETS[name]()
+    for gemm in ("y", "dx", "dw"):
+        found = recipe.in_bf16(gemm)
+        assert found == replace(recipe, name=f"{name} with {gemm} in bf16", **{gemm: None})
+        assert (found.x, found.w, found.dy) == (recipe.x, recipe.w, recipe.dy)
+        assert found.in_bf16(gemm) is found
+        assert Recipe.from_json(found.to_json()) == found
+    assert recipe.in_bf16("dw", "y").name == f"{name} with y, dw in bf16"
+    assert not recipe.in_bf16("y", "dx", "dw").quantized
+    assert recipe.in_bf16() is recipe
+    with pytest.raises(ValueError, match="the GEMMs of a linear layer are y, dx, dw; got 'w'"):
+        recipe.in_bf16("w")
+
+
 def test_delayed():
     x = Cast("e4m3", TENSOR, "fp32", history=History(1024, "max"))
     assert casts(delayed()) == three(x, x, replace(x, format="e5m2"))

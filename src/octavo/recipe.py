@@ -36,6 +36,7 @@ BLOCK_W = Cast(granularity=block(128, 128))
 MX_GROUPS = Cast(granularity=group(32), scale="e8m0")
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
+GEMMS = tuple(_OPERANDS)
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,40 @@ class Recipe:
 
     @property
     def x(self) -> Cast | None:
-        """The cast of x in y; None where y runs in BF16."""
-        return None if self.y is None else self.y.a
+        """The cast of x in y, or in dw where y runs in BF16; None where both do."""
+        return self.y.a if self.y is not None else None if self.dw is None else self.dw.b
 
     @property
     def w(self) -> Cast | None:
-        """The cast of w in y; None where y runs in BF16."""
-        return None if self.y is None else self.y.b
+        """The cast of w in y, or in dx where y runs in BF16; None where both do."""
+        return self.y.b if self.y is not None else None if self.dx is None else self.dx.b
 
     @property
     def dy(self) -> Cast | None:
-        """The cast of dy in dx; None where dx runs in BF16."""
-        return None if self.dx is None else self.dx.a
+        """The cast of dy in dx, or in dw where dx runs in BF16; None where both do."""
+        return self.dx.a if self.dx is not None else None if self.dw is None else self.dw.a
 
     @property
     def quantizes_w_once(self) -> bool:
-        """Whether the bytes of w in y serve dx too, transposed."""
+        """Whether dx reads the bytes of the cast `w`, transposed."""
         return self.dx is not None and self.dx.b == self.w and self.dx.b.bytes_serve_both
+
+    @property
+    def quantizes_x_once(self) -> bool:
+        """Whether dw reads the bytes of the cast `x`, transposed."""
+        return self.dw is not None and self.dw.b == self.x and self.dw.b.bytes_serve_both
+
+    def in_bf16(self, *gemms: str) -> Recipe:
+        """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay.
+
+        Raises:
+            ValueError: a name other than "y", "dx" and "dw".
+        """
+        if wrong := [name for name in gemms if name not in GEMMS]:
+            raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}; got {wrong[0]!r}")
+        chosen = [name for name in GEMMS if name in gemms and getattr(self, name) is not None]
+        changes: dict[str, Any] = dict.fromkeys(chosen)
+        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", **changes) if chosen else self
 
     @property
     def _casts(self) -> list[Cast]:
@@ -249,14 +267,12 @@ def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
 def fnuz(recipe: Recipe) -> Recipe:
     """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
 
-    def to_fnuz(gemm: Gemm | None) -> Gemm | None:
-        if gemm is None:
-            return None
-        a, b = (replace(cast, format=f"{cast.format}fnuz") for cast in (gemm.a, gemm.b))
-        return replace(gemm, a=a, b=b)
+    def turned(cast: Cast) -> Cast:
+        return replace(cast, format=f"{cast.format}fnuz")
 
-    name = f"{recipe.name}_fnuz"
-    return replace(recipe, name=name, y=to_fnuz(recipe.y), dx=to_fnuz(recipe.dx), dw=to_fnuz(recipe.dw))
+    gemms: dict[str, Any] = {name: getattr(recipe, name) for name in GEMMS}
+    changes = {name: gemm and replace(gemm, a=turned(gemm.a), b=turned(gemm.b)) for name, gemm in gemms.items()}
+    return replace(recipe, name=f"{recipe.name}_fnuz", **changes)
 
 
 PRESETS: dict[str, Callable[..., Recipe]] = {

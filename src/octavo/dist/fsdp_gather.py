@@ -110,7 +110,7 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
     if unit.reason:
         return unit.reason
-    if recipe.w is None or recipe.dx is None:
+    if recipe.w is None or recipe.y is None or recipe.dx is None:
         return f"the recipe {recipe.name} reads the weight in high precision"
     if recipe.rotate:
         return f"the recipe {recipe.name} rotates the weight before it is quantized"

@@ -78,17 +78,20 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape
         x = x.reshape(-1, x.shape[-1])
-        gemm, read_w = call.recipe.y, _rotated(w, call)
+        recipe, read_w = call.recipe, _rotated(w, call)
+        # What y reads is quantized, and, where y runs in BF16, the bytes that the backward pass reads all the same.
         x_q = w_q = None
-        if gemm is None:
+        if recipe.x is not None and (recipe.y is not None or (needs_w and recipe.quantizes_x_once)):
+            x_q = _quantize(x, recipe.x, call.x_history)
+        if recipe.w is not None and (recipe.y is not None or ((needs_x or needs_w) and recipe.quantizes_w_once)):
+            if w_data is not None and w_scale is not None:
+                w_q = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
+            else:
+                w_q = _quantize_w(read_w, recipe.w, call.w_history)
+        if recipe.y is None or x_q is None or w_q is None:
             y = F.linear(x.to(call.dtype), read_w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
-            x_q = _quantize(x, gemm.a, call.x_history)
-            if w_data is not None and w_scale is not None:
-                w_q = QTensor(w_data, w_scale, gemm.b.fmt, gemm.b.granularity)
-            else:
-                w_q = _quantize_w(read_w, gemm.b, call.w_history)
-            y = call.mm(gemm, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
+            y = call.mm(recipe.y, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
         saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)
@@ -160,10 +163,9 @@ def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor
     gemm = call.recipe.dw
     if gemm is None:
         return x.to(call.dtype), None
-    cast = gemm.b
-    if cast == call.recipe.x and x_q is not None and cast.bytes_serve_both:
+    if call.recipe.quantizes_x_once and x_q is not None:
         return x_q.data, x_q.scale
-    x_t = quantize_transposed(x, cast)
+    x_t = quantize_transposed(x, gemm.b)
     return x_t.data, x_t.scale
 
 
@@ -182,9 +184,9 @@ def _saved_w(
 
 
 def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, call: Call) -> QTensor | None:
-    """g = dy * s_w * m, quantized by the cast of dy in dx; None where dx runs unquantized."""
+    """g = dy * s_w * m, quantized by the cast of dy; None where no GEMM reads it."""
     cast = call.recipe.dy
-    if cast is None:
+    if cast is None or (call.recipe.dx is None and not cast.bytes_serve_both):
         return None
     if s_w is None and m is None:
         return _quantize(dy, cast, call.dy_history)
@@ -211,7 +213,7 @@ def _dw(
     if gemm is None:
         return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
-    if gemm.b == recipe.x and gemm.b.bytes_serve_both:
+    if recipe.quantizes_x_once:
         x_t = transposed(x_t)
     if g is not None and gemm.b.granularity == ROW:
         dy_t = dw_operand(g, s_x, s_w)

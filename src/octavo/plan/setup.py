@@ -71,6 +71,7 @@ def make_setup(model: Architecture, config: Config, gpu: Gpu, gpus: int) -> Setu
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1; got {gpus}")
     recipe = get_recipe(("rowwise" if gpu.fp8 else "bf16") if config.recipe == "auto" else config.recipe)
+    recipe = recipe.in_bf16(*config.bf16_gemms)
     if recipe.quantized and gpu.fp8 is None:
         raise ValueError(f"{gpu.name} has no FP8 GEMMs, which the recipe {recipe.name} needs: give --recipe bf16")
     if config.context > model.context:

@@ -28,6 +28,7 @@ from octavo.train.declaration import (
     POSITIVE,
     SEED,
     SOME,
+    SOME_GEMMS,
     TOKENIZER,
     flatten,
     nest,
@@ -74,6 +75,7 @@ class Config:
     # FP8
     recipe: str = setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
+    bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from octavo.recipe import GEMMS
+
 Range = tuple[str, Callable[[Any], bool]]
 POSITIVE: Range = ("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE: Range = ("0 or more", lambda value: value >= 0)
@@ -25,6 +27,7 @@ BELOW_ONE: Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 BYTES: Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
 SOME: Range = ("a list of at least one entry", lambda value: len(value) > 0)
 NAMED: Range = ("a name that is not empty", lambda value: value != "")
+SOME_GEMMS: Range = (f"a list of some of {', '.join(GEMMS)}", lambda value: set(value) <= set(GEMMS))
 SEED: Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 DEVICE: Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
 TOKENIZER: Range = (

@@ -14,6 +14,8 @@ from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert
+from octavo.nn.backends import pick_recipe
+from octavo.recipe import Recipe, get_recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import describe_language_model, open_language_model
 from octavo.train.memory import total_memory
@@ -53,9 +55,13 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
         device: where a model that is on the meta device will run.
         shares: the processes that divide a micro-batch among themselves.
     """
+    recipe: str | Recipe = config.recipe
+    if config.bf16_gemms:
+        where = next(model.parameters()).device if device is None else device
+        recipe = (pick_recipe(where) if recipe == "auto" else get_recipe(recipe)).in_bf16(*config.bf16_gemms)
     return convert(
         model,
-        config.recipe,
+        recipe,
         skip=config.skip,
         device=device,
         emulate=config.emulate,
