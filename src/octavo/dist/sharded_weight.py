@@ -66,7 +66,8 @@ class ShardedWeight:
             ValueError: the layer was converted again or restored, and reads other bytes than those that are gathered.
         """
         recipe: Any = getattr(self.layer, "recipe", None)
-        if recipe is None or recipe.w != self.cast or _history(self.layer) is not self.history:
+        # A layer without a cast of w reads the numbers that the gathered bytes stand for.
+        if recipe is None or recipe.w not in (None, self.cast) or _history(self.layer) is not self.history:
             now = "restored" if recipe is None else f"converted to {recipe.name}"
             raise ValueError(
                 f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "

@@ -53,8 +53,9 @@ class RecipeLayer(nn.Module):
         """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
         check_call(self, x, w)
         dtype = compute_dtype(x)
+        if isinstance(w, GatheredWeight) and (x.numel() == 0 or self.recipe.w is None):
+            w = w.dequantize()
         if x.numel() == 0:
-            w = w.dequantize() if isinstance(w, GatheredWeight) else w
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         if self.recipe.rotate:
             x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass

@@ -1,0 +1,119 @@
+"""A layer that is promoted computes as one that was converted to the new recipe, and its fused module as its parts."""
+
+from typing import Any
+
+import pytest
+import torch
+from linear_examples import QUANTIZED, K, N, T, converted, run
+from torch import nn
+
+import octavo
+from octavo.nn import SwiGLU
+from octavo.nn.promotion import e5m2_gradients, promote
+from octavo.recipe import PRESETS
+
+WITH_E4M3 = {name: PRESETS[name]("e4m3") for name in QUANTIZED}
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(T, K), torch.randn(T, N)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    x, dy = operands()
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(run(a, x, dy), run(b, x, dy), strict=True))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_in_bf16_it_is_the_layer_of_the_recipe_bf16(recipe: str) -> None:
+    layer = converted(recipe, bias=True)
+    plain = converted("bf16", bias=True)
+    plain.load_state_dict(layer.state_dict())
+    run(layer, *operands())
+    promote(layer, "bf16")
+    assert same(layer, plain)
+    assert layer.recipe.name == "bf16"
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_with_gradients_in_e5m2_it_is_the_layer_of_the_recipe_with_these(recipe: str) -> None:
+    layer, wide = converted(WITH_E4M3[recipe]), converted(PRESETS[recipe]("e5m2"))
+    wide.load_state_dict(layer.state_dict())
+    promote(layer, "e5m2")
+    assert same(layer, wide)
+    assert layer.recipe.name == f"{recipe}_e5m2"
+    assert e5m2_gradients(layer) is None
+    with pytest.raises(ValueError, match=r"cannot move to e5m2: .*_e5m2 has no dy in e4m3.*bf16"):
+        promote(layer, "e5m2")
+
+
+def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
+    layer = converted(WITH_E4M3["delayed"])
+    for _ in range(2):
+        run(layer, *operands())
+        octavo.update_scales(layer)
+    before: Any = layer.histories
+    amax = before.of("dy").scale.item() * 448
+    promote(layer, "e5m2")
+    assert layer.histories is before
+    assert before.of("dy").scale.item() * 57344 == pytest.approx(amax)
+    run(layer, *operands())
+    octavo.update_scales(layer)
+    dy = before.of("dy")
+    assert dy.scale.item() * 57344 == pytest.approx(dy.recent.max().item())
+    state = octavo.scale_state(layer)
+    promote(layer, "bf16")
+    assert octavo.scale_state(layer).keys() == state.keys()
+    run(layer, *operands())
+    octavo.update_scales(layer)
+    assert all(torch.equal(octavo.scale_state(layer)[name], state[name]) for name in state)
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="a layer can move to bf16 or e5m2; got 'fp32'"):
+        promote(converted("rowwise"), "fp32")
+
+
+@pytest.mark.parametrize("to", ["bf16", "e5m2"])
+def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
+    mlp = SwiGLU(K, 64)
+    octavo.convert(mlp)
+    parts = SwiGLU(K, 64)
+    parts.load_state_dict(mlp.state_dict())
+    octavo.convert(parts)
+    handle = parts.up_proj.register_forward_hook(lambda *_: None)  # so that the layers run one by one
+    x = torch.randn(T, K)
+    mlp(x)
+    for module in (mlp, parts):
+        promote(module.get_submodule("up_proj"), to)  # type: ignore[arg-type]
+    with octavo.cast_once(mlp):
+        assert torch.equal(mlp(x), parts(x))
+        mlp(x).square().sum().backward()
+    parts(x).square().sum().backward()
+    handle.remove()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(mlp.parameters(), parts.parameters(), strict=True))
+
+
+def test_compiled_code_of_its_block_is_compiled_again() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = nn.Sequential(*(SwiGLU(32, 32) for _ in range(3)))
+    octavo.convert(model)
+    x = torch.randn(16, 32)
+    for mlp in model:
+        mlp.compile(backend=count, fullgraph=True)
+    with torch.no_grad():
+        model(x)
+        first = len(graphs)
+        promote(model[1].down_proj, "bf16")  # type: ignore[arg-type]
+        y = model(x)
+        assert len(graphs) == first + 1
+        model(x)
+        assert len(graphs) == first + 1
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(y, model(x))
