@@ -24,7 +24,7 @@ def promote(layer: RecipeLayer, to: str) -> None:
 
     Args:
         layer: of a converted model.
-        to: "bf16", for all three GEMMs; or "e5m2", for dy in place of e4m3: 14 binades more range, and a bit of precision less.
+        to: "bf16", for all three GEMMs; or "e5m2", for dy in place of e4m3, which has 14 binades less.
 
     Raises:
         ValueError: another precision; or "e5m2" for a layer whose dy is not in e4m3, or on a device without the GEMMs.
