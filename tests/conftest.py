@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     only_gpu = config.getoption("markexpr") == "gpu" and collection_path.name.startswith("test_")
     is_file = only_gpu and collection_path.suffix == ".py"
     return True if is_file and "mark.gpu" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that the collection makes is garbage: the collector of Python does not look at it, then or later.
+
+    Otherwise each of the many full collections (`torch.compiler.reset` makes one) walks through all tests and modules.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
