@@ -1,0 +1,174 @@
+"""The records of a watched run as grids of layers and steps, small enough for a page.
+
+The samples of a long run share columns: a column of a grid shows the worst of its samples, the highest or the lowest as
+`Metric.worst` says. A value is a code of 16 bits:
+
+    0 to 65533   low to high: evenly spaced, or of a logarithmic metric 0 for zero and 1 to 65533 for low to high
+    65534        inf or NaN came
+    65535        no value
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from octavo.artifact.files import ArtifactError
+from octavo.report.encoding import to_base64
+from octavo.telemetry.schema import OPERANDS
+from octavo.telemetry.storage import Records, Watched
+
+MISSING, WRONG, LAST = 65535, 65534, 65533
+_CHUNK = 1 << 20  # records that are read at once: the arrays are mapped from files
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of the records that a heat map can show.
+
+    Attributes:
+        key: its field in the records.
+        label: in words.
+        unit: "share" (0 to 1, shown in percent), "dB", "octaves" or "".
+        log: colours are spaced logarithmically.
+        worst: of the samples of a column, the one that is shown: "highest" or "lowest".
+        operands: one grid for each operand; otherwise one grid of the layers.
+    """
+
+    key: str
+    label: str
+    unit: str = ""
+    log: bool = False
+    worst: str = "highest"
+    operands: bool = True
+
+
+METRICS = (
+    Metric("saturated", "saturated share", "share", log=True),
+    Metric("flushed", "flushed share", "share", log=True),
+    Metric("sqnr", "SQNR", "dB", worst="lowest"),
+    Metric("amax", "amax", log=True),
+    Metric("kurtosis", "kurtosis", log=True),
+    Metric("gap", "range of the scale over amax", "octaves", worst="lowest"),
+    Metric("nonfinite", "share of inf and NaN", "share", log=True),
+    Metric("gradient_norm", "norm of the weight's gradient", log=True, operands=False),
+    Metric("update_ratio", "update / weight", log=True, operands=False),
+    Metric("weight_norm", "norm of the weight", log=True, operands=False),
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the grids: which sampled step belongs to which.
+
+    Attributes:
+        steps: all sampled steps, ascending.
+        count: the number of columns, at most `len(steps)`.
+    """
+
+    steps: Array
+    count: int
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first and the last step of each column."""
+        parts = np.array_split(self.steps, self.count) if self.count else []
+        return [(int(part[0]), int(part[-1])) for part in parts]
+
+    def of(self, steps: Array) -> Array:
+        """The column of each of `steps`."""
+        starts = np.array([first for first, _ in self.spans])
+        return np.searchsorted(starts, steps, side="right") - 1
+
+
+def sampled_steps(watched: Watched) -> Array:
+    """The steps that have records, ascending."""
+    found = [_distinct(records["step"]) for records in (watched.operands, watched.layer_records) if len(records)]
+    return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint32)
+
+
+def metric_grid(watched: Watched, columns: Columns, metric: Metric) -> dict[str, Array]:
+    """The worst values of `metric` as [layers, columns] float64, by operand ("layer" for one of layers).
+
+    NaN stands for no value. An operand that has no value is left out.
+
+    Raises:
+        ArtifactError: a record is of a layer that layers.json does not have.
+    """
+    names = OPERANDS if metric.operands else ("layer",)
+    records = watched.operands if metric.operands else watched.layer_records
+    shape = (len(names), len(watched.layers), columns.count)
+    grid = np.full(shape, np.nan)
+    worst = np.fmax if metric.worst == "highest" else np.fmin
+    for part in _chunks(records):
+        which = part["operand"].astype(np.int64) if metric.operands else np.zeros(len(part), np.int64)
+        _check(part["layer"], which, watched, len(names))
+        cell = (which * shape[1] + part["layer"]) * shape[2] + columns.of(part["step"])
+        worst.at(grid.reshape(-1), cell, _values(part, metric))
+    return {name: values for name, values in zip(names, grid, strict=True) if not np.isnan(values).all()}
+
+
+def encode_grid(values: Array, metric: Metric) -> dict[str, Any]:
+    """The codes of [layers, columns] values for the page: low, high, whether there are zeros, and base64 of uint16."""
+    finite = np.isfinite(values)
+    used = values[finite & (values > 0)] if metric.log else values[finite]
+    low, high = (float(used.min()), float(used.max())) if used.size else (1.0, 1.0)
+    place = np.zeros_like(values)
+    if metric.log:
+        share = np.log(np.clip(values, low, high, where=finite, out=np.full_like(values, low)) / low)
+        place = 1 + share / max(np.log(high / low), 1e-30) * (LAST - 1)
+        place[finite & (values <= 0)] = 0
+    elif high > low:
+        place = (np.where(finite, values, low) - low) / (high - low) * LAST
+    codes = np.rint(place).astype(np.uint16)
+    codes[np.isinf(values)] = WRONG
+    codes[np.isnan(values)] = MISSING
+    zero = bool((values[finite] == 0).any())
+    return {"low": low, "high": high, "zero": zero, "codes": to_base64(codes, "<u2")}
+
+
+def _values(part: Records, metric: Metric) -> Array:
+    values = part[metric.key].astype(np.float64)
+    if metric.key == "sqnr":  # inf: no error at all
+        values[np.isinf(values)] = np.nan
+    if metric.key in ("amax", "gradient_norm"):
+        values[np.isnan(values)] = np.inf
+    return values
+
+
+def _check(layers: Array, operands: Array, watched: Watched, kinds: int) -> None:
+    if len(layers) and (layers.max() >= len(watched.layers) or operands.max() >= kinds):
+        raise ArtifactError(
+            f"the records of the watch are damaged: one is of layer {layers.max()} and operand {operands.max()}, and "
+            f"layers.json has {len(watched.layers)} layers with {kinds} operands each"
+        )
+
+
+def _chunks(records: Records) -> Iterator[Records]:
+    for start in range(0, len(records), _CHUNK):
+        yield records[start : start + _CHUNK]
+
+
+def _distinct(steps: Array) -> Array:
+    """The distinct values of ascending `steps`."""
+    return np.concatenate([np.unique(part) for part in _chunks(steps)])
+
+
+def known_metrics(watched: Watched, columns: Columns) -> Iterator[tuple[Metric, dict[str, Array]]]:
+    """The metrics that have values, with their grids. A share of inf and NaN that is always 0 is left out."""
+    for metric in METRICS:
+        grids = metric_grid(watched, columns, metric)
+        if metric.key == "nonfinite" and not any((values > 0).any() for values in grids.values()):
+            continue
+        if grids:
+            yield metric, grids
+
+
+def spread(steps: Array, count: int) -> Sequence[int]:
+    """At most `count` of `steps`, evenly spaced, with the first and the last."""
+    if len(steps) <= count:
+        return [int(step) for step in steps]
+    return [int(steps[i]) for i in np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))]

@@ -1,0 +1,162 @@
+"""The frame of an HTML page that opens offline: one file with its style, tables, charts and the library that draws them.
+
+The page loads nothing. Its Content-Security-Policy allows the style and the two scripts by their hashes, and no request.
+Tables and text need no script. The charts are drawn by assets/page.js with uPlot (MIT, assets/uPlot.LICENSE) from a JSON
+block; a page without charts has no script.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+_ASSETS = files("octavo.report") / "assets"
+_LONG = 40  # a cell with more characters is text, and may be broken between words
+
+
+@dataclass(frozen=True)
+class Line:
+    """The points of a line, `x` ascending. None in `y` leaves a gap. `colour` counts the page's colours from 0."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """A chart of lines.
+
+    Attributes:
+        id: of its element, unique in the page.
+        title: its heading.
+        x_label, y_label: of the axes, with the unit.
+        lines: drawn over each other.
+        names: in place of the numbers 0, 1, ... of the x axis.
+        marks: places on the x axis, each with a text.
+        points: draw points without lines between them.
+        cursors: charts with the same word share the place of their cursors.
+    """
+
+    id: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    names: Sequence[str] = ()
+    marks: Sequence[tuple[float, str]] = ()
+    points: bool = False
+    cursors: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        lines = [vars(line) | {"x": list(line.x), "y": list(line.y)} for line in self.lines]
+        return vars(self) | {"lines": lines}
+
+
+@dataclass
+class Page:
+    """A page, to which parts are added in their order.
+
+    Attributes:
+        title: of the window, plain text.
+        parts: HTML.
+        charts: those of `figure`.
+        data: further values for page.js, by name.
+    """
+
+    title: str
+    parts: list[str] = field(default_factory=list)
+    charts: list[LineChart] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, *parts: str) -> None:
+        self.parts += [part for part in parts if part]
+
+    def add_chart(self, chart: LineChart) -> None:
+        """Add a chart under its heading."""
+        self.charts.append(chart)
+        self.add(f'<h2>{escape(chart.title)}</h2>\n<figure class="chart" id="{escape(chart.id)}"></figure>')
+
+    def html(self) -> str:
+        """The whole page."""
+        style = _asset("uPlot.min.css") + _asset("page.css")
+        scripts = [_library(), _asset("page.js")] if self.charts or self.data else []
+        data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
+        block = f'<script type="application/json" id="data">{_json(data)}</script>' if scripts else ""
+        head = [
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, scripts)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(self.title)}</title>\n<style>{style}</style>",
+        ]
+        missing = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
+        body = [*([missing] if scripts else []), *self.parts, block, *(f"<script>{script}</script>" for script in scripts)]
+        return "\n".join(['<!doctype html>\n<html lang="en">\n<head>', *head, "</head>\n<body>", *body, "</body>\n</html>\n"])
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    remark: str = "",
+    layers: Sequence[str | None] = (),
+) -> str:
+    """A table of text in a box that scrolls, with a heading above it and a remark below it.
+
+    `layers` names the layer of each row, where the page's filter of layers hides and shows the rows.
+    """
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = []
+    for at, row in enumerate(rows):
+        name = f' data-layer="{escape(layers[at] or "")}"' if layers else ""
+        body.append(f"<tr{name}>" + "".join(_cell(text) for text in row) + "</tr>")
+    heading = f"<h2>{escape(title)}</h2>\n" if title else ""
+    below = f'\n<p class="remark">{escape(remark)}</p>' if remark else ""
+    label = escape(title or "table")
+    box = f'<div class="wide" tabindex="0" role="region" aria-label="{label}">'
+    return f"{heading}{box}<table>\n<tr>{head}</tr>\n" + "\n".join(body) + f"\n</table></div>{below}"
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """Remarks, each a paragraph."""
+    return "\n".join(f'<p class="remark">{escape(text)}</p>' for text in texts)
+
+
+def footer(date: str, command: str, versions: Mapping[str, str]) -> str:
+    """The time, the packages and the command that a page was made with."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f'<p class="run">{escape(date)}, {escape(packages)}</p>\n<p class="run"><code>{escape(command)}</code></p>'
+
+
+def _cell(text: str) -> str:
+    return f'<td class="text">{escape(text)}</td>' if len(text) > _LONG else f"<td>{escape(text)}</td>"
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    return f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
+
+
+def _policy(style: str, scripts: Iterable[str]) -> str:
+    allowed = " ".join(_hash(script) for script in scripts) or "'none'"
+    return f"default-src 'none'; style-src {_hash(style)}; script-src {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that can stand in HTML: no text of it ends the block."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
