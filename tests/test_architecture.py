@@ -34,6 +34,7 @@ LAYERS = [
     {"plan"},
     {"integrations"},
     {"packing", "verification"},
+    {"report"},
     {"loading"},
     {"speed"},
     {""},  # octavo/__init__.py

@@ -24,6 +24,7 @@ from octavo_cli.generate import generate_command
 from octavo_cli.inspect import inspect_command
 from octavo_cli.pack import pack_command
 from octavo_cli.plan import plan_command
+from octavo_cli.report import report_command
 from octavo_cli.train import CONTEXT, train_command
 from octavo_cli.unpack import convert_layout, unpack_command
 from octavo_cli.verify import verify_command
@@ -43,6 +44,7 @@ app.command("train", cls=SettingsCommand, context_settings=CONTEXT)(train_comman
 app.command("generate", cls=Command)(generate_command)
 app.command("evaluate", cls=DataCommand)(evaluate_command)
 app.command("compare", cls=Command)(compare_command)
+app.command("report", cls=Command)(report_command)
 app.command("calibrate", cls=DataCommand)(calibrate_command)
 app.command("fold", cls=Command)(fold_command)
 app.command("pack", cls=DataCommand)(pack_command)

@@ -33,7 +33,7 @@ def compare_command(
     if len(runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(runs)}")
     records = [read_run(path) for path in runs]
-    different = different_settings(records)
+    different = different_settings([run.settings for run in records])
     if as_json:
         found = {"runs": [_summary(run, records[0]) for run in records], "different_settings": different}
         print(json.dumps(found, indent=2))

@@ -102,7 +102,7 @@ def _with_worst_layers(report: Report) -> Report:
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
-    from octavo.verification.html import page
+    from octavo.report.verification_page import page_of_report
     from octavo.verification.report import Invocation, to_dict
 
     invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
@@ -110,4 +110,4 @@ def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
         text = json.dumps(to_dict(report, invocation), indent=1, allow_nan=False)
         to_json.write_text(f"{text}\n", encoding="utf-8")
     if to_html is not None:
-        to_html.write_text(page(report, invocation), encoding="utf-8")
+        to_html.write_text(page_of_report(report, invocation).html(), encoding="utf-8")

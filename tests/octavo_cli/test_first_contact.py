@@ -17,7 +17,7 @@ from octavo_cli.other_names import OTHER_NAMES
 SOURCE = Path(__file__).parents[2] / "src"
 COMMANDS = (
     "bench", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
-    "generate", "inspect", "pack", "train", "unpack", "verify",
+    "generate", "inspect", "pack", "report", "train", "unpack", "verify",
 )  # fmt: skip
 CALL = """
 import io, json, sys

@@ -8,7 +8,7 @@ The samples of a long run share columns: a column of a grid shows the worst of i
     65535        no value
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ def known_metrics(watched: Watched, columns: Columns) -> Iterator[tuple[Metric, 
             yield metric, grids
 
 
-def spread(steps: Array, count: int) -> Sequence[int]:
+def spread(steps: Array, count: int) -> list[int]:
     """At most `count` of `steps`, evenly spaced, with the first and the last."""
     if len(steps) <= count:
         return [int(step) for step in steps]

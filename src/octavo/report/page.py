@@ -1,8 +1,8 @@
-"""The frame of an HTML page that opens offline: one file with its style, tables, charts and the library that draws them.
+"""The frame of an HTML page that opens offline: one file with its style, tables and charts.
 
-The page loads nothing. Its Content-Security-Policy allows the style and the two scripts by their hashes, and no request.
-Tables and text need no script. The charts are drawn by assets/page.js with uPlot (MIT, assets/uPlot.LICENSE) from a JSON
-block; a page without charts has no script.
+The page loads nothing. Its Content-Security-Policy allows its style and its two scripts by their hashes, and no
+request. Tables and text need no script. assets/page.js draws the charts from a JSON block with uPlot, a chart library
+under the MIT license (assets/uPlot.LICENSE). A page without charts has no script.
 """
 
 import base64
@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 _ASSETS = files("octavo.report") / "assets"
+_NO_SCRIPT = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
 _LONG = 40  # a cell with more characters is text, and may be broken between words
 
 
@@ -86,9 +87,8 @@ class Page:
     def html(self) -> str:
         """The whole page."""
         style = _asset("uPlot.min.css") + _asset("page.css")
-        scripts = [_library(), _asset("page.js")] if self.charts or self.data else []
-        data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
-        block = f'<script type="application/json" id="data">{_json(data)}</script>' if scripts else ""
+        drawn = bool(self.charts or self.data)
+        scripts = [_library(), _asset("page.js")] if drawn else []
         head = [
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, scripts)}">',
@@ -96,9 +96,16 @@ class Page:
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(self.title)}</title>\n<style>{style}</style>",
         ]
-        missing = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
-        body = [*([missing] if scripts else []), *self.parts, block, *(f"<script>{script}</script>" for script in scripts)]
-        return "\n".join(['<!doctype html>\n<html lang="en">\n<head>', *head, "</head>\n<body>", *body, "</body>\n</html>\n"])
+        body = [_NO_SCRIPT, *self.parts, self._block()] if drawn else self.parts
+        body = [*body, *(f"<script>{script}</script>" for script in scripts)]
+        lines = ['<!doctype html>\n<html lang="en">\n<head>', *head, "</head>\n<body>", *body, "</body>\n</html>\n"]
+        return "\n".join(lines)
+
+    def _block(self) -> str:
+        """The values of the charts. A text of JSON cannot end the block: it holds no "<"."""
+        data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
+        text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        return f'<script type="application/json" id="data">{text}</script>'
 
 
 def table(
@@ -155,8 +162,3 @@ def _policy(style: str, scripts: Iterable[str]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that can stand in HTML: no text of it ends the block."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

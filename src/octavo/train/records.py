@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def read_run(path: Path) -> RunRecord:
     """
     run = RunFolder(path)
     run.check()
-    records = _records(run.metrics)
+    records = read_records(run.metrics)
     speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second") is not None]
     memory = [r["peak_memory"] for r in records if r.get("peak_memory") is not None]
     return RunRecord(
@@ -54,21 +55,24 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def different_settings(runs: list[RunRecord]) -> dict[str, list[Any]]:
+def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings in which runs differ, other than their folders: name to the value of each run."""
-    settings = [replace_former(flatten(run.settings)) for run in runs]
+    settings = [replace_former(flatten(each)) for each in of_runs]
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names if name not in ("out", "derived")}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl. A last line that is being written, or was cut short, is left out.
+
+    Raises:
+        ArtifactError: the file is missing, or a line is no JSON object.
+    """
     if not path.is_file():
         raise ArtifactError(f"{path} is missing: the run has logged nothing")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # The last line may be half written: by a run that was killed, or that goes on now.
-    whole = [line for line in lines if line.endswith("\n")]
-    return [_object(line, f"{path}, line {number}") for number, line in enumerate(whole, 1)]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

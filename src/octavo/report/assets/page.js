@@ -383,7 +383,7 @@
       bars = plot(chart.box, 280, {
         series: [{}, { stroke: () => css("--series-0"), fill: () => css("--series-0"), paths: uPlot.paths.bars({ size: [0.9, Infinity] }), points: { show: false } }],
         scales: { x: { time: false, range: () => range }, y: { distr: 3, range: () => [1e-5, 1] } },
-        axes: [axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2^${x}` : "")), size: 34 }), axis("share of the elements", { values: (u, all) => all.map((y) => (/^1e/.test(y.toExponential()) ? number(y, "share") : "")) })],
+        axes: [axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2^${x}` : "")), size: 34 }), axis("share of the elements", { values: (u, all) => all.map((y) => (y === null ? "" : number(y, "share"))) })],
         cursor: { y: false, drag: { x: false, y: false } },
         hooks: {
           draw: [drawPoints],

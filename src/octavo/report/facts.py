@@ -1,0 +1,72 @@
+"""The figures of a run in words, for the page and the terminal."""
+
+from collections import Counter
+
+import numpy as np
+
+from octavo.report.runs import RunData
+from octavo.telemetry.storage import Watched
+from octavo.words import plural
+
+FACTS = (
+    "recipe", "steps", "loss", "evaluation loss", "tokens/s", "MFU", "peak memory", "inf or NaN", "layers watched",
+    "GEMMs", "events",
+)  # fmt: skip
+
+
+def run_facts(run: RunData) -> dict[str, str]:
+    """The figures that the run has, by the names of `FACTS`."""
+    last = {key: series.last for key, series in run.series.items()}
+    speed = run.series.get("tokens_per_second")
+    wrong = sum(len(series.wrong_steps) for series in run.series.values())
+    memory = peak_memory(run)
+    found = {
+        "recipe": str(run.settings.get("recipe", "")),
+        "steps": _steps(run),
+        "loss": _number(last.get("loss"), ".4f"),
+        "evaluation loss": _number(last.get("evaluation_loss"), ".4f"),
+        "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
+        "MFU": _number(last.get("mfu"), ".1%"),
+        "peak memory": f"{memory / 1e9:.2f} GB" if memory else "",
+        "inf or NaN": plural(wrong, "value") if wrong else "",
+    }
+    if run.watched is not None:
+        every = "step" if run.watched.interval == 1 else f"{run.watched.interval} steps"
+        found["layers watched"] = f"{len(run.watched.layers)}, every {every}"
+        found["GEMMs"] = gemm_counts(run.watched)
+        found["events"] = str(len(run.watched.events))
+    return {name: text for name, text in found.items() if text}
+
+
+def peak_memory(run: RunData) -> int | None:
+    """The largest peak memory that the run logged, in bytes."""
+    memory = run.series.get("peak_memory")
+    return int(memory.finite.max()) if memory and len(memory.finite) else None
+
+
+def gemm_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of what each GEMM of each layer ran in: its columns and rows."""
+    rows = []
+    for layer in watched.layers:
+        gemms = [layer.gemms.get(name) for name in ("y", "dx", "dw", "recomputation")]
+        ran = [f"{gemm.precision} {gemm.kernel}".strip() if gemm else "" for gemm in gemms]
+        why = dict.fromkeys(gemm.why for gemm in gemms if gemm and gemm.why)
+        shape = " x ".join(map(str, layer.shape))
+        rows.append((layer.name, layer.kind, shape, layer.recipe, *ran, "; ".join(why)))
+    return ("layer", "class", "shape", "recipe", "y", "dx", "dw", "recomputation", "why"), rows
+
+
+def gemm_counts(watched: Watched) -> str:
+    """How many GEMMs ran in which precision, such as "216 fp8, 3 bf16"."""
+    gemms = (gemm for layer in watched.layers for gemm in layer.gemms.values())
+    return ", ".join(f"{count} {precision}" for precision, count in Counter(g.precision for g in gemms).most_common())
+
+
+def _steps(run: RunData) -> str:
+    planned = run.settings.get("steps")
+    done = run.last_step
+    return f"{done:,} of {planned:,}" if isinstance(planned, int) and planned > done else f"{done:,}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,187 @@
+"""Reading a run for its report: the series of its metrics, its settings, and the watch.
+
+A folder is a run if it holds one of these:
+
+    metrics.jsonl         of `octavo train`, or of any loop: one object a line, with `step` and any of `SERIES`
+    watch/                of `octavo.watch`
+    trainer_state.json    of the Trainer of Hugging Face, also in checkpoint-N/
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.run import RunFolder
+from octavo.telemetry.storage import Watched, read_watch, watch_folder
+from octavo.train.records import read_records
+
+SERIES = (
+    "loss", "evaluation_loss", "tokens_per_second", "peak_memory", "gradient_norm", "learning_rate", "mfu",
+    "loss_scale",
+)  # fmt: skip
+# The names of the Trainer of Hugging Face, where they differ.
+_OTHER_NAMES = {
+    "eval_loss": "evaluation_loss",
+    "grad_norm": "gradient_norm",
+    "train_tokens_per_second": "tokens_per_second",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A number over the steps of a run: `steps` ascending [n] int64, `values` [n] float64, NaN for inf and NaN."""
+
+    steps: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+    @property
+    def finite(self) -> np.ndarray[Any, Any]:
+        """The values that are numbers."""
+        found: np.ndarray[Any, Any] = self.values[np.isfinite(self.values)]
+        return found
+
+    @property
+    def last(self) -> float | None:
+        """The last value that is a number."""
+        return float(self.finite[-1]) if len(self.finite) else None
+
+    @property
+    def wrong_steps(self) -> list[int]:
+        """The steps whose value is inf or NaN."""
+        return [int(step) for step in self.steps[~np.isfinite(self.values)]]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report shows of a run.
+
+    Attributes:
+        path: its folder.
+        name: the folder's name, or the whole path where two runs of the report have the same name.
+        settings: of its config.json; empty without one.
+        series: those of `SERIES` that it logged.
+        precision: the last record of what its layers ran in (`octavo.train.instrument.precision_of`); or empty.
+        watched: None if the run was not watched, or its watch cannot be read.
+        remarks: unusual things, each a sentence.
+    """
+
+    path: Path
+    name: str
+    settings: Mapping[str, Any]
+    series: Mapping[str, Series]
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    watched: Watched | None = None
+    remarks: Sequence[str] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged or sampled."""
+        steps = [int(series.steps[-1]) for series in self.series.values()]
+        if self.watched is not None and len(self.watched.operands):
+            steps.append(int(self.watched.operands["step"][-1]))
+        return max(steps, default=0)
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Read the runs in the folders `paths`, with distinct names.
+
+    Raises:
+        ArtifactError: a folder is no run, or its metrics are damaged. A watch that cannot be read is a remark.
+    """
+    names = [path.resolve().name for path in paths]
+    shown = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, shown, strict=True)]
+
+
+def _read_run(path: Path, name: str) -> RunData:
+    run, states = RunFolder(path), _trainer_states(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path} is no folder: give the folder of a run, which octavo train wrote")
+    if not (run.metrics.is_file() or watch_folder(path).is_dir() or states):
+        raise ArtifactError(
+            f"{path} is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json. Give the folder that "
+            "octavo train, octavo.watch or the Trainer of Hugging Face wrote"
+        )
+    remarks = []
+    records: list[dict[str, Any]] = []
+    if run.metrics.is_file():
+        records = read_records(run.metrics)
+        if not run.metrics.read_bytes().endswith(b"\n") and run.metrics.stat().st_size:
+            remarks.append("The last line of metrics.jsonl is incomplete: it is being written, or the run was killed.")
+    elif states:
+        records = _trainer_records(states[-1])
+    series = read_series(records, str(path))
+    if "loss" not in series:
+        remarks.append("The run has logged no loss.")
+    remarks += [_wrong(key, each) for key, each in series.items() if each.wrong_steps]
+    watched, remark = _read_watch(path)
+    precision: dict[str, Any] = next((each["precision"] for each in reversed(records) if "precision" in each), {})
+    settings = read_json(run.config) if run.config.is_file() and run.metrics.is_file() else {}
+    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark])
+
+
+def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
+    """The series of `SERIES` in records. null, inf and NaN become NaN.
+
+    Raises:
+        ArtifactError: a value is no number; the message begins with `where`.
+    """
+    points: dict[str, dict[int, float]] = {}
+    for record in records:
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise ArtifactError(f"{where}: each record of the metrics must have a step, a whole number; got {step!r}")
+        for key in SERIES:
+            if key in record:
+                points.setdefault(key, {})[step] = _number(record[key], f"{where}, step {step}: {key}")
+    return {key: _series(values) for key, values in points.items()}
+
+
+def _series(values: Mapping[int, float]) -> Series:
+    steps = sorted(values)
+    return Series(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
+
+
+def _number(value: Any, what: str) -> float:
+    if value is None:  # a number that JSON cannot hold
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArtifactError(f"{what} must be a number, got {value!r}")
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def _wrong(key: str, series: Series) -> str:
+    steps = series.wrong_steps
+    more = f", and {len(steps) - 1} more" if len(steps) > 1 else ""
+    return f"{key.replace('_', ' ')} is inf or NaN at step {steps[0]}{more}."
+
+
+def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
+    if not watch_folder(path).is_dir():
+        return None, ["The run was not watched, so its layers have no figures: see interval in the table [watch]."]
+    try:
+        watched = read_watch(path)
+    except ArtifactError as error:
+        return None, [f"Figures of the layers are missing: {error}."]
+    if not len(watched.operands):
+        return watched, ["The watch has no sample yet."]
+    return watched, []
+
+
+def _trainer_states(path: Path) -> list[Path]:
+    """The records of the Trainer of Hugging Face, oldest first; that of the folder itself is the newest."""
+    inner = [each for each in path.glob("checkpoint-*/trainer_state.json") if each.parent.name[11:].isdigit()]
+    outer = [path / "trainer_state.json"] if (path / "trainer_state.json").is_file() else []
+    return [*sorted(inner, key=lambda each: int(each.parent.name[11:])), *outer]
+
+
+def _trainer_records(path: Path) -> list[dict[str, Any]]:
+    history = read_json(path).get("log_history")
+    if not isinstance(history, list) or not all(isinstance(each, dict) for each in history):
+        raise ArtifactError(f"{path} must have a list log_history of objects")
+    return [{_OTHER_NAMES.get(key, key): value for key, value in each.items()} for each in history]

@@ -1,0 +1,173 @@
+"""The page of `octavo report`: runs of training beside each other, and what FP8 did in their layers."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from octavo.numerics.formats import FP8_FORMATS
+from octavo.report.facts import FACTS, gemm_rows, run_facts
+from octavo.report.heat_maps import METRICS, Columns, encode_grid, known_metrics, sampled_steps, spread
+from octavo.report.histograms import code_points, histograms_at
+from octavo.report.page import Line, LineChart, Page, paragraphs, table
+from octavo.report.runs import RunData, Series
+from octavo.telemetry.schema import BINADES, Event
+from octavo.telemetry.storage import Watched
+from octavo.train.records import different_settings
+
+_POINTS = 4000  # of a line
+_COLUMNS = 500  # of a heat map
+_HISTOGRAMS = 64  # steps with a histogram
+_GRID_BYTES = 8_000_000  # of all heat maps of a page; base64 makes a third more
+_HISTOGRAM_BYTES = 4_500_000
+_EVENTS = 1000  # rows of the table
+
+_CHARTS = (
+    ("loss", "Loss", "loss", ("loss", "evaluation_loss")),
+    ("speed", "Speed", "tokens/s", ("tokens_per_second",)),
+    ("gradient", "Gradient norm", "norm", ("gradient_norm",)),
+    ("memory", "Peak memory", "GB", ("peak_memory",)),
+)
+_UNITS = {"peak_memory": 1e-9}
+
+_WATCH = """<h2>Layers over the steps</h2>
+<div class="controls">
+<label>Run <select id="run"></select></label>
+<label>Metric <select id="metric"></select></label>
+<label>Operand <select id="operand"></select></label>
+<label>Filter <input id="filter" type="search" placeholder="words of layer names"></label>
+<span id="shown" role="status"></span>
+</div>
+<figure class="chart" id="heat"></figure>
+<h2>Histogram of a tensor</h2>
+<div class="controls">
+<label>Layer <select id="layer"></select></label>
+<label>Step <select id="step"></select></label>
+</div>
+<p id="histogram-caption" aria-live="polite"></p>
+<figure class="chart" id="histogram"></figure>"""
+
+
+def page_of_runs(runs: Sequence[RunData]) -> Page:
+    """The page of one run or of several side by side.
+
+    The charts are as exact as the page is wide: a long line is thinned to the extremes of its parts, and the samples of
+    a long watch share the columns of the heat maps (`octavo.report.heat_maps`).
+    """
+    page = Page("octavo report: " + ", ".join(run.name for run in runs))
+    page.add(f"<h1>{escape(', '.join(run.name for run in runs))}</h1>")
+    facts = [run_facts(run) for run in runs]
+    names = [name for name in FACTS if any(each.get(name) for each in facts)]
+    rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
+    page.add(table(("", *(run.name for run in runs)), rows))
+    page.add(paragraphs(_remarks(runs)))
+    for name, title, unit, keys in _CHARTS:
+        if lines := _lines(runs, keys):
+            page.add_chart(LineChart(name, title, "step", unit, lines, marks=_marks(runs), cursors="steps"))
+    watched = [run for run in runs if run.watched is not None and len(sampled_steps(run.watched))]
+    if watched:
+        page.data |= _watch_data(watched)
+        page.add(_WATCH)
+    for run in watched:
+        page.add(_what_ran_where(run, alone=len(watched) == 1))
+    page.add(_events(runs), _settings(runs))
+    return page
+
+
+def _remarks(runs: Sequence[RunData]) -> list[str]:
+    return [f"{run.name}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
+
+
+def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
+    return [
+        thin(series, f"{run.name}{' evaluation' if key == 'evaluation_loss' else ''}", colour, _UNITS.get(key, 1.0))
+        for colour, run in enumerate(runs)
+        for key in keys
+        if (series := run.series.get(key)) is not None
+    ]
+
+
+def thin(series: Series, name: str, colour: int = 0, unit: float = 1.0) -> Line:
+    """The line of a series, with the extremes of each part where it has more than `_POINTS` points."""
+    kept: Sequence[int] = range(len(series.steps))
+    if len(series.steps) > _POINTS:
+        parts = np.array_split(np.arange(len(series.steps)), _POINTS // 2)
+        values = np.nan_to_num(series.values, nan=np.inf)
+        kept = sorted({int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)})
+    finite = [float(f"{series.values[i] * unit:.6g}") for i in kept]
+    values = [None if value != value else value for value in finite]
+    return Line(name, [int(series.steps[i]) for i in kept], values, colour, dashed=name.endswith(" evaluation"))
+
+
+def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
+    return [(event.step, f"{event.rule}: {event.message}") for _, event in _all_events(runs)][:_EVENTS]
+
+
+def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
+    return [(run, event) for run in runs if run.watched is not None for event in run.watched.events]
+
+
+def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
+    watched = [_watched(run, run.watched, len(runs)) for run in runs if run.watched is not None]
+    used = {name for each in watched for layer in each["layers"] for name in layer["formats"].values()}
+    return {
+        "watched": watched,
+        "metrics": [vars(metric) for metric in METRICS],
+        "operands": {"x": "x, the input", "w": "w, the weight", "dy": "dy, the gradient of the output"},
+        "formats": {name: code_points(name) for name in sorted(used & FP8_FORMATS.keys())},
+        "binades": BINADES,
+    }
+
+
+def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
+    steps, layers = sampled_steps(watched), len(watched.layers)
+    fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
+    columns = Columns(steps, min(len(steps), _COLUMNS, max(fits, 20)))
+    grids = {
+        metric.key: {name: encode_grid(values, metric) for name, values in found.items()}
+        for metric, found in known_metrics(watched, columns)
+    }
+    fits = _HISTOGRAM_BYTES // runs // (2 * layers * 4 * BINADES)
+    return {
+        "name": run.name,
+        "layers": [{"name": layer.name, "formats": layer.formats} for layer in watched.layers],
+        "columns": columns.spans,
+        "grids": grids,
+        "histograms": histograms_at(watched, spread(steps, min(_HISTOGRAMS, max(fits, 2)))),
+    }
+
+
+def _what_ran_where(run: RunData, *, alone: bool) -> str:
+    assert run.watched is not None
+    columns, rows = gemm_rows(run.watched)
+    title = "What ran where" if alone else f"What ran where: {run.name}"
+    remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
+    return table(columns, rows, title=title, remark=remark, layers=[row[0] for row in rows])
+
+
+def _events(runs: Sequence[RunData]) -> str:
+    events = _all_events(runs)
+    if not any(run.watched is not None for run in runs):
+        return ""
+    if not events:
+        return '<h2>Events</h2>\n<p class="remark">No rule found anything unusual.</p>'
+    several = len(runs) > 1
+    rows = [
+        (*((run.name,) if several else ()), str(event.step), event.rule, event.layer or "", event.operand or "",
+         event.message, event.action or "")
+        for run, event in events[-_EVENTS:]
+    ]  # fmt: skip
+    columns = (*(("run",) if several else ()), "step", "rule", "layer", "operand", "message", "action")
+    remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
+    layers = [event.layer for _, event in events[-_EVENTS:]]
+    return table(columns, rows, title="Events", remark=remark, layers=layers)
+
+
+def _settings(runs: Sequence[RunData]) -> str:
+    known = [run for run in runs if run.settings]
+    different = different_settings([run.settings for run in known]) if len(known) > 1 else {}
+    if not different:
+        return ""
+    rows = [(name, *("" if value is None else str(value) for value in values)) for name, values in different.items()]
+    return table(("", *(run.name for run in known)), rows, title="Settings that differ")

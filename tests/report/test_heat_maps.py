@@ -1,0 +1,124 @@
+"""Records as grids: each value is found again in the codes, and long runs share columns by the worst sample."""
+
+import base64
+
+import numpy as np
+import pytest
+from report_examples import layers_of, operands_of, watched_of
+
+from octavo.artifact.files import ArtifactError
+from octavo.report.heat_maps import (
+    LAST,
+    METRICS,
+    MISSING,
+    WRONG,
+    Columns,
+    Metric,
+    encode_grid,
+    known_metrics,
+    metric_grid,
+    sampled_steps,
+    spread,
+)  # fmt: skip
+from octavo.report.histograms import code_points, histograms_at
+from octavo.telemetry.schema import BINADES, OPERAND
+from octavo.telemetry.storage import Watched
+
+STEPS = np.arange(5, 105, 5)
+BY_KEY = {metric.key: metric for metric in METRICS}
+
+
+def decoded(grid: dict, metric: Metric) -> np.ndarray:
+    """The values of a grid as the page computes them."""
+    codes = np.frombuffer(base64.b64decode(grid["codes"]), "<u2").astype(np.float64)
+    low, high = grid["low"], grid["high"]
+    if metric.log:
+        values = np.where(codes == 0, 0, low * (high / low) ** ((codes - 1) / (LAST - 1)))
+    else:
+        values = low + codes / LAST * (high - low)
+    values[codes == MISSING], values[codes == WRONG] = np.nan, np.inf
+    return values
+
+
+@pytest.mark.parametrize("columns", [20, 7, 1])
+@pytest.mark.parametrize("key", ["saturated", "sqnr", "amax"])
+def test_a_column_holds_the_worst_of_its_samples(key, columns):
+    watched, metric = watched_of(5, STEPS), BY_KEY[key]
+    found = metric_grid(watched, Columns(STEPS, columns), metric)
+    cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64)
+    parts = np.array_split(cube, columns)
+    worst = np.nanmax if metric.worst == "highest" else np.nanmin
+    for number, operand in enumerate(("x", "w", "dy")):
+        expected = [[worst(part[:, layer, number]) for part in parts] for layer in range(4)]
+        np.testing.assert_array_equal(found[operand][:4], expected)
+        assert np.isnan(found[operand][4]).all() == (key != "amax")  # the head is not quantized
+
+
+def test_the_spans_of_the_columns_cover_all_steps():
+    spans = Columns(STEPS, 7).spans
+    assert (spans[0][0], spans[-1][1]) == (5, 100)
+    assert [first for first, _ in spans[1:]] == [last + 5 for _, last in spans[:-1]]
+    assert Columns(STEPS, 20).spans == [(step, step) for step in STEPS]
+    assert sampled_steps(watched_of(5, STEPS)).tolist() == STEPS.tolist()
+    assert spread(STEPS, 3) == [5, 55, 100]
+    assert spread(STEPS, 99) == STEPS.tolist()
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_codes_give_the_values_again(log):
+    metric = Metric("amax", "amax", log=log)
+    values = np.concatenate([[0.0], np.exp2(np.linspace(-20, 20, 997)), [np.nan, np.inf]])
+    found = decoded(encode_grid(values, metric), metric)
+    bound = 5e-4 * values if log else np.full_like(values, 2.0**20 / LAST)
+    assert np.isnan(found[-2])
+    assert np.isinf(found[-1])
+    assert (np.abs(found[:-2] - values[:-2]) <= bound[:-2]).all()
+
+
+@pytest.mark.parametrize("values", [[[3.0, 3.0]], [[0.0, 0.0]], [[np.nan, np.inf]], [[-1.0, 2.0]]])
+def test_grids_of_one_value_or_none_are_encoded_too(values):
+    array = np.array(values)
+    for log in (True, False):
+        metric = Metric("gap", "gap", log=log)
+        expected = np.maximum(array, 0) if log else array
+        np.testing.assert_allclose(decoded(encode_grid(array, metric), metric), expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
+    watched = watched_of(5, STEPS)
+    watched.operands["amax"][3] = np.nan
+    found = {metric.key: grids for metric, grids in known_metrics(watched, Columns(STEPS, 20))}
+    assert np.isinf(found["amax"]["x"][1, 0])
+    assert "gap" not in found  # no scale was fixed before
+    assert "nonfinite" not in found
+    watched.operands["nonfinite"][3] = 0.5
+    assert "nonfinite" in {metric.key for metric, _ in known_metrics(watched, Columns(STEPS, 20))}
+
+
+def test_records_of_unknown_layers_are_refused():
+    records = np.zeros(1, OPERAND)
+    records["layer"] = 7
+    watched = Watched(1, layers_of(3), records, records[:0], [])
+    with pytest.raises(ArtifactError, match="one is of layer 7 and operand 0, and layers.json has 3 layers"):
+        metric_grid(watched, Columns(np.array([0]), 1), BY_KEY["amax"])
+
+
+def test_histograms_are_those_of_their_steps():
+    watched = watched_of(5, STEPS)
+    found = histograms_at(watched, [10, 100])
+    cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[[1, 19]]
+    dy = found["operands"]["dy"]
+    shares = np.frombuffer(base64.b64decode(dy["shares"]), "<u2").reshape(2, 5, BINADES)
+    np.testing.assert_array_equal(shares, cube[:, :, 2]["binades"])
+    np.testing.assert_array_equal(
+        np.frombuffer(base64.b64decode(dy["amax"]), "<f4").reshape(2, 5), cube["amax"][:, :, 2]
+    )
+    assert found["steps"] == [10, 100]
+    assert set(found["operands"]["gradient"]) == {"shares", "amax"}
+
+
+def test_the_code_points_are_those_of_the_formats():
+    points = code_points("e4m3")
+    assert (len(points), points[0], points[-1]) == (126, 2.0**-9, 448.0)
+    assert (len(code_points("e5m2")), code_points("e5m2")[-1]) == (123, 57344.0)
+    assert points == sorted(points)

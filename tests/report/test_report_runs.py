@@ -1,0 +1,143 @@
+"""Reading runs: whole ones, half-written ones, and those of other trainers."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from report_examples import make_run, write_metrics
+
+from octavo.artifact.files import ArtifactError
+from octavo.report.facts import run_facts
+from octavo.report.runs import read_runs, read_series
+
+
+def test_a_run_of_octavo_train(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "run")])
+    assert run.name == "run"
+    assert run.last_step == 200
+    assert run.settings["recipe"] == "rowwise"
+    assert run.series["loss"].steps.tolist() == list(range(1, 201))
+    assert run.series["evaluation_loss"].steps.tolist() == list(range(10, 201, 10))
+    assert len(run.watched.layers) == 13
+    assert run.remarks == []
+    facts = run_facts(run)
+    assert facts["GEMMs"] == "36 fp8, 3 bf16"
+    assert facts["layers watched"] == "13, every 10 steps"
+    assert facts["events"] == "1"
+
+
+def test_runs_with_one_name_are_told_apart(tmp_path):
+    for folder in ("a", "b"):
+        write_metrics(tmp_path / folder / "run", 5)
+    write_metrics(tmp_path / "other", 5)
+    names = [run.name for run in read_runs([tmp_path / "a/run", tmp_path / "b/run", tmp_path / "other"])]
+    assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run"), "other"]
+
+
+def test_a_run_that_is_being_written(tmp_path):
+    write_metrics(tmp_path, 5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    (run,) = read_runs([tmp_path])
+    assert run.last_step == 5
+    assert run.watched is None
+    assert "The last line of metrics.jsonl is incomplete" in run.remarks[0]
+    assert "The run was not watched" in run.remarks[1]
+
+
+def test_a_run_that_has_logged_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (run,) = read_runs([tmp_path])
+    assert (run.last_step, run.series) == (0, {})
+    assert run.remarks[0] == "The run has logged no loss."
+
+
+def test_a_watch_alone(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (run,) = read_runs([tmp_path])
+    assert run.last_step == 200
+    assert run.watched is not None
+    assert run.settings == {}
+
+
+def test_a_watch_of_another_version_leaves_the_loss(tmp_path):
+    make_run(tmp_path)
+    path = tmp_path / "watch" / "layers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    (run,) = read_runs([tmp_path])
+    assert run.watched is None
+    assert len(run.series["loss"].steps) == 200
+    assert "has version 99 of the schema" in run.remarks[0]
+    path.write_text("{")
+    assert "is not valid JSON" in read_runs([tmp_path])[0].remarks[0]
+
+
+def test_a_cut_record_of_the_watch_is_left_out(tmp_path):
+    make_run(tmp_path)
+    path = tmp_path / "watch" / "operands.bin"
+    path.write_bytes(path.read_bytes()[:-7])
+    assert len(read_runs([tmp_path])[0].watched.operands) == 20 * 39 - 1
+    path.write_bytes(b"")
+    assert "The watch has no sample yet." in read_runs([tmp_path])[0].remarks
+
+
+def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
+    lines = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": None},
+        {"step": 3, "loss": math.nan, "gradient_norm": math.inf},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([tmp_path])
+    assert run.series["loss"].wrong_steps == [2, 3]
+    assert run.series["loss"].last == 2.0
+    assert run.series["gradient_norm"].last is None
+    assert "loss is inf or NaN at step 2, and 1 more." in run.remarks
+    assert run_facts(run)["inf or NaN"] == "3 values"
+
+
+def test_a_step_that_came_twice_counts_once():
+    series = read_series([{"step": 2, "loss": 1}, {"step": 1, "loss": 3}, {"step": 2, "loss": 2}], "run")["loss"]
+    np.testing.assert_array_equal(series.steps, [1, 2])
+    np.testing.assert_array_equal(series.values, [3.0, 2.0])
+
+
+def test_the_trainer_of_hugging_face(tmp_path):
+    for step in (9, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        history = [{"step": step, "loss": 1.5, "grad_norm": 0.5, "epoch": 0.1}, {"step": step, "eval_loss": 1.75}]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (run,) = read_runs([tmp_path])
+    assert run.last_step == 10
+    assert {key: series.last for key, series in run.series.items()} == {
+        "loss": 1.5, "gradient_norm": 0.5, "evaluation_loss": 1.75,
+    }  # fmt: skip
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="trainer_state.json must have a list log_history of objects"):
+        read_runs([tmp_path])
+
+
+def test_folders_that_are_no_run_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="none is no folder: give the folder of a run, which octavo train wrote"):
+        read_runs([tmp_path / "none"])
+    with pytest.raises(ArtifactError, match="is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
+        ("[1]", "metrics.jsonl, line 1 must be an object, got list"),
+        ('{"loss": 1}', "each record of the metrics must have a step, a whole number; got None"),
+        ('{"step": 1, "loss": "low"}', "step 1: loss must be a number, got 'low'"),
+        ('{"step": 1, "loss": true}', "step 1: loss must be a number, got True"),
+    ],
+)
+def test_damaged_metrics_are_refused(tmp_path, line, message):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ArtifactError, match=message):
+        read_runs([tmp_path])
