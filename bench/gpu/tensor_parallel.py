@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import octavo
@@ -92,8 +91,6 @@ class Runner:
                 nn.init.normal_(p, std=0.02)
         mode.split(self.model, mesh)
         options = {"_micro_pipeline_tp": True} if mode.overlap else None
-        if mode.overlap and torch.cuda.is_available():
-            enable_symm_mem_for_group(mesh.get_group().group_name)
         for block in self.layers if compiled else ():
             block.__class__ = own_code(type(block))
             block.compile(fullgraph=True, dynamic=False, options=options)

@@ -8,7 +8,10 @@ pytestmark = pytest.mark.gpu
 
 # 8 blocks; the activations of 128 tokens are small beside the weights
 SIZES = {"width": 1024, "heads": 8, "kv_heads": 8, "mlp_width": 4096, "layers": 8, "context": 128}
-RUN = SIZES | {"recipe": "bf16", "batch": 1, "steps": 3, "evaluate_every": 3, "learning_rate": 1e-4, "device": "cuda"}
+RUN = SIZES | {
+    "recipe": "bf16", "batch": 1, "steps": 3, "evaluate_every": 3, "device": "cuda",
+    "learning_rate": 1e-4, "min_learning_rate": 1e-5,
+}  # fmt: skip
 
 
 def parameters():

@@ -140,7 +140,7 @@ class WeightStack:
         self.parts, self.caches = parts, list(caches)
         self.starts = [0, *accumulate(part.unit.rows for part in parts)]
         self.stacked: tuple[Tensor, ...] = ()  # data and scale, of several parts
-        self.copies: tuple[list[Tensor], list[Tensor]] = [], []  # destinations and sources, as bytes
+        self.copies: tuple[list[Tensor], list[Tensor]] = [], []  # destinations and sources, as words
         self.freed: list[Tensor] = []  # what FSDP2 gathers into
         self.arrived = 0  # parts, since the last copy
 
@@ -155,8 +155,8 @@ class WeightStack:
             rows = slice(self.starts[i], self.starts[i + 1])
             self.freed += [data, scale] if part.unit.world > 1 else [data]
             for source, destination in zip((data, scale), self.stacked, strict=True):
-                self.copies[0].append(destination[rows].view(torch.uint8))
-                self.copies[1].append(source.view(torch.uint8))
+                self.copies[0].append(_as_words(destination[rows]))
+                self.copies[1].append(_as_words(source))
             data, scale = (t[rows] for t in self.stacked)
             self.refill()
         else:
@@ -186,3 +186,13 @@ class WeightStack:
         cast = self.parts[0].cast
         for cache in caches:
             cache.gathered = QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def _as_words(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 8-byte words, or as bytes where it does not divide into words.
+
+    A copy of words is about twice as fast as one of bytes.
+    """
+    data = t.view(-1).view(torch.uint8)
+    aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
+    return data.view(torch.int64) if aligned else data

@@ -12,7 +12,6 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.distributed import get_process_group_ranks, get_rank
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.numerics.granularity import ROW
@@ -50,7 +49,6 @@ class Ranks:
                     f"asynchronous tensor parallelism needs GPUs and sequence=True, got a mesh on {mesh.device_type} "
                     f"and sequence={sequence}: leave asynchronous=False"
                 )
-            enable_symm_mem_for_group(group.group_name)
         rank = get_process_group_ranks(group).index(get_rank())
         return cls(group.group_name, mesh.size(), rank, sequence, asynchronous)
 
