@@ -86,8 +86,9 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of sm
 	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.report.pages
 
-docs: .venv/installed  ## write README's table and the pages of measurements from bench/results
+docs: .venv/installed  ## write README's table and the pages of measurements from bench/results; draw the pictures
 	$(BIN)/python -m bench.report.pages
+	$(BIN)/python -m bench.figures
 
 clean:  ## remove the environments, the runs and the build
 	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations runs build

@@ -1,15 +1,18 @@
 """Every code block of README, CONTRIBUTING and docs runs, and prints what the page shows."""
 
+import contextlib
+import io
 import json
 import re
 import tomllib
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from code_blocks import PAGES, ROOT, Block, missing_lines, read_blocks
+from code_blocks import PAGES, ROOT, Block, different_lines, missing_lines, read_blocks
 
 from octavo.train.config import Config
 from octavo_cli.app import app
@@ -41,6 +44,10 @@ UNTESTED = {
     },
 }
 
+# The pages of the learning path go on with each other's names and files. Every other page runs by itself.
+LESSONS = tuple(page for page in PAGES if page.startswith("docs/learn/"))
+GROUPS = [pages for pages in (LESSONS, *((page,) for page in PAGES if page not in LESSONS)) if pages]
+
 Octavo = Callable[..., tuple[int, str, str]]
 
 
@@ -58,14 +65,24 @@ def test_the_blocks_that_do_not_run_are_listed() -> None:
     assert found == {page: set(reasons) for page, reasons in UNTESTED.items()}
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_an_output_that_is_not_shown_is_found() -> None:
+    assert different_lines("28.5 dB\n", "28.6 dB\n") == []
+    assert different_lines("28.5 dB\n", "28.7 dB\n") == ["28.5 dB | 28.7 dB"]
+    assert different_lines("128 ones\n", "129 ones\n") == ["128 ones | 129 ones"]
+    assert different_lines("a\n", "a\nb\n") == [" | b"]
+
+
+@pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
 @pytest.mark.usefixtures("workspace")
-def test_the_blocks_of_a_page_run(page: str, octavo: Octavo) -> None:
+def test_the_blocks_of_a_page_run(pages: tuple[str, ...], octavo: Octavo) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in read_blocks(page):
+    blocks = [block for page in pages for block in read_blocks(page)]
+    for block, after in zip_longest(blocks, blocks[1:]):
         match block.language:
             case "python":
-                run_python(block, names)
+                printed = run_python(block, names)
+                if after is not None and after.shows_output_of(block):
+                    assert different_lines(after.text, printed) == [], block
             case "bash" | "console":
                 run_commands(block, octavo)
             case "toml":
@@ -78,10 +95,13 @@ def test_the_blocks_of_a_page_run(page: str, octavo: Octavo) -> None:
                 pytest.fail(f"{block}: a block is python, bash, console, toml, json or text; got {other}")
 
 
-def run_python(block: Block, names: dict[str, Any]) -> None:
+def run_python(block: Block, names: dict[str, Any]) -> str:
+    """What the block prints."""
     code = compile("\n" * block.line + block.text, block.page, "exec")
-    if block.tested:
-        exec(code, names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        if block.tested:
+            exec(code, names)
+    return printed.getvalue()
 
 
 def run_commands(block: Block, octavo: Octavo) -> None:

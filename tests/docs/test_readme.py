@@ -3,11 +3,12 @@
 import re
 
 import pytest
-from code_blocks import PAGES, ROOT, read_blocks
+from code_blocks import DOCS, PAGES, ROOT, read_blocks
 
 from bench.report import pages, tables
 
 README = (ROOT / "README.md").read_text()
+INDEX = (ROOT / "docs" / "index.md").read_text()
 HEADINGS = [
     "# Octavo", "## Install", "## What it does", "### Train", "### Fine-tune", "### Pack and serve", "### Verify",
     "### Understand", "## How it compares", "## Where to read on",
@@ -39,8 +40,10 @@ def test_it_leads_from_a_text_to_a_packed_model_that_transformers_opens() -> Non
 
 
 def test_every_page_is_linked() -> None:
-    for page in PAGES[1:]:  # the log is a notebook, for readers of docs/decisions.md
-        assert f"]({page})" in README or page == "docs/log.md", page
+    assert "](docs/index.md)" in README
+    for page in DOCS:
+        linked = re.findall(rf"\]\({re.escape(page.removeprefix('docs/'))}\)", INDEX)
+        assert len(linked) == (page != "docs/index.md"), f"{page} must stand in docs/index.md, once"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -4,10 +4,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", *DOCS)
 NO_TEST = "no-test"
 _NUMBER = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?")
 
@@ -32,6 +35,11 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+    def shows_output_of(self, other: "Block") -> bool:
+        """Whether this block is the output of `other`: a `text` block right after a `python` block."""
+        end = other.line + other.text.count("\n") + 1
+        return other.language == "python" and self.language == "text" and self.line == end + 2
 
     def commands(self) -> Iterator[tuple[list[str], list[str]]]:
         """Each command of a `bash` or `console` block: its words, and the lines that the page shows below it."""
@@ -76,6 +84,25 @@ def missing_lines(shown: list[str], printed: str) -> list[str]:
     """The shown lines that were not printed, in this order. All numbers are equal, and `...` stands for anything."""
     lines = iter([_plain(line) for line in printed.splitlines()])
     return [line for line in shown if line.strip() != "..." and not any(_matches(line, other) for other in lines)]
+
+
+def different_lines(shown: str, printed: str) -> list[str]:
+    """The lines that differ, as `shown | printed`. Numbers may differ by one in the last digit that is shown."""
+    pairs = zip_longest(shown.splitlines(), printed.splitlines(), fillvalue="")
+    return [f"{line} | {other}" for line, other in pairs if not _same_line(line, other)]
+
+
+def _same_line(shown: str, printed: str) -> bool:
+    if _NUMBER.sub("#", shown) != _NUMBER.sub("#", printed):
+        return False
+    found = ([match[0] for match in _NUMBER.finditer(line)] for line in (shown, printed))
+    return all(a == b or _close(a, b) for a, b in zip(*found, strict=True))
+
+
+def _close(shown: str, printed: str) -> bool:
+    """Whether two numbers that are printed alike differ by at most one in the last digit."""
+    a, b = (Decimal(text.rstrip(".,:").replace(",", "")) for text in (shown, printed))
+    return "." in shown and abs(a - b) <= Decimal(1).scaleb(min(a.as_tuple().exponent, b.as_tuple().exponent))
 
 
 def _matches(shown: str, printed: str) -> bool:

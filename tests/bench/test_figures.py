@@ -1,0 +1,100 @@
+"""The pictures of docs/concepts: their numbers against other sources, and the files in the repository."""
+
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from code_blocks import DOCS, ROOT
+
+from bench.figures import accumulation, formats, rotation, rounding, scales, style
+from bench.figures.__main__ import FIGURES, FOLDER, main
+from bench.report.tables import load
+from octavo.numerics.formats import E4M3, E5M2
+
+
+def words(path: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>(.*?)</text>", path.read_text(), re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("figures")
+    main(folder, ".svg")
+    return folder
+
+
+def test_the_pictures_in_the_repository_are_those_that_are_drawn(drawn: Path) -> None:
+    assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in FOLDER.iterdir())
+    for path in drawn.iterdir():  # by their words: another version of matplotlib draws other bytes
+        assert words(path) == words(FOLDER / path.name), f"{path.name}: run make docs"
+        assert "<image" not in path.read_text()
+        assert path.stat().st_size < 250_000
+
+
+def test_every_picture_is_on_a_page_and_has_a_text_for_those_who_do_not_see_it() -> None:
+    pages = "".join((ROOT / page).read_text() for page in DOCS if page.startswith("docs/concepts/"))
+    shown = re.findall(r"!\[(.+?)\]\(figures/(\w+)\.svg\)", pages)
+    assert sorted(name for _, name in shown) == sorted(draw.__name__ for draw in FIGURES)
+    assert all(len(text) > 20 for text, _ in shown)
+
+
+def test_every_colour_has_one_for_dark_pages(drawn: Path) -> None:
+    for path in drawn.iterdir():
+        text = path.read_text()
+        used = set(re.findall(r"(?:fill|stroke): (#\w{6})", text.partition("<style>@media")[0]))
+        greys = {color for color in used if color[1:3] == color[3:5] == color[5:7]}  # the ramp stays as it is
+        allowed = style.DARK.keys() | (greys if path.stem == "rounding" else {"#000000"})
+        assert used <= allowed, path.name
+        assert "prefers-color-scheme:dark" in text
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [(E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)])
+def test_the_number_line_has_every_number(fmt, dtype) -> None:
+    every = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    expected = np.unique(every[np.isfinite(every) & (every >= 0)])
+    assert formats.numbers(fmt).tolist() == expected.tolist()
+
+
+def test_the_largest_error_is_half_a_spacing() -> None:
+    """Just above a power of two the spacing is widest: half of it over 1 + half of it."""
+    for fmt in (E4M3, E5M2):
+        half = 2.0 ** -(fmt.mantissa_bits + 1)
+        error = formats.largest_error(formats.to_format(fmt), 3, fmt.max)
+        assert error == pytest.approx(half / (1 + half), rel=0.01)
+    assert formats.largest_error(formats.to_format(E4M3), -12, E4M3.max) == 1  # underflow
+
+
+def test_the_model_of_accumulation_gives_what_was_measured() -> None:
+    for row in load()["gpu_ceilings"]["accumulation"]:
+        if row["data"] in accumulation.DATA and row["k"] < 28672:
+            for kind in ("fast", "promoted"):
+                found = accumulation.decibels(row["data"], row["k"], fast=kind == "fast")
+                assert found == pytest.approx(row[kind]["gemm"], abs=2), (row["data"], row["k"], kind)
+
+
+def test_stochastic_updates_arrive_and_others_do_not() -> None:
+    noise = torch.rand(rounding.STEPS, 400, generator=torch.Generator().manual_seed(3))
+    exact = 1 + rounding.STEPS * rounding.UPDATE
+    assert float(rounding.updated(noise)[-1].mean()) == pytest.approx(exact, abs=0.01)
+    assert float(rounding.updated(None)[-1]) == 1
+
+
+def test_an_outlier_costs_a_tensor_its_bits_and_a_row_only_that_row() -> None:
+    x = scales.with_outlier(2.0**24)
+    assert scales.others(x, scales.int8(x)) < 1
+    row = 10 * np.log10(256)  # one row of 256 is lost
+    found = scales.others(x, scales.octavo.quantize(x).dequantize())
+    assert found == pytest.approx(row, abs=1)
+
+
+def test_a_rotation_helps_integers_most() -> None:
+    x, w = rotation.tokens(), torch.randn(32, rotation.WIDTH, generator=torch.Generator().manual_seed(1))
+    gain = {
+        integers: rotation.product_sqnr(x, w, rotate=True, eight_bit_integers=integers)
+        - rotation.product_sqnr(x, w, rotate=False, eight_bit_integers=integers)
+        for integers in (True, False)
+    }
+    assert gain[True] > 10 > gain[False] > -3
