@@ -31,7 +31,7 @@ def backward_kernel(
     u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
 ) -> tuple[Tensor, ...]:
     return torch.ops.octavo.activation_backward(
-        dh, u, cast.spec, cast.spec, keep, kind, column_scale, row_scale, h_scale
+        dh, u, cast.spec, cast.spec, keep, kind, column_scale, row_scale, h_scale, None
     )
 
 

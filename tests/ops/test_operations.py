@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.ops import quantize
+from octavo.ops import quantize, quantize_matrices
 from octavo.ops.inductor import OPERATIONS
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
@@ -38,7 +38,8 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "requantize", ([x, x], ROW, torch.cat((row, row)))
     yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)), row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
-        yield "transpose", (quantize(x, Cast(fmt)).data, shift, x)
+        for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
+            yield "transpose", (quantize(x, Cast(fmt)).data, shift, x, place)
     for center in (False, True):
         residual, bias, mean = (x, vector, row) if center else (None, None, None)
         for statistics in (False, True):
@@ -51,7 +52,27 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "activation_scales", (u, ROW, kind)
         h_scale = 1e6 * row  # so that no h saturates
         yield "activation_quantize_scaled", (u, ROW, kind, h_scale)
-        yield ("activation_backward", (x, u, Cast("e5m2", scale="pow2").spec, ROW, keep, kind, factor, row, h_scale))
+        for lines in (None, torch.arange(m, dtype=torch.int32) % 2):
+            factors = factor if lines is None else torch.cat((factor, 2 * factor))
+            spec = Cast("e5m2", scale="pow2").spec
+            yield "activation_backward", (x, u, spec, ROW, keep, kind, factors, row, h_scale, lines)
+
+
+def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x, offsets = matrix((20, 32), torch.bfloat16), torch.tensor([3, 3, 20], dtype=torch.int32)
+    w = matrix((3 * 48, 32), torch.bfloat16).view(3, 48, 32)
+    yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
+    a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
+    yield "grouped_mm", (a.data, b.data, a.scale, b.scale, offsets, torch.bfloat16, "emulated", False)
+    h, x_t = (matrix((n, 20), torch.bfloat16).to(torch.float8_e4m3fn) for n in (48, 32))
+    yield "grouped_mm_dw", (h, x_t, b.scale, offsets, torch.float32, "emulated", True)
+    slot, row = torch.randperm(20).to(torch.int32), torch.randperm(20).to(torch.int32).view(10, 2) - 1
+    factors = torch.rand(3, 32), torch.arange(20, dtype=torch.int32) % 3, torch.rand(20, 1)
+    for given, factor in product((slot, None), (factors, (None, None, None))):
+        yield "gather_quantize", (x, ROW, 1, given, *factor)
+    for weight in (None, torch.rand(10, 2)):
+        yield "combine", (x, row, weight)
+    yield "combine_weight_gradient", (x[:10], x, row)
 
 
 def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -89,10 +110,11 @@ def test_no_operation_has_a_default():
 def test_every_operation_is_tested_here():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("octavo::")}
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
-    assert OPERATIONS.keys() == {name for name, _ in (*cases((5, 70)), *cases_of_gemm_and_attention())}
+    listed = *cases((5, 70)), *cases_of_experts(), *cases_of_gemm_and_attention()
+    assert OPERATIONS.keys() == {name for name, _ in listed}
 
 
-@each(cases((5, 70)), cases_of_gemm_and_attention())
+@each(cases((5, 70)), cases_of_experts(), cases_of_gemm_and_attention())
 def test_opcheck(name, values):
     checks = ["test_autograd_registration", "test_faketensor"]
     if name not in ("append_kv", "rotate_append"):
@@ -102,7 +124,7 @@ def test_opcheck(name, values):
     torch.library.opcheck(getattr(torch.ops.octavo, name).default, values, test_utils=checks)
 
 
-@each(*map(cases, ((1, 1), (17, 130), (0, 7))), cases_of_gemm_and_attention())
+@each(*map(cases, ((1, 1), (17, 130), (0, 7))), cases_of_experts(), cases_of_gemm_and_attention())
 def test_results_on_the_meta_device(name, values):
     operation = getattr(torch.ops.octavo, name)
     fakes = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, values)
@@ -113,7 +135,7 @@ def test_results_on_the_meta_device(name, values):
             assert (fake.is_contiguous(), real.is_contiguous()) == (True, True)
 
 
-@each(cases((17, 130)))
+@each(cases((17, 130)), cases_of_experts())
 def test_strided_inputs_give_the_same_contiguous_results(name, values):
     """And are left as they are. Compiled code relies on the strides of the fake implementation."""
     operation = getattr(torch.ops.octavo, name)

@@ -3,6 +3,8 @@
 from octavo.nn.conversion import convert
 from octavo.nn.conversion_report import Conversion
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
+from octavo.nn.experts import Experts
+from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, FusedMLP, SwiGLU
 from octavo.nn.norm_linear import NormLinear
@@ -14,7 +16,9 @@ __all__ = [
     "DEFAULT_SKIP",
     "GELU",
     "Conversion",
+    "Experts",
     "FusedMLP",
+    "GroupedLinear",
     "Linear",
     "NormLinear",
     "SwiGLU",

@@ -11,25 +11,52 @@ from octavo.ops.activation import (
 )
 from octavo.ops.attention import append_kv, cached_attention
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
+from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
 from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
-from octavo.ops.quantization import quantize, quantize_scaled, quantize_stack, quantize_transposed, row_scales
+from octavo.ops.permutation import (
+    Rows,
+    aligned_groups,
+    combine,
+    combine_weight_gradient,
+    gather_quantize,
+    group_of_rows,
+    sort_by_expert,
+)
+from octavo.ops.quantization import (
+    quantize,
+    quantize_matrices,
+    quantize_scaled,
+    quantize_stack,
+    quantize_transposed,
+    row_scales,
+)
 from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
 from octavo.ops.rotary import rotate_append
 from octavo.ops.transposition import transpose
 
 __all__ = [
     "Backend",
+    "Rows",
     "activation_backward",
     "activation_quantize",
     "activation_quantize_scaled",
     "activation_scales",
+    "aligned_groups",
     "append_kv",
     "cached_attention",
+    "combine",
+    "combine_weight_gradient",
     "find_backend",
+    "find_grouped_backend",
+    "gather_quantize",
+    "group_of_rows",
+    "grouped_mm",
+    "grouped_mm_dw",
     "norm_backward",
     "norm_quantize",
     "norm_quantize_inference",
     "quantize",
+    "quantize_matrices",
     "quantize_scaled",
     "quantize_stack",
     "quantize_transposed",
@@ -39,5 +66,6 @@ __all__ = [
     "rotate_append",
     "row_scales",
     "scaled_mm",
+    "sort_by_expert",
     "transpose",
 ]

@@ -73,6 +73,7 @@ def activation_backward(
     h_cast: Cast,
     h_scale: Tensor,
     keep: bool,
+    group: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same as `activation_backward_reference`, for contiguous tensors."""
     m, f = dh.shape
@@ -81,7 +82,7 @@ def activation_backward(
     wide = allocate(u, u.shape) if keep else None
     block_f = _block_f(f, MAX_BLOCK_F)
     launcher(_backward_kernel, (m,))(
-        dh, u, column_scale, row_scale, h_scale, data, scale, h_data, wide, f,
+        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, wide, f,
         FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=_warps(f, block_f),
     )  # fmt: skip
@@ -213,11 +214,14 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, SWIGLU: tl.constexpr, BLOCK_F:
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, u_ptr, column_scale_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, wide_ptr, F,
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, wide_ptr,
+    F,
     FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
+    if group_ptr is not None:
+        column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if SWIGLU else 1)
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]

@@ -75,25 +75,28 @@ def activation_backward(
     h_cast: Cast,
     h_scale: Tensor,
     keep: bool,
+    group: Tensor | None = None,
 ) -> ActivationGradient:
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
         dh, u: [M, F], and u as in `activation_quantize`.
         cast: of the gradient of u, with the limits of `activation_quantize`.
-        column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first.
+        column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first. With
+            `group`, column_scale is [E, columns of u].
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
             again from these instead of being saved.
         keep: also return the gradient in u's dtype (for a bias).
+        group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1.
 
     Raises:
         ValueError: for another kind, cast, shape or dtype.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
-    _check_backward(dh, u, kind, column_scale, row_scale, h_scale)
+    _check_backward(dh, u, kind, column_scale, row_scale, h_scale, group)
     data, scale, h_data, wide = _activation_backward(
-        dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale
+        dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale, group
     )
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)
 
@@ -110,11 +113,21 @@ def _check(u: Tensor, kind: str) -> None:
 
 
 @eager_check
-def _check_backward(dh: Tensor, u: Tensor, kind: str, column_scale: Tensor, row_scale: Tensor, h_scale: Tensor) -> None:
+def _check_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_scale: Tensor,
+    group: Tensor | None,
+) -> None:
     _check(u, kind)
     m, columns = u.shape
     check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
-    check_tensor("column_scale", column_scale, (1, columns), torch.float32)
+    check_tensor("group", group, (m,), torch.int32)
+    lines = 1 if group is None else column_scale.shape[0]
+    check_tensor("column_scale", column_scale, (lines, columns), torch.float32)
     check_tensor("row_scale", row_scale, (m, 1), torch.float32)
     check_tensor("h_scale", h_scale, (m, 1), torch.float32)
 
@@ -186,14 +199,15 @@ def _activation_backward(
     column_scale: Tensor,
     row_scale: Tensor,
     h_scale: Tensor,
+    group: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cast, h_cast = parse_cast(spec), parse_cast(h_spec)
     dh, u, column_scale, row_scale, h_scale = (t.contiguous() for t in (dh, u, column_scale, row_scale, h_scale))
     if not _differentiates(dh, u, spec, h_spec):
-        return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep)
+        return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep, group)
     from octavo.ops.activation import kernel
 
-    return kernel.activation_backward(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep)
+    return kernel.activation_backward(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep, group)
 
 
 @_activation_backward.register_fake

@@ -40,11 +40,13 @@ TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program 
 FLOOR_PROGRAMS = 256  # the most programs of the second launch
 
 
-def quantize(x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Same as `quantize_reference`, for a contiguous x [M, K]; factors with row granularity only."""
+def quantize(
+    x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None, matrices: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.granularity == ROW:
-        _rows(x, 0, data, scale, cast, column_scale, row_scale)
+        _rows(x, 0, data, scale, cast, column_scale, row_scale, matrices=matrices)
     elif cast.granularity == TENSOR:
         _tensor(x, data, scale, cast)
     else:
@@ -73,25 +75,26 @@ def row_scales(tensors: list[Tensor], cast: Cast) -> Tensor:
 
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
     """Empty scales of a matrix of `shape`. Triton does not have E8M0: as bytes."""
-    dtype = torch.uint8 if cast.scale == "e8m0" else torch.float32
-    return allocate(x, cast.granularity.scale_shape(shape), dtype)
+    return allocate(x, cast.granularity.scale_shape(shape), torch.uint8 if cast.scale == "e8m0" else torch.float32)
 
 
 def _as_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
 
 
-def _rows(x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *factors: Tensor | None) -> None:
+def _rows(
+    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *factors: Tensor | None, matrices: int = 1
+) -> None:
     """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`."""
     if not cast.relative_floor:
         _launch_rows(x, first_row, data, scale, cast, *factors, unrounded=False)
         return
     unfloored = allocate(scale, scale.shape)
     _launch_rows(x, first_row, data, unfloored, cast, *factors, unrounded=True)
-    m, k = x.shape
+    m, k = x.shape[0] // matrices, x.shape[1]
     block_k, _, warps = row_tile(k)
     rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
-    launcher(_floor_kernel, (cdiv(m, rows_per_program),))(
+    launcher(_floor_kernel, (cdiv(m, rows_per_program), matrices))(
         x, data, unfloored, scale, *factors, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
         POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
     )  # fmt: skip
@@ -136,6 +139,8 @@ def _floor_kernel(
 ):  # fmt: skip
     # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
     # other, so one memory for both would be a race.
+    first_row += tl.program_id(1).to(tl.int64) * M
+    x_ptr += tl.program_id(1).to(tl.int64) * M * K
     largest = tl.zeros((1024,), tl.float32)
     for start in range(0, M, 1024):
         offs = start + tl.arange(0, 1024)
@@ -236,8 +241,7 @@ def _blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast) -> None:
     rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
     block_m, block_k = power_of_two_above(rows), power_of_two_above(cols)
     blocks = max(1, 8192 // (block_m * block_k))  # adjacent blocks of one program
-    grid = (cdiv(scale.numel(), blocks),)
-    launcher(_block_kernel, grid)(
+    launcher(_block_kernel, (cdiv(scale.numel(), blocks),))(
         x, data, scale, m, k, scale.shape[1], scale.numel(), rows, cols,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
         BLOCKS=blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,

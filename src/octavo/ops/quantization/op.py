@@ -11,7 +11,7 @@ from octavo.numerics.formats import fp8_format
 from octavo.numerics.granularity import ROW, TENSOR
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
-from octavo.ops.checks import check_matrix, check_tensor, eager_check
+from octavo.ops.checks import FLOATS, check_matrix, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference, row_scales_reference
 from octavo.ops.triton_support import converts, fits
@@ -48,6 +48,22 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
         raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
     data, scale = _quantize_stack(list(tensors), cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
+
+
+def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
+    """Quantize the matrices of `w` [E, N, K] by row: data [E, N, K], scale [E, N, 1].
+
+    A relative floor of the cast applies to each matrix by itself.
+
+    Raises:
+        ValueError: for another shape or dtype, or a cast that is not by row and rounded to nearest.
+    """
+    if w.ndim != 3 or w.dtype not in FLOATS:
+        raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
+    if cast.granularity != ROW or cast.rounding != "nearest":
+        raise ValueError(f"quantize_matrices takes a cast by row, rounded to nearest, got {cast}")
+    data, scale = _quantize_matrices(w, cast.spec)
+    return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
 
 
 def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
@@ -147,6 +163,25 @@ def _quantize_stack(tensors: list[Tensor], spec: str) -> tuple[Tensor, Tensor]:
 def _(tensors: list[Tensor], spec: str) -> tuple[Tensor, Tensor]:
     shape = (sum(x.shape[0] for x in tensors), tensors[0].shape[1])
     return _empty(tensors[0], shape, parse_cast(spec))
+
+
+def _quantizes_matrices(w: Tensor, spec: str) -> bool:
+    cast = parse_cast(spec)
+    return converts(w, cast.format) and fits(cast, w.shape[2])
+
+
+@operation("quantize_matrices", _quantizes_matrices)
+def _quantize_matrices(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    if not _quantizes_matrices(w, spec):
+        return _quantize_stack(list(w), spec)  # type: ignore[no-any-return]
+    from octavo.ops.quantization import kernel
+
+    return kernel.quantize(w.contiguous().view(-1, w.shape[2]), parse_cast(spec), None, None, matrices=w.shape[0])
+
+
+@_quantize_matrices.register_fake
+def _(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    return _empty(w, (w.shape[0] * w.shape[1], w.shape[2]), parse_cast(spec))
 
 
 @operation("row_scales", _quantizes_stack)

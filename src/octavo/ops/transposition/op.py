@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.checks import check_tensor
 from octavo.ops.inductor import operation
 from octavo.ops.transposition.reference import transpose_reference
 from octavo.ops.triton_support import has_kernels
@@ -12,7 +13,9 @@ from octavo.ops.triton_support import has_kernels
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def transpose(data: Tensor, shift: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+def transpose(
+    data: Tensor, shift: Tensor | None = None, after: Tensor | None = None, place: Tensor | None = None
+) -> Tensor:
     """Transpose an eight-bit matrix.
 
     Args:
@@ -20,9 +23,11 @@ def transpose(data: Tensor, shift: Tensor | None = None, after: Tensor | None = 
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
         after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
             pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
+        place: int32 [M'], the row of data that becomes each column of the result, or -1 for a column of zeros
+            (`octavo.ops.aligned_groups`). None takes all rows in order.
 
     Returns:
-        [K, M], contiguous, the same dtype.
+        [K, M], or [K, M'] with `place`, contiguous, the same dtype.
 
     Raises:
         ValueError: for another shape or dtype.
@@ -31,7 +36,8 @@ def transpose(data: Tensor, shift: Tensor | None = None, after: Tensor | None = 
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
-    result: Tensor = _transpose(data, shift, after)
+    check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
+    result: Tensor = _transpose(data, shift, after, place)
     return result
 
 
@@ -40,14 +46,14 @@ def _transposes(data: Tensor, *rest: Any) -> bool:
 
 
 @operation("transpose", _transposes)
-def _transpose(data: Tensor, shift: Tensor | None, after: Tensor | None) -> Tensor:
+def _transpose(data: Tensor, shift: Tensor | None, after: Tensor | None, place: Tensor | None) -> Tensor:
     if not _transposes(data):
-        return transpose_reference(data, shift)
+        return transpose_reference(data, shift, place)
     from octavo.ops.transposition import kernel
 
-    return kernel.transpose(data.contiguous(), shift)
+    return kernel.transpose(data.contiguous(), shift, place)
 
 
 @_transpose.register_fake
-def _(data: Tensor, *rest: Any) -> Tensor:
-    return data.new_empty((data.shape[1], data.shape[0]))
+def _(data: Tensor, shift: Tensor | None, after: Tensor | None, place: Tensor | None) -> Tensor:
+    return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))

@@ -1,0 +1,237 @@
+"""A layer of experts with its routing, forward and backward, compiled: BF16's grouped GEMMs, ours and torchao's.
+
+Two shapes: Mixtral's (8 experts of 4096 x 14336, top 2) and one of many small experts (128 of 2048 x 768, top 8). The
+outputs and gradients come first, against BF16, for the layer and for one grouped linear layer alone; then the grouped
+GEMMs alone, in each way of accumulating; then the modes take turns.
+
+    python -m bench.gpu.moe [--quick]
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench import record
+from bench.gpu.modes import speedup
+from bench.gpu.timing import decibels, interleaved, own_code, summary
+from octavo.nn import Experts, GroupedLinear
+from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
+from octavo.recipe import ROW_W, ROW_X, rowwise
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Experts of `width` x `mlp_width`; `tokens` of which each runs through `top_k`."""
+
+    experts: int
+    width: int
+    mlp_width: int
+    top_k: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+
+SHAPES = {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)}
+TINY = {"tiny": Shape(4, 64, 48, 2, 96)}  # for a rehearsal on a CPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Layer(nn.Module):
+    """A router in float32 and its experts."""
+
+    def __init__(self, shape: Shape, experts: type[Experts]) -> None:
+        super().__init__()
+        self.top_k = shape.top_k
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = experts(shape.experts, shape.width, shape.mlp_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, index = torch.topk(F.softmax(self.router(x).float(), -1), self.top_k, -1)
+        result: Tensor = self.experts(x, index, chosen / chosen.sum(-1, keepdim=True))
+        return result
+
+
+def find_torchao() -> Any:
+    """torchao's grouped product of experts, None where it is not installed."""
+    if not record.installed("torchao"):
+        return None
+    grouped = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
+    return grouped._to_fp8_rowwise_then_scaled_grouped_mm
+
+
+torchao_mm: Any = None  # set by `main`: torch.compile cannot trace the import
+
+
+class TorchaoExperts(Experts):
+    """torchao's grouped GEMMs. They take groups in multiples of 16 rows, so zero rows stand between the groups."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        slot, row, offsets = sort_by_expert(top_k_index, self.down_proj.shape[0])
+        ends, place = aligned_groups(offsets, len(slot))
+        where = torch.zeros_like(slot).scatter_reduce(0, place.clamp(min=0).long(), _numbers(place), "amax")
+        n = hidden_states[slot[place.clamp(min=0)] // top_k_index.shape[1]] * (place >= 0).unsqueeze(1)
+        options = {"offs": ends, "pad_token_groups_for_grouped_mm": False}
+        gate, up = torchao_mm(n, self.gate_up_proj.transpose(1, 2), **options).chunk(2, 1)
+        y = torchao_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), **options)
+        out: Tensor = (y[where[row]].float() * top_k_weights.float().unsqueeze(2)).sum(1).to(y.dtype)
+        return out
+
+
+def _numbers(place: Tensor) -> Tensor:
+    """The number of each place that has a row, and 0 of the others."""
+    return torch.where(place >= 0, torch.arange(len(place), device=place.device, dtype=torch.int32), 0)
+
+
+def ours(layer: Layer) -> None:
+    layer.experts.recipe = rowwise()
+
+
+MODES: dict[str, tuple[type[Experts], Callable[[Layer], None]]] = {
+    "bf16": (Experts, lambda layer: None),
+    "ours": (Experts, ours),
+    "torchao": (TorchaoExperts, lambda layer: None),
+}
+
+
+class Runner:
+    """A mode's layer and its step."""
+
+    def __init__(self, mode: str, shape: Shape) -> None:
+        experts, convert = MODES[mode]
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            self.layer = Layer(shape, experts).to(torch.bfloat16)
+            self.x = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16, requires_grad=True)
+            self.dy = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16)
+        convert(self.layer)
+        own: Any = own_code(Layer)
+        self.layer.__class__ = own
+        self.call = torch.compile(self.layer)
+
+    def step(self) -> None:
+        self.call(self.x).backward(self.dy)
+        self.layer.zero_grad()
+        self.x.grad = None
+
+    def results(self) -> dict[str, Tensor]:
+        """y, dx and the gradients of both weights."""
+        y = self.call(self.x)
+        y.backward(self.dy)
+        found = {"y": y.detach(), "dx": self.x.grad}
+        found |= {f"d{name}": getattr(self.layer.experts, name).grad for name in Experts.matrices}
+        self.layer.zero_grad()
+        self.x.grad = None
+        return {name: t for name, t in found.items() if t is not None}
+
+
+def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
+    """The SQNR of y, dx and dw of a grouped linear layer against BF16, as of a dense layer."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = GroupedLinear(shape.experts, shape.width, 2 * shape.mlp_width).to(torch.bfloat16)
+        x = torch.randn(shape.rows, shape.width, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(shape.rows, 2 * shape.mlp_width, dtype=torch.bfloat16)
+        cuts = torch.randint(shape.rows, (shape.experts - 1,)).sort().values
+        offsets = torch.cat([cuts, cuts.new_full((1,), shape.rows)]).to(torch.int32)
+    found = []
+    for recipe in (None, rowwise()):
+        layer.recipe, x.grad, layer.weight.grad = recipe, None, None
+        y = layer(x, offsets)
+        y.backward(dy)
+        found.append((y.detach(), x.grad, layer.weight.grad))
+    return {name: decibels(*pair) for name, pair in zip(("y", "dx", "dw"), zip(*found, strict=True), strict=True)}
+
+
+def gemms(shape: Shape) -> dict[str, float]:
+    """TFLOP/s of the three GEMMs of the inner layer: BF16, and ours with promoted and with fast accumulation."""
+    e, k, n, m = shape.experts, shape.width, 2 * shape.mlp_width, shape.rows
+    with torch.device(DEVICE):
+        offsets = (torch.arange(1, e + 1) * (m // e)).to(torch.int32)
+        x, dy = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(m, n, dtype=torch.bfloat16)
+        w = torch.randn(e, n, k, dtype=torch.bfloat16)
+    x_q, dy_q, w_q = quantize(x, ROW_X), quantize(dy, ROW_X), quantize_matrices(w, ROW_W)
+    wt_q = quantize_matrices(w.transpose(1, 2).contiguous(), ROW_W)
+    x_t, dy_t = (q.data.view(torch.uint8).t().contiguous().view(q.data.dtype) for q in (x_q, dy_q))
+    scale = torch.ones(e, n, 1, device=DEVICE)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "y, bf16": lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offsets),
+        "dx, bf16": lambda: F.grouped_mm(dy, w, offs=offsets),
+        "dw, bf16": lambda: F.grouped_mm(dy.t(), x, offs=offsets),
+    }
+    for how, fast in {"promoted": False, "fast": True}.items():
+        ways[f"y, {how}"] = partial(grouped_mm, x_q, w_q, offsets, fast_accumulation=fast)
+        ways[f"dx, {how}"] = partial(grouped_mm, dy_q, wt_q, offsets, fast_accumulation=fast)
+        ways[f"dw, {how}"] = partial(grouped_mm_dw, dy_t, scale, x_t, offsets, fast_accumulation=fast)
+    times = interleaved(ways, rounds=5, repeat=3)
+    return {way: round(2 * m * n * k / summary(t)["median"] / 1e9, 1) for way, t in times.items()}
+
+
+def kernels(step: Callable[[], None]) -> list[Any]:
+    """The longest kernels of a step: name, calls, milliseconds."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    longest = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:24]
+    return [[event.key[:90], event.count, round(event.self_device_time_total / 1e3, 3)] for event in longest]
+
+
+def runners(shape: Shape) -> dict[str, Runner]:
+    """The modes that run here, after two steps."""
+    found = {}
+    for mode in MODES:
+        try:
+            runner = Runner(mode, shape)
+            for _ in range(2):
+                runner.step()
+        except Exception as error:  # a mode that does not run here must not end the others
+            print(f"{mode}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+            continue
+        found[mode] = runner
+    return found
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape)}
+    print(result, flush=True)
+    modes = runners(shape)
+    exact = modes["bf16"].results()
+    others = {mode: runner.results() for mode, runner in modes.items() if mode != "bf16"}
+    result["db"] = {
+        mode: {name: decibels(exact[name], t) for name, t in found.items()} for mode, found in others.items()
+    }
+    del exact, others
+    print(result["db"], flush=True)
+    result["gemm_tflops"] = gemms(shape)
+    print(result["gemm_tflops"], flush=True)
+    times = interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=rounds, repeat=3)
+    result["rounds"] = {mode: [round(ms, 4) for ms in found] for mode, found in times.items()}
+    result["ms"] = {mode: summary(found)["median"] for mode, found in times.items()}
+    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
+    print(result["ms"], result["speedup"], flush=True)
+    if DEVICE == "cuda":
+        result["kernels"] = {mode: kernels(runner.step) for mode, runner in modes.items()}
+    return result
+
+
+def main() -> None:
+    global torchao_mm
+    torchao_mm, quick = find_torchao(), "--quick" in sys.argv
+    shapes = SHAPES if DEVICE == "cuda" else TINY
+    result = {name: measure(shape, 5 if quick else 15) for name, shape in shapes.items()}
+    if DEVICE == "cuda":
+        print(record.write("gpu_moe", result))
+
+
+if __name__ == "__main__":
+    main()

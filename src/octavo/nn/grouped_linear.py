@@ -1,0 +1,92 @@
+"""A linear layer with a weight for each group of rows, as the experts of a mixture have."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.nn.grouped_function import GroupedCall, grouped_linear
+from octavo.nn.layer_limits import check_call
+from octavo.nn.linear import compute_dtype
+from octavo.recipe import Recipe
+
+
+class GroupedLinear(nn.Module):
+    """y[m] = x[m] @ weight[e]^T for the rows m of group e: plain PyTorch, until `octavo.convert` gives it a recipe.
+
+    Args:
+        groups: E, the number of groups.
+        in_features: K, of each row of x.
+        out_features: N, of each row of y.
+
+    Example:
+        >>> layer = GroupedLinear(2, 32, 64)
+        >>> offsets = torch.tensor([3, 8], dtype=torch.int32)  # rows 0 to 2 and 3 to 7
+        >>> layer(torch.randn(8, 32), offsets).shape
+        torch.Size([8, 64])
+    """
+
+    recipe: Recipe | None = None  # set by `octavo.convert`
+    name: str = ""
+
+    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    @classmethod
+    def from_linears(cls, linears: Sequence[nn.Linear]) -> Self:
+        """A layer with copies of the weights of `linears`, one group each.
+
+        Raises:
+            ValueError: the layers have unequal shapes, or biases, or there is none.
+        """
+        shapes = sorted({tuple(linear.weight.shape) for linear in linears})
+        if len(shapes) != 1 or any(linear.bias is not None for linear in linears):
+            raise ValueError(
+                f"the experts of a grouped layer have one shape [N, K] and no bias, got {[list(s) for s in shapes]}"
+                f"{' with biases' if len(shapes) == 1 else ''}: leave them as separate layers"
+            )
+        n, k = shapes[0]
+        layer = cls(0, k, n)
+        layer.weight = nn.Parameter(torch.stack([linear.weight.detach() for linear in linears]))
+        return layer
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """y [M, N] of x [M, K].
+
+        Args:
+            offsets: int32 [E] on the device of x, where each group of rows ends. A group may be empty. Rows from
+                offsets[-1] on have any numbers in y.
+        """
+        dtype = compute_dtype(x)
+        if x.numel() == 0:
+            return x.to(dtype) @ self.weight[0].to(dtype).t()
+        if self.recipe is None:
+            return plain_grouped_linear(x.to(dtype), self.weight, offsets)
+        return grouped_linear(x, self.weight, offsets, grouped_call(self, x, self.weight))
+
+    def extra_repr(self) -> str:
+        e, n, k = self.weight.shape
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        return f"groups={e}, in_features={k}, out_features={n}{recipe}"
+
+
+def grouped_call(layer: Any, x: Tensor, *weights: Tensor) -> GroupedCall:
+    """The call of a layer with a recipe, for the input `x`; raises the errors of `check_call`."""
+    check_call(layer, x, *weights)
+    recipe = layer.recipe.fusable
+    if recipe is None:
+        raise ValueError(
+            f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
+            "convert them with 'rowwise', or leave them out by skip="
+        )
+    return GroupedCall(recipe, compute_dtype(x))
+
+
+def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The grouped product in the dtype of x, by PyTorch."""
+    y: Tensor = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
+    return y

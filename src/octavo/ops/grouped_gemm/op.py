@@ -1,0 +1,161 @@
+"""The grouped GEMM: checks, the registered operations, and the choice between implementations.
+
+Groups are given by `offsets`, int32 [E] on the device of the operands: group e ends before row offsets[e], and the
+first one begins at row 0. Nothing reads them on the host, so a step does not wait for the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.ops.checks import check_tensor, eager_check
+from octavo.ops.grouped_gemm import kernel
+from octavo.ops.grouped_gemm.backend import find_grouped_backend
+from octavo.ops.grouped_gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
+from octavo.ops.inductor import operation, register_lowerings
+
+ALIGNMENT = 16  # the GPU's kernel takes N and K, and in `grouped_mm_dw` the sizes of groups, in multiples of this
+
+
+def grouped_mm(
+    a: QTensor,
+    b: QTensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """y [M, N]: each row of group e of `a` times matrix e of `b`, transposed. A group may be empty.
+
+    Args:
+        a: [M, K], scaled by row.
+        b: [E, N, K], scaled by row. The bytes of K are adjacent; matrices may lie in any order of strides.
+        offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
+        out_dtype: of y. Sums are float32; a GPU rounds them to BF16 first.
+        fast_accumulation, emulate: as in `scaled_mm`.
+
+    Raises:
+        ValueError: the shapes do not match, or a GPU gets N or K that are no multiples of 16.
+        RuntimeError: the GPU has no kernel, and `emulate` is False.
+    """
+    _check(a, b, offsets)
+    backend = _backend(a.data.device, a.format.name, b.format.name, emulate)
+    y: Tensor = _grouped_mm(a.data, b.data, a.scale, b.scale, offsets, out_dtype, backend, fast_accumulation)
+    return y
+
+
+def grouped_mm_dw(
+    a: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """dw [E, N, K]: the columns of group e of `a` times those of `b`, transposed.
+
+    Args:
+        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of 16 columns: columns of
+            zeros fill it up (`octavo.ops.aligned_groups`).
+        scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
+        offsets: int32 [E], where each group of columns ends.
+        formats: of a and b.
+        out_dtype, fast_accumulation, emulate: as in `grouped_mm`.
+
+    Raises:
+        ValueError, RuntimeError: as in `grouped_mm`.
+    """
+    _check_dw(a, scale, b, offsets)
+    backend = _backend(a.device, *formats, emulate)
+    dw: Tensor = _grouped_mm_dw(a, b, scale, offsets, out_dtype, backend, fast_accumulation)
+    return dw
+
+
+def _backend(device: torch.device, format_a: str, format_b: str, emulate: bool) -> str:
+    backend = find_grouped_backend(device, (format_a, format_b))
+    if backend.name == "none" and not emulate:
+        raise RuntimeError(
+            f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
+            "compute it slowly in float32"
+        )
+    return "emulated" if backend.name == "none" else backend.name
+
+
+@eager_check
+def _check(a: QTensor, b: QTensor, offsets: Tensor) -> None:
+    if a.data.ndim != 2 or b.data.ndim != 3 or a.data.shape[1] != b.data.shape[2]:
+        raise ValueError(f"need a [M, K] and b [E, N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    if a.granularity != ROW or b.granularity != ROW:
+        names = f"{a.granularity.name} and {b.granularity.name}"
+        raise ValueError(f"the grouped GEMM takes operands with row scales, got {names}: choose the recipe rowwise")
+    check_tensor("offsets", offsets, (b.data.shape[0],), torch.int32)
+    _check_aligned(a.data, *b.shape[1:])
+
+
+@eager_check
+def _check_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"need a [N, M] and b [K, M] with the same M, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("offsets", offsets, (scale.shape[0],), torch.int32)
+    check_tensor("scale", scale, (scale.shape[0], a.shape[0], 1), torch.float32)
+    _check_aligned(a, a.shape[0], b.shape[0], a.shape[1])
+
+
+def _check_aligned(a: Tensor, *sizes: int) -> None:
+    if a.is_cuda and any(size % ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"the grouped GEMM takes sizes in multiples of {ALIGNMENT}, got {list(sizes)}: leave these experts in "
+            "BF16, or make them wider"
+        )
+
+
+@operation("grouped_mm")
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    backend: str,
+    fast_accumulation: bool,
+) -> Tensor:
+    if backend == "emulated" or a.numel() == 0:
+        return grouped_mm_reference(a, scale_a, b, scale_b, offsets).to(out_dtype)
+    return kernel.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast_accumulation).to(out_dtype)
+
+
+@_grouped_mm.register_fake
+def _(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype, *rest: Any
+) -> Tensor:
+    register_lowerings()
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+@operation("grouped_mm_dw")
+def _grouped_mm_dw(
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    backend: str,
+    fast_accumulation: bool,
+) -> Tensor:
+    if backend == "emulated":
+        return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
+    return kernel.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast_accumulation).to(out_dtype)
+
+
+@_grouped_mm_dw.register_fake
+def _(a: Tensor, b: Tensor, scale: Tensor, offsets: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
+    register_lowerings()
+    return a.new_empty((len(offsets), a.shape[0], b.shape[0]), dtype=dtype)

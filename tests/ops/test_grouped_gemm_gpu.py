@@ -1,0 +1,79 @@
+"""Hopper's grouped GEMM against float64 on the same quantized operands, judged on the worst row (`test_gemm_gpu`)."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gemm_examples import PROMOTED, ROUNDOFF, on_gpu, row_norm
+from gpu_memory import poison
+from grouped_examples import exact, exact_dw, offsets_of, operands
+from hopper import ONLY_HOPPER
+
+from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
+
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
+
+SIZES = [[7, 0, 33, 16, 1], [0, 0, 640], [257, 0, 0, 129], [1, 1, 1], [1000, 24, 1024, 2048]]
+
+
+def bound(product: np.ndarray, size: np.ndarray, terms: int, fast: bool) -> np.ndarray:
+    """The largest error of a row, from the product and the size of a sum of independent terms."""
+    loss = PROMOTED + (2.0**-13 * math.ceil(terms / 32) if fast else 0)
+    return (ROUNDOFF[torch.bfloat16] + 2.0**-21) * row_norm(product) + loss * row_norm(size)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize(("k", "n"), [(16, 16), (48, 80), (512, 1024)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_worst_row(sizes, k, n, fast):
+    a, b, offsets = operands(sizes, k, n, spare=3)
+    product = exact(a, b, sizes)
+    size = np.sqrt(exact(a, b, sizes, power=2))
+    gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
+    assert find_grouped_backend(gpu_a.data.device, ("e4m3", "e4m3")).name == "cutlass"
+    first = None
+    for _ in range(3):
+        poison()
+        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)[:rows].cpu()
+        error = row_norm(y.double().numpy() - product[:rows])
+        assert (error <= bound(product[:rows], size[:rows], k, fast)).all()
+        assert first is None or torch.equal(first, y)
+        first = y
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_of_ragged_groups(sizes, fast):
+    torch.manual_seed(0)
+    n, k, rows = 96, 64, sum(sizes)
+    g, x = (torch.randn(rows, columns).to(torch.float8_e4m3fn) for columns in (n, k))
+    scale = torch.rand(len(sizes), n, 1) + 0.1
+    ends, place = aligned_groups(offsets_of(sizes).cuda(), rows)
+    h, x_t = transpose(g.cuda(), place=place), transpose(x.cuda(), place=place)
+    g_t, columns = g.double().t(), x.double().t()
+    product = exact_dw(g_t, scale, columns, sizes)
+    wide = exact_dw(g_t.square(), scale.square(), columns.square(), sizes)
+    poison()
+    dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast).cpu().double().numpy()
+    for e, size in enumerate(sizes):
+        error = row_norm(dw[e] - product[e])
+        assert (error <= bound(product[e], np.sqrt(wide[e]), size, fast)).all()
+        assert size or not dw[e].any()
+
+
+def test_sizes_that_the_kernel_refuses_are_named():
+    a, b, offsets = operands([8, 8], 40, 32)
+    with pytest.raises(ValueError, match=r"sizes in multiples of 16, got \[32, 40\]"):
+        grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda())
+
+
+def test_no_step_waits_for_the_device():
+    a, b, offsets = operands(SIZES[0], 48, 80)
+    gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_mm(gpu_a, gpu_b, gpu_offsets)
+        aligned_groups(gpu_offsets, len(a.data))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

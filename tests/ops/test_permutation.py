@@ -1,0 +1,121 @@
+"""Sorting by expert and back, against a loop over tokens in float64; the same bytes as quantizing the gathered rows."""
+
+import numpy as np
+import pytest
+import torch
+from grouped_examples import SIZES, offsets_of, rows_of
+
+from octavo.numerics import Cast
+from octavo.ops import (
+    aligned_groups,
+    combine,
+    combine_weight_gradient,
+    gather_quantize,
+    group_of_rows,
+    quantize,
+    sort_by_expert,
+    transpose,
+)
+
+TOKENS, TOP_K, EXPERTS, K = 37, 3, 6, 40
+
+
+def chosen(experts: int = EXPERTS) -> torch.Tensor:
+    """[TOKENS, TOP_K], the experts of each token; nobody chose expert 2."""
+    torch.manual_seed(0)
+    score = torch.rand(TOKENS, experts)
+    score[:, 2] = -1
+    return score.topk(TOP_K).indices
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
+def test_slots_are_sorted_by_expert_and_stay_in_order(experts):
+    index = chosen()
+    slot, row, offsets = sort_by_expert(index, experts)
+    assert (slot.dtype, row.dtype, offsets.dtype) == (torch.int32,) * 3
+    flat = index.view(-1).numpy()
+    assert np.array_equal(slot.numpy(), np.argsort(flat, kind="stable"))
+    counts = np.bincount(flat, minlength=EXPERTS)[:experts]
+    assert np.array_equal(offsets.numpy(), counts.cumsum())
+    assert counts[2] == 0
+    for s, m in enumerate(row.view(-1).tolist()):
+        assert m == -1 if flat[s] >= experts else slot[m] == s
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_group_of_each_row(sizes):
+    expected = [e for e, size in enumerate(sizes) for _ in range(size)] + [len(sizes)] * 3
+    assert group_of_rows(offsets_of(sizes), sum(sizes) + 3).tolist() == expected
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("sizes", [*SIZES.values(), [0, 0, 0]], ids=[*SIZES, "nothing"])
+def test_aligned_groups_hold_their_rows_and_zeros(sizes, spare):
+    rows = sum(sizes) + spare
+    ends, place = aligned_groups(offsets_of(sizes), rows)
+    starts = [0, *ends.tolist()[:-1]]
+    assert (ends.dtype, place.dtype) == (torch.int32, torch.int32)
+    assert len(place) % 16 == 0
+    assert ends[-1] <= len(place) <= rows + 16 * (len(sizes) + 1)
+    for start, end, where in zip(starts, ends.tolist(), rows_of(sizes), strict=True):
+        size = where.stop - where.start
+        assert end - start == max(16, -(-size // 16) * 16)
+        assert place[start:end].tolist() == [*range(where.start, where.stop), *[-1] * (end - start - size)]
+    assert (place[ends[-1] :] == -1).all()
+
+
+def test_the_transpose_places_rows():
+    data = torch.randn(9, K).to(torch.float8_e4m3fn)
+    place = torch.tensor([3, -1, 0, 8, 8, -1], dtype=torch.int32)
+    shift = torch.arange(9, dtype=torch.int32)
+    plain, placed = transpose(data, shift).view(torch.uint8), transpose(data, shift, place=place).view(torch.uint8)
+    expected = torch.where(place < 0, 0, plain[:, place.clamp(min=0).long()])
+    assert torch.equal(placed, expected)
+    with pytest.raises(ValueError, match=r"place must be torch.int32 \[6\], got torch.int64 \[6\]"):
+        transpose(data, place=place.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_bytes_are_those_of_the_gathered_rows(dtype, factors):
+    slot, _, offsets = sort_by_expert(chosen(), EXPERTS)
+    x, group = torch.randn(TOKENS, K).to(dtype), group_of_rows(offsets, len(slot))
+    columns, rows = torch.rand(EXPERTS, K), torch.rand(len(slot), 1)
+    given = {"column_scale": columns, "group": group, "row_scale": rows} if factors else {}
+    q = gather_quantize(x, Cast(), slot=slot, top_k=TOP_K, **given)
+    gathered = x[slot // TOP_K].float()
+    expected = quantize(gathered * columns[group] * rows if factors else gathered, Cast())
+    assert torch.equal(q.scale, expected.scale)
+    assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS - 2], ids=["all here", "some elsewhere"])
+def test_combine_and_its_gradient(experts, weighted):
+    row = sort_by_expert(chosen(), experts).row
+    y, weight = torch.randn(TOKENS * TOP_K, K), torch.rand(TOKENS, TOP_K)
+    dout = torch.randn(TOKENS, K)
+    y[row.max() + 1 :] = torch.nan  # rows of other ranks hold any numbers
+    exact, slots = np.zeros((TOKENS, K)), np.zeros((TOKENS, TOP_K))
+    for t in range(TOKENS):
+        for s in range(TOP_K):
+            if row[t, s] >= 0:
+                part = y[row[t, s]].double().numpy()
+                exact[t] += part * (float(weight[t, s]) if weighted else 1)
+                slots[t, s] = part @ dout[t].double().numpy()
+    np.testing.assert_allclose(combine(y, row, weight if weighted else None).numpy(), exact, atol=2e-6)
+    np.testing.assert_allclose(combine_weight_gradient(dout, y, row).numpy(), slots, atol=2e-5)
+
+
+def test_bad_input_is_named():
+    x, slot = torch.randn(4, K), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"slot must be torch.int32 \[4\], got torch.int64"):
+        gather_quantize(x, Cast(), slot=slot.long())
+    with pytest.raises(ValueError, match="column_scale needs group"):
+        gather_quantize(x, Cast(), column_scale=torch.ones(2, K))
+    with pytest.raises(ValueError, match="gather_quantize takes a cast by row"):
+        gather_quantize(x, Cast(relative_floor=0.5))
+    with pytest.raises(ValueError, match=r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"):
+        combine(x, slot)
+    with pytest.raises(ValueError, match=r"weight must be torch.float32 \[4, 1\], got"):
+        combine(x, slot.view(4, 1), torch.ones(4))

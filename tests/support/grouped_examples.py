@@ -1,0 +1,50 @@
+"""Ragged groups, quantized operands for grouped GEMMs, and the product of each group in float64."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.numerics import Cast, QTensor
+from octavo.ops import quantize, quantize_matrices
+from octavo.recipe import ROW_W
+
+SIZES = {
+    "ragged": [7, 0, 33, 16, 1],
+    "one": [0, 0, 64, 0],
+    "none at the ends": [0, 31, 2, 0],
+    "aligned": [32, 16, 48],
+}
+
+
+def offsets_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def rows_of(sizes: list[int]) -> list[slice]:
+    ends = np.cumsum(sizes)
+    return [slice(int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def operands(sizes: list[int], k: int, n: int, spare: int = 0) -> tuple[QTensor, QTensor, Tensor]:
+    """a [M, K] with rows of very different size and `spare` rows behind the groups, b [E, N, K], and the offsets."""
+    torch.manual_seed(k + n)
+    m = sum(sizes) + spare
+    a = torch.randn(m, k) * torch.exp2(torch.randint(-12, 13, (m, 1)))
+    b = torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-4, 5, (len(sizes), n, 1)))
+    return quantize(a, Cast()), quantize_matrices(b, ROW_W), offsets_of(sizes)
+
+
+def exact(a: QTensor, b: QTensor, sizes: list[int], power: int = 1) -> np.ndarray:
+    """y [M, N] of the same quantized operands, or of a power of them, in float64; zeros behind the groups."""
+    wide_a, wide_b = ((q.data.double().numpy() * q.scale.double().numpy()) ** power for q in (a, b))
+    y = np.zeros((wide_a.shape[0], wide_b.shape[1]))
+    for e, rows in enumerate(rows_of(sizes)):
+        y[rows] = wide_a[rows] @ wide_b[e].T
+    return y
+
+
+def exact_dw(h: Tensor, scale: Tensor, x_t: Tensor, sizes: list[int]) -> np.ndarray:
+    """dw [E, N, K] of the same operands in float64."""
+    wide_h, wide_x = h.double().numpy(), x_t.double().numpy()
+    products = [wide_h[:, columns] @ wide_x[:, columns].T for columns in rows_of(sizes)]
+    return np.stack(products) * scale.double().numpy()
