@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = None, scale: float) -> Tensor:
@@ -23,6 +22,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     if first is None and new in (1, tokens):
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
     if first is None and _has_flash(q) and not torch.compiler.is_compiling():  # without a mask in memory
+        from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo: about a second
+
         aligned = causal_lower_right(new, tokens)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, scale=scale, enable_gqa=gqa)
     if gqa and q.device.type != "cpu":
