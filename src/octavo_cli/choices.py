@@ -20,6 +20,7 @@ SETTINGS = (
     "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
     "parallel.tp", "parallel.fp8-all-gather", "parallel.gather-dtype", "parallel.async-tp", "parallel.timeout", "out",
     "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "sample",
+    "watch.on-warning", "watch.on-spike", "watch.rollbacks",
 )  # fmt: skip
 # Settings that became tables, which the command line still takes; they are true or false.
 FORMER_SETTINGS = ("checkpoint-activations", "compile")

@@ -37,6 +37,8 @@ _SAME = {
     "activation-checkpointing.mode": ("gradient-checkpointing", "activation-checkpointing"),
     "compile.blocks": ("torch-compile",),
     "parallel.dp-shard": ("fsdp", "data-parallel-shard-degree", "dp-shard"),
+    "watch.on-warning": ("on-warning",),
+    "watch.on-spike": ("on-spike",),
     "parallel.tp": ("tp", "tensor-parallel-size", "tensor-parallel-degree"),
     "tied": ("tie-word-embeddings", "weight-tying"),
     "resume": ("resume-from-checkpoint", "resume-from"),

@@ -7,7 +7,7 @@ import torch
 
 from octavo.artifact.files import model_tensors
 from octavo.train.checkpoint_writer import save_checkpoint
-from octavo.train.loop import TrainingError
+from octavo.train.early_warning import TrainingError
 from octavo.train.optimizer import optimizer_state
 
 

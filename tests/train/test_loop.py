@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from octavo import PRESETS, Cast, Gemm, Recipe, scale_state
 from octavo.artifact.files import model_tensors
-from octavo.train.loop import TrainingError
+from octavo.train.early_warning import TrainingError
 from octavo.train.optimizer import make_optimizer
 
 

@@ -4,6 +4,7 @@ RUN/
   config.json              the settings, as `octavo.train.config.Config` gives them
   model/                   config.json and tokenizer in Hugging Face's terms
   metrics.jsonl            one JSON object a line
+  actions.json             promoted layers and rollbacks (`octavo.train.actions`), once there are any
   watch/                   samples of the layers' operands (`octavo.telemetry.schema`)
   step-00000100/           a checkpoint: appears whole or not at all
     model.safetensors      the master weights, under the names of the unconverted model
@@ -44,6 +45,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """The log, with one JSON object on each line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def actions(self) -> Path:
+        """The actions of the early warning; not there before the first."""
+        return self.path / "actions.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"

@@ -45,6 +45,7 @@ from octavo.train.tables import (
     LossSettings,
     OptimizerSettings,
     Parallel,
+    WatchSettings,
     replace_former,
 )  # fmt: skip
 
@@ -127,6 +128,7 @@ class Config:
     keep: int = setting(3, "newest checkpoints to keep", POSITIVE)
     tensorboard: bool = setting(False, "write TensorBoard events as well")
     sample: int = setting(0, "tokens to sample at each evaluation", NOT_NEGATIVE)
+    watch: WatchSettings = table(WatchSettings)
 
     def __post_init__(self) -> None:
         settings, values = settings_of(Config), self._flat()

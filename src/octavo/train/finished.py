@@ -10,6 +10,7 @@ from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.text import ReadReport
+from octavo.train.actions import Actions
 from octavo.train.checkpoint import load_model
 from octavo.train.config import Config
 from octavo.train.data import Batches, build_corpus, open_data
@@ -46,6 +47,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     tokenizer = load_tokenizer(run.model)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
     convert_model(model, config)
+    Actions.read(run).apply(model, run.step_of(checkpoint))
     load_model(checkpoint, model)
     return FinishedRun(config, run.step_of(checkpoint), model.eval(), tokenizer, place)
 

@@ -5,6 +5,9 @@ One step, with `accumulate` micro-batches:
     for each:   loss = cross_entropy(logits(inputs), targets) / accumulate;  backward        gradients add up in FP32
     clip the gradient's norm;  AdamW on the FP32 master weights;  close the step of delayed scaling
 
+Every few steps the early warning (`octavo.train.early_warning`) looks at what came of them. It may promote layers, and
+take the run back to an earlier step.
+
 The forward pass runs under autocast to BF16, or to FP16 with a scaled loss (Micikevicius et al., arXiv:1710.03740).
 Converted linear layers run in FP8, and their weights are cast once a step. A step depends only on the weights, the
 optimizer, the scale histories, the random state and its number. A checkpoint holds all of these, so a run that is
@@ -28,13 +31,16 @@ from octavo.artifact.run import RunFolder
 from octavo.generation import Engine, Sampling
 from octavo.generation.text import stream_texts
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import cast_once, update_scales
+from octavo.nn import update_scales
+from octavo.nn.delayed import histories
 from octavo.text import ReadReport
+from octavo.train.actions import Actions
 from octavo.train.blocks import eager
 from octavo.train.checkpoint import TrainState
 from octavo.train.checkpoint_writer import CheckpointWriter
 from octavo.train.config import Config
 from octavo.train.data import Batches
+from octavo.train.early_warning import CHECK_EVERY, EarlyWarning
 from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import delay_interrupts, name_of
@@ -43,14 +49,13 @@ from octavo.train.loss import Loss, whole_loss
 from octavo.train.memory import peak_memory
 from octavo.train.metrics import Metrics, open_metrics, show_progress
 from octavo.train.optimizer import set_learning_rate
-from octavo.train.processes import mean_of_ranks, whole
+from octavo.train.processes import mean_of_ranks
 from octavo.train.ranks import Agreement, gather, world_size
+from octavo.train.recent_steps import RecentSteps
+from octavo.train.remedies import Remedies, WeightCaches
 from octavo.train.schedule import learning_rate
 from octavo.train.utilization import flops_per_token, mfu
-
-
-class TrainingError(RuntimeError):
-    """The loss or the gradient of the run is no longer finite."""
+from octavo.train.warning_report import Source
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,15 @@ class Trainer:
         lock: AbstractContextManager[Any],
         console: Console,
         loss: Loss = whole_loss,
+        actions: Actions | None = None,
     ) -> None:
         self.config, self.state, self.console = config, state, console
         self.run_folder, self.lock = run, lock
         self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model, self.loss = state.model, loss
+        self.actions, self.recent = Actions() if actions is None else actions, RecentSteps()
+        self.watch: Source | None = None
+        self.delayed = next(histories(state.model), None) is not None
         self.flops_per_token = flops_per_token(state.model, config.context)
 
     def run(self) -> Result:
@@ -93,9 +102,11 @@ class Trainer:
             self.lock,
             delay_interrupts() as stop,
             open_metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
-            cast_once(self.model),
+            WeightCaches(self.model) as caches,
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
         ):
+            remedies = Remedies(state, self.run_folder, self.actions, caches, checkpoints)
+            warning = EarlyWarning(config, state, self.run_folder, self.recent, remedies, self.watch, self.passes)
             with clock.paused():
                 precision = precision_of(self.model, state.device)
                 metrics.write(state.step, data=self.read.to_dict(), precision=precision, dtypes=self._dtypes())
@@ -110,11 +121,13 @@ class Trainer:
                 logs = state.step % config.log_every == 0 or done or signal is not None
                 evaluates = state.step % config.evaluate_every == 0 or done
                 saves = state.step % config.save_every == 0 or done or signal is not None
-                if logs or evaluates or saves:
-                    loss, norm = mean_of_ranks(loss), whole(norm)
-                    self._check_finite(loss, norm, checkpoints)
+                if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
+                    with clock.paused():
+                        went_back = warning.check(metrics, self.console)
+                    if went_back:
+                        logs, evaluates, saves = False, False, signal is not None
                 if logs:
-                    self._log(metrics, clock, loss, norm)
+                    self._log(metrics, clock, mean_of_ranks(loss), norm)
                 with clock.paused():
                     if evaluates:
                         evaluation = self._evaluate_and_sample(metrics)
@@ -126,23 +139,32 @@ class Trainer:
         """One optimizer step: the mean loss of this rank's sequences and the norm of the gradient, 0-dim tensors."""
         config, state = self.config, self.state
         set_learning_rate(state.optimizer, learning_rate(state.step, config))
-        self.model.train()
-        total = torch.zeros((), device=state.device)
-        for micro in range(config.accumulate):
-            loss = self._loss(*self.training.at(state.step * config.accumulate + micro))
-            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        loss = self.passes(state.step)
         state.scaler.unscale_(state.optimizer)
         limit = config.clip if config.clip > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         scale = state.scaler.get_scale()
-        state.scaler.step(state.optimizer)
+        norm = self.recent.update(state, norm)
         state.scaler.update()
         state.skipped_steps += int(state.scaler.get_scale() < scale)
         state.optimizer.zero_grad()
-        update_scales(self.model)
+        if not (self.delayed and self.recent.bad):  # the scales stay with the weights; delayed scaling waits anyway
+            update_scales(self.model)
         state.step += 1
-        return total / config.accumulate, norm
+        self.recent.note(state.step, loss, norm)
+        return loss, norm
+
+    def passes(self, step: int) -> Tensor:
+        """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim."""
+        config, state = self.config, self.state
+        self.model.train()
+        total = torch.zeros((), device=state.device)
+        first = self.actions.batch(step) * config.accumulate
+        for micro in range(config.accumulate):
+            loss = self._loss(*self.training.at(first + micro))
+            state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total / config.accumulate
 
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
@@ -219,19 +241,6 @@ class Trainer:
             print_line(self.console, record["sample"])
         metrics.write(self.state.step, **record)
         return loss
-
-    def _check_finite(self, loss: Tensor, norm: Tensor, checkpoints: CheckpointWriter) -> None:
-        """Raise a TrainingError at a loss that is not finite, and at such a gradient unless FP16's scaler skips its
-        step."""
-        if loss.isfinite() and (norm.isfinite() or self.config.precision == "fp16"):
-            return
-        checkpoints.wait()
-        saved = self.run_folder.checkpoints()
-        raise TrainingError(
-            f"step {self.state.step}: the loss is {float(loss)} and the gradient's norm {float(norm)}. Lower "
-            f"learning_rate, clip, or keep sensitive layers in BF16 with skip; "
-            + (f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet")
-        )
 
 
 class _Clock:

@@ -11,6 +11,8 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
                                    (`octavo.train.utilization`). The loss is the mean over all ranks, and the memory
                                    that of the rank with the highest peak.
     every evaluate_every steps     evaluation_loss, sample (a text)
+    with findings                  warnings (the number of findings by rule), promoted (the new precision by layer),
+                                   rolled_back_from (the step from which the run went back to this one)
 """
 
 import json
@@ -33,11 +35,21 @@ class Metrics:
     """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice."""
 
     def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int) -> None:
-        purge_step = resumed_at + 1 if resumed_at else None
-        self._board = event_writer()(path.parent / "tensorboard", purge_step=purge_step) if tensorboard else None
+        self._path, self._tensorboard = path, tensorboard
         path.touch()
-        os.truncate(path, _length_until(path, resumed_at))
-        self._file = path.open("a")
+        self._open(resumed_at)
+
+    def _open(self, step: int) -> None:
+        purge_step = step + 1 if step else None
+        folder = self._path.parent / "tensorboard"
+        self._board = event_writer()(folder, purge_step=purge_step) if self._tensorboard else None
+        os.truncate(self._path, _length_until(self._path, step))
+        self._file = self._path.open("a")
+
+    def go_back(self, step: int) -> None:
+        """Drop the records of the steps after `step`, from which the run continues."""
+        self._close()
+        self._open(step)
 
     def write(self, step: int, **record: Any) -> None:
         """Append {"step": step, ...}; its numbers go to TensorBoard too. inf and NaN, which JSON lacks, become null."""
@@ -62,6 +74,9 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -74,6 +89,8 @@ class _NoMetrics(Metrics):
         self._board = None
 
     def write(self, step: int, **record: Any) -> None: ...
+
+    def go_back(self, step: int) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
 

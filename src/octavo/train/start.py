@@ -14,6 +14,7 @@ from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
+from octavo.train.actions import Actions
 from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
@@ -83,6 +84,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         check_same(config)
         trainer = _prepare(config, run, lock, console, newest)
+        trainer.actions.apply(trainer.model)
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
             write_settings(config, run)
@@ -176,7 +178,8 @@ def _prepare(
         print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss)
+    actions = Actions.read(run)
+    return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss, actions)
 
 
 def _read_data(config: Config, run: RunFolder, console: Console) -> tuple[Tokenizer, ReadReport, Corpus]:

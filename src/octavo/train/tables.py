@@ -1,10 +1,11 @@
-"""The tables of settings: `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]` and `[parallel]`."""
+"""The tables of settings: `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]`, `[parallel]` and
+`[watch]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.train.declaration import DEGREE, NAMED, POSITIVE, setting
+from octavo.train.declaration import DEGREE, NAMED, NOT_NEGATIVE, POSITIVE, setting
 from octavo.train.settings import ConfigError
 
 
@@ -70,6 +71,21 @@ class Compile:
 
     blocks: bool = setting(False, "compile each block of the model with torch.compile")
     backend: str = setting("inductor", "backend of torch.compile", NAMED)
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What a run does about the faults that it finds in itself (docs/warnings.md)."""
+
+    on_warning: str = setting(
+        "log",
+        "log; promote: the layer moves to BF16, or its gradients to e5m2; stop: save and end",
+        choices=("log", "promote", "stop"),
+    )
+    on_spike: str = setting(
+        "log", "log; rollback: return to the last checkpoint, and skip the batches since", choices=("log", "rollback")
+    )
+    rollbacks: int = setting(3, "the most rollbacks of a run", NOT_NEGATIVE)
 
 
 # Settings that became tables: the setting that replaces each, and its value in place of false and true.

@@ -41,6 +41,11 @@ class LossRule:
         message = f"the loss of the last steps is {value:.4g}: the steps before allow {limit:.4g}"
         return Event(step, "loss_spike", None, None, value, limit, message) if began else None
 
+    def restart(self) -> None:
+        """Forget the spike: the run went back to a step before it."""
+        self._new.clear()
+        self._fault = False
+
     def _limit(self) -> float:
         losses = np.array(self._before)
         median = float(np.median(losses))

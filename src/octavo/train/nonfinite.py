@@ -1,0 +1,131 @@
+"""The first number of a step that is inf or NaN: the layer, and the tensor of the layer, that had it.
+
+The step is run again, layer by layer. Hooks look at what each layer reads and writes: x and y in the forward pass, dy
+and dx in the backward pass. A layer with hooks is not fused with others, and compiled blocks run in eager mode, so the
+layer is found also where the training step has no tensor of its own for it. The numbers may differ a little from those
+of the fused pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.delayed import histories
+from octavo.train.blocks import eager
+from octavo.train.evaluation import own_random
+from octavo.train.ranks import gather
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The tensor of a layer that has the first number that is not finite.
+
+    Args:
+        order: of the tensors of a step, as they are computed.
+        layer: the name of a module.
+        tensor: "w" (any of its parameters), "x", "y", "dy", "dx" or "dw".
+    """
+
+    order: int
+    layer: str
+    tensor: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {self.layer}"
+
+
+def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
+    """The first place, over all ranks; None if the step is finite. Every rank must call this.
+
+    Weights, gradients, scale histories and the random state of the run are afterwards as they were, but the gradients
+    are None.
+
+    Args:
+        model: whose weights are those at the beginning of the step.
+        device: of the model.
+        run: computes the forward and backward passes of the step.
+    """
+    search = _Search()
+    for name, parameter in model.named_parameters():
+        search.look(name.rpartition(".")[0], "w", parameter)
+    with eager(), own_random(device), _pending_amax_restored(model), search.hooks(model):
+        model.zero_grad()
+        run()
+    for name, parameter in model.named_parameters():
+        search.look(name.rpartition(".")[0], "dw", parameter.grad)
+    model.zero_grad()
+    places = [place for place in gather(search.found) if place is not None]
+    return min(places, default=None)
+
+
+class _Search:
+    """`found` is the first place so far, of this rank."""
+
+    def __init__(self) -> None:
+        self.found: Place | None = None
+        self._order = 0
+
+    def look(self, layer: str, tensor: str, value: Any) -> None:
+        """Look at a tensor, or at the part of a DTensor that lies on this rank."""
+        self._order += 1
+        local = getattr(value, "_local_tensor", value)
+        if self.found is not None or not isinstance(local, Tensor) or not local.is_floating_point():
+            return
+        if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
+            self.found = Place(self._order, layer, tensor)
+
+    @contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        """Look at the tensors of all modules that compute themselves, while the block lasts."""
+        handles = []
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_pre_hook(self._before(name)))
+                handles.append(module.register_forward_hook(self._after(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            for x in args:
+                self.look(name, "x", x)
+            # A view for each layer, so that its dx is not the sum over all layers that read x.
+            return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, y: Any) -> None:
+            self.look(name, "y", y)
+            self._watched(name, "dy", y)
+
+        return hook
+
+    def _watched(self, name: str, tensor: str, value: Any) -> Any:
+        """`value`, whose gradient is looked at when it is computed."""
+        if _differentiable(value):
+            value.register_hook(lambda gradient: self.look(name, tensor, gradient))
+        return value
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@contextmanager
+def _pending_amax_restored(model: nn.Module) -> Iterator[None]:
+    found = [(history, history.pending.clone()) for _, history in histories(model)]
+    try:
+        yield
+    finally:
+        for history, pending in found:
+            history.pending.copy_(pending)

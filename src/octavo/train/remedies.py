@@ -1,0 +1,137 @@
+"""The actions on a run in which a rule has found a fault: more precision for a layer, or the return to a checkpoint."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.artifact.atomic_folder import partial_folder
+from octavo.artifact.run import RunFolder
+from octavo.nn import FusedMLP, cast_once
+from octavo.nn.linear import RecipeLayer
+from octavo.nn.promotion import e5m2_gradients, promote
+from octavo.telemetry.schema import Event
+from octavo.train.actions import Actions, Promotion, Rollback, recipe_layers
+from octavo.train.checkpoint import TrainState, load_checkpoint
+from octavo.train.checkpoint_writer import CheckpointWriter
+from octavo.train.ranks import gather, rank
+
+_OF_SMALL_GRADIENTS = ("underflow", "saturation_spike")
+
+
+class WeightCaches:
+    """`octavo.cast_once` of a model, which can be begun anew. A context manager."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._block = model, ExitStack()
+
+    def __enter__(self) -> "WeightCaches":
+        self.renew()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._block.close()
+
+    def renew(self) -> None:
+        """Cast all weights by the recipes that the layers have now."""
+        self._block.close()
+        self._block.enter_context(cast_once(self._model))
+
+
+class Remedies:
+    """Changes a run in progress, and records the change in its folder. Every rank must call each function.
+
+    Args:
+        state: of the run.
+        run: its folder.
+        actions: those of the run so far, to which the new ones are added.
+        caches: of the model of `state`.
+        checkpoints: the writer of the run.
+    """
+
+    def __init__(
+        self, state: TrainState, run: RunFolder, actions: Actions, caches: WeightCaches, checkpoints: CheckpointWriter
+    ) -> None:
+        self._state, self._run, self.actions = state, run, actions
+        self._caches, self._checkpoints = caches, checkpoints
+
+    def promote(self, events: Iterable[Event]) -> dict[Event, Promotion]:
+        """Give more precision to the layers in which faults were found: the event, and what was done about it.
+
+        A layer that is in BF16 already stays as it is, and so does a module that is no converted layer. A layer is
+        promoted once, however many events it has.
+        """
+        layers, done, changed = recipe_layers(self._state.model), {}, set()
+        for event in events:
+            name = _name_of(self._state.model, event, layers)
+            if name is None or name in changed or not layers[name].recipe.quantized:
+                continue
+            done[event] = Promotion(self._state.step, name, _precision(event, layers[name]), event.rule)
+            changed.add(name)
+        if done:
+            for promotion in done.values():
+                promote(layers[promotion.layer], promotion.to)
+            # Each change may compile a block once more. At the limit, Dynamo would run it without compiling it.
+            config: Any = torch._dynamo.config
+            config.recompile_limit += len(done)
+            self._caches.renew()
+            self.actions.promotions.extend(done.values())
+            self._write()
+        return done
+
+    def roll_back(self, before: int) -> Rollback | None:
+        """Return to the newest checkpoint of a step up to `before`, and go on with the batches after those so far.
+
+        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint.
+        """
+        self.wait()
+        steps = gather([step for step in map(self._run.step_of, self._run.checkpoints()) if step <= before])[0]
+        if not steps:
+            return None
+        state, target = self._state, max(steps)
+        rollback = Rollback(state.step, target, self.actions.batch(state.step))
+        load_checkpoint(self._run.checkpoint(target), state)
+        state.optimizer.zero_grad()
+        self._caches.renew()
+        self.actions.rollbacks.append(rollback)
+        self._write()
+        if rank() == 0:
+            for newer in self._run.checkpoints():
+                if self._run.step_of(newer) > target:
+                    newer.rename(partial_folder(newer))  # so that it is whole or not there
+                    shutil.rmtree(partial_folder(newer), ignore_errors=True)
+        return rollback
+
+    def save(self) -> None:
+        """Write a checkpoint, and wait for it."""
+        self._checkpoints.save(self._state)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self._checkpoints.wait()
+
+    def _write(self) -> None:
+        if rank() == 0:
+            self.actions.write(self._run)
+
+
+def _name_of(model: nn.Module, event: Event, layers: Mapping[str, RecipeLayer]) -> str | None:
+    """The converted layer that a remedy changes; None if there is none.
+
+    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of down.
+    """
+    layer: nn.Module | None = layers.get(event.layer or "")
+    if event.rule == "swiglu_alignment":
+        mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
+        layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)
+    return next((name for name, each in layers.items() if each is layer), None)
+
+
+def _precision(event: Event, layer: RecipeLayer) -> str:
+    """The range of e5m2 is enough for gradients that e4m3 is too narrow for; all else takes BF16."""
+    narrow = event.operand == "dy" and event.rule in _OF_SMALL_GRADIENTS and e5m2_gradients(layer) is not None
+    return "e5m2" if narrow else "bf16"

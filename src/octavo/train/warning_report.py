@@ -1,0 +1,79 @@
+"""The warnings of a run: on the terminal, in metrics.jsonl, and as events."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from rich.console import Console
+
+from octavo.artifact.run import RunFolder
+from octavo.telemetry.rules.sample import Records
+from octavo.telemetry.schema import Event, WatchedLayer
+from octavo.train.actions import Promotion, Rollback
+from octavo.train.log import print_line
+from octavo.train.metrics import Metrics
+
+_SHOWN = 5  # warnings of a check that are printed
+_ACTIONS = {"bf16": "promote", "e5m2": "e5m2"}
+
+
+class Source(Protocol):
+    """The part of `octavo.telemetry.Watch` that the early warning uses."""
+
+    layers: Sequence[WatchedLayer]
+
+    def take(self) -> list[tuple[Records, Records]]: ...
+    def refresh(self) -> None: ...
+    def write_event(self, event: Event) -> None: ...
+    def go_back(self, step: int) -> None: ...
+
+
+class Report:
+    """Writes warnings to all three places; events only where the run is watched."""
+
+    def __init__(self, metrics: Metrics, console: Console, watch: Source | None, run: RunFolder) -> None:
+        self._metrics, self._console, self._watch, self._run = metrics, console, watch, run
+
+    def warn(self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion]) -> None:
+        """Report events, and the promotion of each for which there is one."""
+        for event in events:
+            promotion = done.get(event)
+            self._write(replace(event, action=_ACTIONS[promotion.to]) if promotion else event)
+        for event in events[:_SHOWN]:
+            self._print(event, _words(done[event]) if event in done else "")
+        if len(events) > _SHOWN:
+            print_line(
+                self._console, f"warning: {len(events) - _SHOWN} more of step {step}, in {self._run.path / 'watch'}"
+            )
+        promoted = {p.layer: p.to for p in done.values()}
+        found = Counter(event.rule for event in events)
+        self._metrics.write(step, warnings=dict(found), **({"promoted": promoted} if promoted else {}))
+        if promoted and self._watch is not None:
+            self._watch.refresh()
+
+    def go_back(self, spike: Event, rollback: Rollback) -> None:
+        """Report that the run went back to a checkpoint. The records of later steps are dropped."""
+        self._metrics.go_back(rollback.to)
+        if self._watch is not None:
+            self._watch.go_back(rollback.to)
+        self._write(replace(spike, action="rollback"))
+        self._print(spike, f"; back to the checkpoint of step {rollback.to}, with the batches after these")
+        self._metrics.write(rollback.to, warnings={spike.rule: 1}, rolled_back_from=rollback.step)
+
+    def _write(self, event: Event) -> None:
+        if self._watch is not None:
+            self._watch.write_event(event)
+
+    def _print(self, event: Event, action: str) -> None:
+        print_line(self._console, f"warning: step {event.step}: {describe(event)}{action}")
+
+
+def describe(event: Event) -> str:
+    """The rule, the layer and the message of an event."""
+    return f"{event.rule}: {event.layer + ': ' if event.layer else ''}{event.message}"
+
+
+def _words(promotion: Promotion) -> str:
+    moved = "runs in BF16" if promotion.to == "bf16" else "has gradients in e5m2"
+    return f"; {promotion.layer} {moved} from now on"
