@@ -31,7 +31,7 @@ def report_command(
         bool, typer.Option("--json", help="Print JSON, and write no page unless --html is given.")
     ] = False,
 ) -> None:
-    """Show what runs did: loss, speed, memory, and what FP8 did in each layer.
+    """Show loss, speed, memory, and what FP8 did in each layer.
 
     The command writes one HTML page that opens offline, and prints a summary. The runs may still be in progress.
     A run that was not watched, or that another library trained, has its loss, speed and memory only.

@@ -15,8 +15,7 @@ from octavo.report.heat_maps import (
     Columns,
     Metric,
     encode_grid,
-    known_metrics,
-    metric_grid,
+    metric_grids,
     sampled_steps,
     spread,
 )  # fmt: skip
@@ -44,7 +43,7 @@ def decoded(grid: dict, metric: Metric) -> np.ndarray:
 @pytest.mark.parametrize("key", ["saturated", "sqnr", "amax"])
 def test_a_column_holds_the_worst_of_its_samples(key, columns):
     watched, metric = watched_of(5, STEPS), BY_KEY[key]
-    found = metric_grid(watched, Columns(STEPS, columns), metric)
+    found = metric_grids(watched, Columns(STEPS, columns))[key]
     cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64)
     parts = np.array_split(cube, columns)
     worst = np.nanmax if metric.worst == "highest" else np.nanmin
@@ -87,12 +86,12 @@ def test_grids_of_one_value_or_none_are_encoded_too(values):
 def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
     watched = watched_of(5, STEPS)
     watched.operands["amax"][3] = np.nan
-    found = {metric.key: grids for metric, grids in known_metrics(watched, Columns(STEPS, 20))}
+    found = metric_grids(watched, Columns(STEPS, 20))
     assert np.isinf(found["amax"]["x"][1, 0])
     assert "gap" not in found  # no scale was fixed before
     assert "nonfinite" not in found
     watched.operands["nonfinite"][3] = 0.5
-    assert "nonfinite" in {metric.key for metric, _ in known_metrics(watched, Columns(STEPS, 20))}
+    assert "nonfinite" in metric_grids(watched, Columns(STEPS, 20))
 
 
 def test_records_of_unknown_layers_are_refused():
@@ -100,7 +99,7 @@ def test_records_of_unknown_layers_are_refused():
     records["layer"] = 7
     watched = Watched(1, layers_of(3), records, records[:0], [])
     with pytest.raises(ArtifactError, match="one is of layer 7 and operand 0, and layers.json has 3 layers"):
-        metric_grid(watched, Columns(np.array([0]), 1), BY_KEY["amax"])
+        metric_grids(watched, Columns(np.array([0]), 1))
 
 
 def test_histograms_are_those_of_their_steps():

@@ -10,6 +10,7 @@ The samples of a long run share columns: a column of a grid shows the worst of i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from octavo.telemetry.schema import OPERANDS
 from octavo.telemetry.storage import Records, Watched
 
 MISSING, WRONG, LAST = 65535, 65534, 65533
-_CHUNK = 1 << 20  # records that are read at once: the arrays are mapped from files
+_CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from files
 
 Array = np.ndarray[Any, Any]
 
@@ -72,7 +73,7 @@ class Columns:
     steps: Array
     count: int
 
-    @property
+    @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """The first and the last step of each column."""
         parts = np.array_split(self.steps, self.count) if self.count else []
@@ -80,8 +81,8 @@ class Columns:
 
     def of(self, steps: Array) -> Array:
         """The column of each of `steps`."""
-        starts = np.array([first for first, _ in self.spans])
-        return np.searchsorted(starts, steps, side="right") - 1
+        starts = [first for first, _ in self.spans]
+        return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
 
 
 def sampled_steps(watched: Watched) -> Array:
@@ -90,25 +91,40 @@ def sampled_steps(watched: Watched) -> Array:
     return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint32)
 
 
-def metric_grid(watched: Watched, columns: Columns, metric: Metric) -> dict[str, Array]:
-    """The worst values of `metric` as [layers, columns] float64, by operand ("layer" for one of layers).
+def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
+    """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand.
 
-    NaN stands for no value. An operand that has no value is left out.
+    The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
+    out, and so is a share of inf and NaN that is always 0.
 
     Raises:
         ArtifactError: a record is of a layer that layers.json does not have.
     """
-    names = OPERANDS if metric.operands else ("layer",)
-    records = watched.operands if metric.operands else watched.layer_records
-    shape = (len(names), len(watched.layers), columns.count)
-    grid = np.full(shape, np.nan)
-    worst = np.fmax if metric.worst == "highest" else np.fmin
+    by_operand = [metric for metric in METRICS if metric.operands]
+    by_layer = [metric for metric in METRICS if not metric.operands]
+    grids = _fill(watched, columns, watched.operands, OPERANDS, by_operand)
+    grids |= _fill(watched, columns, watched.layer_records, ("layer",), by_layer)
+    if not any((grid > 0).any() for grid in grids["nonfinite"].values()):
+        del grids["nonfinite"]
+    return {key: found for key, found in grids.items() if found}
+
+
+def _fill(
+    watched: Watched, columns: Columns, records: Records, operands: tuple[str, ...], metrics: list[Metric]
+) -> dict[str, dict[str, Array]]:
+    shape = (len(operands), len(watched.layers), columns.count)
+    grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
     for part in _chunks(records):
-        which = part["operand"].astype(np.int64) if metric.operands else np.zeros(len(part), np.int64)
-        _check(part["layer"], which, watched, len(names))
+        which = part["operand"].astype(np.int64) if len(operands) > 1 else np.zeros(len(part), np.int64)
+        _check(part["layer"], which, shape)
         cell = (which * shape[1] + part["layer"]) * shape[2] + columns.of(part["step"])
-        worst.at(grid.reshape(-1), cell, _values(part, metric))
-    return {name: values for name, values in zip(names, grid, strict=True) if not np.isnan(values).all()}
+        for metric in metrics:
+            worst = np.fmax if metric.worst == "highest" else np.fmin
+            worst.at(grids[metric.key].reshape(-1), cell, _values(part, metric))
+    return {
+        key: {name: values for name, values in zip(operands, grid, strict=True) if not np.isnan(values).all()}
+        for key, grid in grids.items()
+    }
 
 
 def encode_grid(values: Array, metric: Metric) -> dict[str, Any]:
@@ -139,11 +155,11 @@ def _values(part: Records, metric: Metric) -> Array:
     return values
 
 
-def _check(layers: Array, operands: Array, watched: Watched, kinds: int) -> None:
-    if len(layers) and (layers.max() >= len(watched.layers) or operands.max() >= kinds):
+def _check(layers: Array, operands: Array, shape: tuple[int, int, int]) -> None:
+    if layers.max() >= shape[1] or operands.max() >= shape[0]:
         raise ArtifactError(
             f"the records of the watch are damaged: one is of layer {layers.max()} and operand {operands.max()}, and "
-            f"layers.json has {len(watched.layers)} layers with {kinds} operands each"
+            f"layers.json has {shape[1]} layers with {shape[0]} operands each"
         )
 
 
@@ -155,16 +171,6 @@ def _chunks(records: Records) -> Iterator[Records]:
 def _distinct(steps: Array) -> Array:
     """The distinct values of ascending `steps`."""
     return np.concatenate([np.unique(part) for part in _chunks(steps)])
-
-
-def known_metrics(watched: Watched, columns: Columns) -> Iterator[tuple[Metric, dict[str, Array]]]:
-    """The metrics that have values, with their grids. A share of inf and NaN that is always 0 is left out."""
-    for metric in METRICS:
-        grids = metric_grid(watched, columns, metric)
-        if metric.key == "nonfinite" and not any((values > 0).any() for values in grids.values()):
-            continue
-        if grids:
-            yield metric, grids
 
 
 def spread(steps: Array, count: int) -> list[int]:

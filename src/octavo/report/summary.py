@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.report.heat_maps import METRICS, Columns, Metric, known_metrics, sampled_steps
+from octavo.report.heat_maps import METRICS, Columns, Metric, metric_grids, sampled_steps
 from octavo.report.runs import RunData, Series
 from octavo.telemetry.schema import WatchedLayer
 from octavo.telemetry.storage import Watched
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32  # characters of a sparkline
-_SHOWN = ("saturated", "flushed", "sqnr")  # the metrics whose worst layers the terminal shows
+_BY_KEY = {metric.key: metric for metric in METRICS}
+_SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metrics whose worst layers the terminal shows
 _WORST = 4
 
 Array = np.ndarray[Any, Any]
@@ -44,15 +45,14 @@ def sparkline(values: Array) -> str:
 
 def worst_layers(watched: Watched) -> list[WorstLayer]:
     """The worst layers and operands of the metrics that matter most, the worst first. A share of 0 is not listed."""
-    columns = _columns(watched, _WIDTH)
+    steps = sampled_steps(watched)
+    grids = metric_grids(watched, Columns(steps, min(len(steps), _WIDTH))) if len(steps) else {}
     found = []
-    for metric, grids in known_metrics(watched, columns):
-        if metric.key not in _SHOWN:
-            continue
+    for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
             (sign * worst, layer, operand, worst, line)
-            for operand, grid in grids.items()
+            for operand, grid in grids.get(metric.key, {}).items()
             for layer, line in enumerate(grid)
             if (worst := _worst(line, metric)) is not None and not (metric.unit == "share" and worst == 0)
         ]
@@ -97,7 +97,7 @@ def _series(series: Series) -> dict[str, Any]:
 def _watched(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
     steps = sampled_steps(watched)
-    worst = list(known_metrics(watched, Columns(steps, 1))) if len(steps) else []
+    worst = metric_grids(watched, Columns(steps, 1)) if len(steps) else {}
     layers = [_layer(layer, number, worst) for number, layer in enumerate(watched.layers)]
     return {
         "interval": watched.interval,
@@ -107,17 +107,12 @@ def _watched(watched: Watched) -> dict[str, Any]:
     }
 
 
-def _layer(layer: WatchedLayer, number: int, worst: list[tuple[Metric, dict[str, Array]]]) -> dict[str, Any]:
+def _layer(layer: WatchedLayer, number: int, worst: dict[str, dict[str, Array]]) -> dict[str, Any]:
     figures: dict[str, dict[str, float | None]] = {}
-    for metric, grids in worst:
+    for key, grids in worst.items():
         for operand, grid in grids.items():
-            figures.setdefault(operand, {})[metric.key] = _worst(grid[number], metric)
+            figures.setdefault(operand, {})[key] = _worst(grid[number], _BY_KEY[key])
     return {**layer.to_dict(), "figures": figures}
-
-
-def _columns(watched: Watched, most: int) -> Columns:
-    steps = sampled_steps(watched)
-    return Columns(steps, min(len(steps), most))
 
 
 def _worst(values: Array, metric: Metric) -> float | None:

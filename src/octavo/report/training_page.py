@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.facts import FACTS, gemm_rows, run_facts
-from octavo.report.heat_maps import METRICS, Columns, encode_grid, known_metrics, sampled_steps, spread
+from octavo.report.heat_maps import METRICS, Columns, encode_grid, metric_grids, sampled_steps, spread
 from octavo.report.histograms import code_points, histograms_at
 from octavo.report.page import Line, LineChart, Page, paragraphs, table
 from octavo.report.runs import RunData, Series
@@ -124,9 +124,10 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     steps, layers = sampled_steps(watched), len(watched.layers)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
     columns = Columns(steps, min(len(steps), _COLUMNS, max(fits, 20)))
+    by_key = {metric.key: metric for metric in METRICS}
     grids = {
-        metric.key: {name: encode_grid(values, metric) for name, values in found.items()}
-        for metric, found in known_metrics(watched, columns)
+        key: {name: encode_grid(values, by_key[key]) for name, values in found.items()}
+        for key, found in metric_grids(watched, columns).items()
     }
     fits = _HISTOGRAM_BYTES // runs // (2 * layers * 4 * BINADES)
     return {

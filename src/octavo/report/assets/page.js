@@ -31,9 +31,9 @@
 
   function number(x, unit = "") {
     if (x === null || x === undefined) return "none";
-    if (unit === "share") return x === 0 ? "0 %" : `${Number((100 * x).toPrecision(3))} %`;
+    if (unit === "share") return `${x !== 0 && x < 1e-6 ? Number((100 * x).toPrecision(3)).toExponential() : Number((100 * x).toPrecision(3))} %`;
     const size = Math.abs(x);
-    const text = size && (size < 1e-3 || size >= 1e7) ? x.toExponential(3) : String(Number(x.toPrecision(5)));
+    const text = size && (size < 1e-3 || size >= 1e7) ? String(Number(x.toPrecision(4)).toExponential()) : x.toLocaleString("en-US", { maximumSignificantDigits: 6 });
     return unit ? `${text} ${unit}` : text;
   }
 
@@ -239,6 +239,11 @@
       return canvas;
     }
 
+    function sayCell(hovered = null) {
+      const none = "No layer has these words in its name.";
+      heat.readout.textContent = state.rows.length ? cell(...(hovered ?? [state.layer, state.column])) : none;
+    }
+
     function drawHeat(u) {
       if (!state.rows.length) return;
       const { ctx, bbox } = u, columns = state.run.columns.length;
@@ -267,18 +272,22 @@
     function makeHeat() {
       const columns = () => state.run.columns.length, rows = () => Math.max(state.rows.length, 1);
       const narrow = heat.box.clientWidth < 600;
-      const names = (u, splits) => splits.map((y) => (Number.isInteger(y) && state.rows[y] !== undefined ? short(state.run.layers[state.rows[y]].name, narrow ? 12 : 26) : ""));
-      const steps = (u, splits) => splits.map((x) => (Number.isInteger(x) && state.run.columns[x] ? String(state.run.columns[x][0]) : ""));
-      const whole = [1, 2, 5, 10, 20, 50, 100, 200, 500];
+      const names = (u, middles) => middles.map((y) => short(state.run.layers[state.rows[y - 0.5]]?.name ?? "", narrow ? 12 : 26));
+      const steps = (u, middles) => middles.map((x) => String(state.run.columns[x - 0.5]?.[0] ?? ""));
+      const whole = { // marks in the middle of cells
+        incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500],
+        splits: (u, axis, low, high, every) => Array.from({ length: Math.ceil((high - low) / every) }, (_, i) => low + i * every + 0.5),
+        grid: { show: false },
+      };
       map = plot(heat.box, tall, {
         series: [{}, { paths: () => null, points: { show: false } }],
         scales: { x: { time: false, range: () => [0, columns()] }, y: { range: () => [0, rows()], dir: -1 } },
-        axes: [axis("step", { values: steps, incrs: whole, size: 34, grid: { show: false } }), axis("", { values: names, incrs: whole, size: narrow ? 90 : 190, labelSize: 0, space: 16, grid: { show: false } })],
+        axes: [axis("step", { ...whole, values: steps, size: 34 }), axis("", { ...whole, values: names, size: narrow ? 90 : 190, labelSize: 0, space: 16 })],
         cursor: { drag: { x: false, y: false }, points: { show: false } },
         hooks: {
           draw: [drawHeat],
           setSize: [() => { image = null; }],
-          setCursor: [(u) => { const found = hovered(u); heat.readout.textContent = cell(...(found ?? [state.layer, state.column])); }],
+          setCursor: [(u) => sayCell(hovered(u))],
         },
       }, [[0, 1], [0, 1]]);
       map.over.addEventListener("click", () => { const found = hovered(map); if (found) choose(...found); });
@@ -340,7 +349,7 @@
       ctx.fillRect(bbox.left, bbox.top, low - bbox.left, bbox.height);
       ctx.globalAlpha = 1;
       ctx.lineWidth = devicePixelRatio;
-      const tick = 9 * devicePixelRatio;
+      const tick = 14 * devicePixelRatio;
       [...new Set(scales)].forEach((scale, row) => {
         ctx.strokeStyle = css(row ? "--series-2" : "--series-1");
         ctx.beginPath();
@@ -364,8 +373,9 @@
       const scaled = !empty && found.points && found.scales.every((scale) => scale > 0 && Number.isFinite(scale));
       code_points = scaled ? found : null;
       const reach = scaled ? Math.log2(found.points[found.points.length - 1] * found.scales[0]) : -Infinity;
-      range = empty ? [0, 1] : [Math.min(xs[0] - 1, ...(scaled ? [Math.log2(found.points[0] * found.scales[1]) - 2] : [])), Math.max(xs[xs.length - 1] + 1.5, reach + 1.5)];
-      range[0] = Math.max(range[0], range[1] - 60);
+      const first = xs[ys.findIndex((y) => y !== null)];
+      const smallest = scaled ? Math.log2(found.points[0] * found.scales[1]) : Infinity;
+      range = empty ? [0, 1] : [Math.floor(Math.min(first, smallest) - 2), Math.ceil(Math.max(xs[xs.length - 1], reach) + 2)];
       bars.setData([xs, ys]);
       const what = `${name}, ${found ? found.operand : state.operand} at step ${step}: `;
       if (empty) caption.textContent = `${what}no value that is finite and not zero was recorded.`;
@@ -383,7 +393,7 @@
       bars = plot(chart.box, 280, {
         series: [{}, { stroke: () => css("--series-0"), fill: () => css("--series-0"), paths: uPlot.paths.bars({ size: [0.9, Infinity] }), points: { show: false } }],
         scales: { x: { time: false, range: () => range }, y: { distr: 3, range: () => [1e-5, 1] } },
-        axes: [axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2^${x}` : "")), size: 34 }), axis("share of the elements", { values: (u, all) => all.map((y) => (y === null ? "" : number(y, "share"))) })],
+        axes: [axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2^${x}` : "")), size: 34 }), axis("share of the elements", { splits: () => [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1], filter: (u, all) => all, values: (u, all) => all.map((y) => number(y, "share")) })],
         cursor: { y: false, drag: { x: false, y: false } },
         hooks: {
           draw: [drawPoints],
@@ -394,6 +404,16 @@
 
     // choosing
 
+    function worst() { // the layer and column that the page opens at
+      const codes = array(Object.values(state.run.grids[state.metric.key])[0].codes, Uint16Array), columns = state.run.columns.length;
+      let best = columns - 1, value = -1;
+      codes.forEach((code, i) => {
+        const rank = code === MISSING ? -1 : state.metric.worst === "lowest" && code < WRONG ? LAST - code : code;
+        if (rank > value) [best, value] = [i, rank];
+      });
+      return [Math.floor(best / columns), best % columns];
+    }
+
     function nearest(column) { // the step with a histogram that is nearest to a column
       const middle = (state.run.columns[column][0] + state.run.columns[column][1]) / 2, steps = state.run.histograms.steps;
       return steps.reduce((best, step, i) => (Math.abs(step - middle) < Math.abs(steps[best] - middle) ? i : best), 0);
@@ -403,7 +423,7 @@
       [state.layer, state.column, state.step] = [layer, column, step];
       controls.layer.value = layer;
       controls.step.value = state.step;
-      heat.readout.textContent = cell(layer, column);
+      sayCell();
       map.redraw(false);
       drawHistogram();
     }
@@ -417,9 +437,10 @@
       options(controls.layer, state.rows.map((i) => [i, state.run.layers[i].name]), state.layer);
       image = null;
       map.setSize({ width: map.width, height: tall() });
+      map.setData([[0, 1], [0, 1]]); // sets the scales anew
       heat.fill();
       if (state.rows.length) choose(state.rows.includes(state.layer) ? state.layer : state.rows[0], state.column);
-      else heat.readout.textContent = "No layer has these words in its name.";
+      else sayCell();
     }
 
     function setMetric() {
@@ -437,8 +458,8 @@
       const known = data.metrics.filter((metric) => state.run.grids[metric.key]);
       options(controls.metric, known.map((metric) => [metric.key, metric.label]), state.metric?.key);
       options(controls.step, state.run.histograms.steps.map((step, i) => [i, step]), 0);
-      [state.layer, state.column] = [0, state.run.columns.length - 1];
-      map.setData([[0, 1], [0, 1]]);
+      state.metric = metricOf(controls.metric.value);
+      [state.layer, state.column] = worst();
       setMetric();
     }
 
@@ -448,7 +469,7 @@
     makeHistogram();
     controls.run.addEventListener("change", setRun);
     controls.metric.addEventListener("change", setMetric);
-    controls.operand.addEventListener("change", setMetric);
+    controls.operand.addEventListener("change", () => { state.operand = controls.operand.value; setMetric(); });
     controls.filter.addEventListener("input", filter);
     controls.layer.addEventListener("change", () => choose(Number(controls.layer.value), state.column));
     controls.step.addEventListener("change", () => {

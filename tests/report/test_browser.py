@@ -1,0 +1,188 @@
+"""The pages in a browser: drawn, moved over, filtered, typed into; and nothing is requested or complains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Browser, chromium
+from report_examples import make_run, watched_of, write_metrics
+from selenium.webdriver.common.keys import Keys
+
+from octavo.report.runs import RunData, read_runs
+from octavo.report.training_page import page_of_runs
+from octavo.report.verification_page import page_of_report
+from octavo.verification.report import Invocation
+from octavo.verification.result import LayerReport, Report
+
+NAME = "(e) => e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.textContent"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, of which the first was watched: 73 layers as in GPT-2 124M, 2,000 steps, a sample every 50."""
+    root = tmp_path_factory.mktemp("report")
+    runs = [make_run(root / "rowwise", layers=73, steps=2000, interval=50), root / "bf16"]
+    write_metrics(runs[1], 2000, offset=-0.1)
+    path = root / "page.html"
+    path.write_text(page_of_runs(read_runs(runs)).html(), encoding="utf-8")
+    return path
+
+
+def choose(browser: Browser, control: str, value: str) -> None:
+    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))"
+    browser.driver.execute_script(script, browser.find(f"#{control}"), value)
+
+
+def test_the_charts_are_drawn_in_time(browser: Browser, page: Path) -> None:
+    assert page.stat().st_size < 5e6
+    assert min(browser.open(page) for _ in range(3)) < 2000
+    canvases = browser.run("[...document.querySelectorAll('figure canvas')].map(c => c.width * c.height)")
+    assert len(canvases) == 6
+    assert min(canvases) > 100_000
+    for chart in ("loss", "speed", "gradient", "memory", "heat", "histogram"):
+        painted = "new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+        assert (
+            browser.driver.execute_script(f"const c = document.querySelector('#{chart} canvas'); return {painted}") > 10
+        ), chart
+
+
+def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.point("#loss .u-over", 0.5, 0.5)
+    found = browser.wait_for("#loss .readout", "rowwise 3.")
+    assert found.startswith("step 1,00")
+    assert "bf16 3." in found
+    browser.point("#loss .u-over", 0.9995, 0.5)
+    browser.wait_for("#loss .readout", "saturation_spike: the saturated share of dy")
+    choose(browser, "operand", "dy")
+    browser.point("#heat .u-over", 0.99, 2.5 / 73, click=True)
+    browser.wait_for("#heat .readout", "model.layers.0.attn.v_proj, step 2000: saturated share 20 %")
+    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.v_proj, dy at step 2000: amax ")
+    assert "in e5m2, scales " in browser.text("#histogram-caption")
+    browser.check()
+
+
+def test_a_line_can_be_hidden(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    buttons = browser.driver.find_elements("css selector", "#loss .legend button")
+    assert [button.text for button in buttons] == ["rowwise", "rowwise evaluation", "bf16", "bf16 evaluation"]
+    buttons[0].send_keys(Keys.ENTER)
+    assert buttons[0].get_attribute("aria-pressed") == "false"
+    browser.point("#loss .u-over", 0.5, 0.5)
+    assert "rowwise 3." not in browser.wait_for("#loss .readout", "bf16 3.")
+
+
+def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.find("#filter").send_keys("layers.1. MLP")
+    assert browser.text("#shown") == "2 of 73 layers"
+    assert browser.run("[...document.querySelectorAll('#layer option')].map(o => o.text)") == [
+        "model.layers.1.mlp.up", "model.layers.1.mlp.down",
+    ]  # fmt: skip
+    shown = browser.run("[...document.querySelectorAll('tr[data-layer]')].filter(r => !r.hidden).length")
+    assert shown == 2  # of what ran where; the event is of another layer
+    browser.point("#heat .u-over", 0.5, 0.75)
+    browser.wait_for("#heat .readout", "model.layers.1.mlp.down, step 10")
+    browser.find("#filter").send_keys(" nothing")
+    assert browser.text("#heat .readout") == "No layer has these words in its name."
+    browser.find("#filter").send_keys(Keys.CONTROL, "a", Keys.BACKSPACE)
+    assert browser.text("#shown") == "73 of 73 layers"
+    browser.check()
+
+
+def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    reached = []
+    while len(reached) < 60:
+        browser.press(Keys.TAB)
+        element = browser.driver.switch_to.active_element
+        if element.tag_name == "body":
+            break
+        assert browser.run(f"({NAME})(arguments[0])", element).strip()
+        assert browser.run("getComputedStyle(arguments[0]).outlineStyle", element) != "none"
+        reached.append(element.get_attribute("id") or browser.run("arguments[0].closest('figure')?.id", element))
+    assert {"loss", "speed", "run", "metric", "operand", "filter", "heat", "layer", "step", "histogram"} <= set(reached)
+    choose(browser, "metric", "sqnr")
+    browser.run("document.querySelector('#heat .plot').focus()")
+    browser.press(Keys.PAGE_UP * 8, Keys.HOME)
+    assert browser.text("#heat .readout").startswith("model.layers.0.attn.q_proj, step 50: SQNR ")
+    browser.press(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    assert browser.text("#heat .readout").startswith("model.layers.0.attn.k_proj, step 100: SQNR ")
+    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.k_proj, x at step 100: ")
+    browser.run("document.querySelector('#loss .plot').focus()")
+    browser.press(Keys.END)
+    assert browser.text("#loss .readout").startswith("step 2,000: ")
+    browser.press(Keys.ARROW_LEFT)
+    assert browser.text("#loss .readout").startswith("step 1,999: ")
+    browser.run("document.querySelector('#histogram .plot').focus()")
+    browser.press(Keys.HOME, Keys.END, Keys.ARROW_LEFT)
+    assert browser.text("#histogram .readout").endswith("25 % of the elements")  # the second binade from above
+    browser.check()
+
+
+def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    rows = {}
+    for chart in ("loss", "heat", "histogram"):
+        browser.find(f"#{chart} summary").click()
+        script = (
+            f"[...document.querySelectorAll('#{chart} details tr')].map(r => [...r.children].map(c => c.textContent))"
+        )
+        rows[chart] = browser.run(script)
+    assert rows["loss"][0] == ["step", "rowwise", "rowwise evaluation", "bf16", "bf16 evaluation"]
+    assert len(rows["loss"]) == 2001
+    assert (len(rows["heat"]), len(rows["heat"][0])) == (74, 41)
+    assert rows["heat"][-1][:2] == ["lm_head", "none"]
+    assert len(rows["histogram"]) == 41
+    assert rows["histogram"][1][1] == "50 %"
+
+
+def test_dark_and_light(browser: Browser, page: Path) -> None:
+    browser.open(page, theme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert browser.run(background) == "rgb(22, 22, 22)"
+    dark = browser.run("document.querySelector('#loss canvas').toDataURL()")
+    browser.theme("light")
+    assert browser.run(background) == "rgb(255, 255, 255)"
+    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert browser.run("document.querySelector('#loss canvas').toDataURL()") != dark
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, page: Path) -> None:
+    browser.open(page, width=360, height=700)
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    widths = browser.run("[...document.querySelectorAll('figure canvas')].map(c => c.getBoundingClientRect().right)")
+    assert max(widths) <= 360
+
+
+def test_a_thousand_layers(browser: Browser, tmp_path: Path) -> None:
+    run = RunData(tmp_path, "large", {}, {}, watched=watched_of(1000, np.arange(60)))
+    path = tmp_path / "page.html"
+    path.write_text(page_of_runs([run]).html(), encoding="utf-8")
+    assert path.stat().st_size < 20e6
+    browser.open(path)
+    assert browser.text("#shown") == "1000 of 1000 layers"
+    choose(browser, "operand", "dy")
+    browser.run("document.querySelector('#heat .plot').focus()")
+    browser.press(Keys.END, Keys.PAGE_UP * 100, Keys.ARROW_DOWN * 2)
+    assert browser.text("#heat .readout") == "model.layers.0.attn.v_proj, step 59: saturated share 20 %"
+    browser.check()
+
+
+def test_the_page_of_verify(browser: Browser, tmp_path: Path) -> None:
+    layers = [LayerReport(f"layer.{i}", "e4m3 row", (64, 64), 30.0 + i, 20.0 + i) for i in range(12)]
+    report = Report(tmp_path / "packed", tmp_path / "model", "LlamaForCausalLM", layers=layers)
+    path = tmp_path / "verify.html"
+    path.write_text(page_of_report(report, Invocation.now("octavo verify")).html(), encoding="utf-8")
+    browser.open(path)
+    browser.run("document.querySelector('#sqnr .plot').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert browser.text("#sqnr .readout") == "layer.1: weight 31, output 21"
+    browser.check()

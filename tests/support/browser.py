@@ -1,0 +1,102 @@
+"""A headless Chromium for pages: Debian's packages chromium and chromium-driver, or any others on the PATH."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.support.wait import WebDriverWait
+
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+class Browser:
+    """One tab. `open` shows a page, and fails on an error on its console and on a request other than for the page."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, path: Path, *, width: int = 1200, height: int = 900, theme: str = "light") -> int:
+        """Show the page in a window of that size, and wait until it is drawn: the milliseconds that it took."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.theme(theme)
+        self.driver.get_log("performance")  # forget the page before
+        self.driver.get(path.as_uri())
+        drawn = WebDriverWait(self.driver, 30, 0.02).until(lambda _: self.run("document.documentElement.dataset.drawn"))
+        self.check()
+        return int(drawn)
+
+    def check(self) -> None:
+        """Fail if the console has a message, or if anything but one file was requested since `open`."""
+        assert self.driver.get_log("browser") == []
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        assert [url for url in urls if not url.startswith("file:")] == []
+        assert len(urls) <= 1
+
+    def theme(self, name: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def run(self, expression: str, *arguments: Any) -> Any:
+        """The value of an expression of JavaScript; its arguments are `arguments[0]`, ..."""
+        return self.driver.execute_script(f"return {expression}", *arguments)
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.run("document.querySelector(arguments[0]).textContent", selector))
+
+    def wait_for(self, selector: str, text: str) -> str:
+        """The text of an element as soon as it has `text`. A chart follows the mouse in its next frame."""
+        WebDriverWait(self.driver, 5, 0.02).until(lambda _: text in self.text(selector), f"no {text!r} in {selector}")
+        return self.text(selector)
+
+    def point(self, selector: str, right: float, down: float, *, click: bool = False) -> None:
+        """Move the mouse into an element: shares of its width and height from its top left corner."""
+        element = self.find(selector)
+        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
+        box = element.rect
+        offset = int((right - 0.5) * box["width"]), int((down - 0.5) * box["height"])
+        actions = ActionChains(self.driver, duration=0).move_to_element_with_offset(element, *offset)
+        (actions.click() if click else actions).perform()
+
+    def press(self, *keys: str) -> None:
+        """Type into the element that has the focus."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def pixel(self, selector: str, right: float, down: float) -> list[int]:
+        """The colour [r, g, b, a] in a canvas, at shares of its width and height."""
+        at = "const c = document.querySelector(arguments[0]);"
+        read = "c.getContext('2d').getImageData(c.width * arguments[1], c.height * arguments[2], 1, 1).data"
+        return list(self.driver.execute_script(f"{at} return [...{read}]", selector, right, down))
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser. Without Chromium the test is skipped; in CI (the environment variable CI) it fails."""
+    program, chromedriver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if program is None or chromedriver is None:
+        missing = "needs Chromium and chromedriver: apt-get install chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in _FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, Service(chromedriver))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()
