@@ -25,7 +25,7 @@ def mixtral() -> nn.Module:
 def test_stacked_experts_are_named_with_their_share() -> None:
     with torch.device("meta"):
         model = mixtral()
-    report = octavo.convert(model)
+    report = octavo.convert(model, skip=["*.experts"])
     experts = [layer.mlp.experts for layer in model.model.layers]
     left = {entry.name: entry for entry in report.coverage.left}
     down = left["model.layers.*.mlp.experts.down_proj"]

@@ -77,7 +77,7 @@ def test_a_hugging_face_folder_without_weights(octavo, llama, source):
     assert {each["module"] for each in found["left_out"]} == {"lm_head", "model.layers.*.self_attn"}
 
 
-def test_experts_with_weights_in_bf16(octavo, llama):
+def test_experts_run_in_fp8(octavo, llama):
     pytest.importorskip("transformers")
     mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (llama / "config.json").write_text(json.dumps(LLAMA | mixtral))
@@ -89,7 +89,8 @@ def test_experts_with_weights_in_bf16(octavo, llama):
     expected = 3 * 2 * 64 * 2 * 3 * 64 * 128  # layers, 64 tokens, 2 experts of each, 3 matrices
     assert sum(row["flops"] for row in products if row["phase"] == "forward") == expected
     assert sum(row["flops"] for row in products if row["phase"] == "backward") == 2 * expected
-    assert "3-D weight" in [each["what"] for each in found["left_out"]]
+    assert {row["computes_in"] for row in products} == {"FP8"}
+    assert "3-D weight" not in [each["what"] for each in found["left_out"]]
 
 
 def test_a_preset_needs_no_memory(octavo):

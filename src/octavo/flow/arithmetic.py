@@ -20,7 +20,7 @@ NAMES = {
 WIDTHS = ("FP64", "FP32", "BF16", "FP16", "FP8")  # the widest first
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "scaled_mm", "_scaled_mm", "_grouped_mm"}
-_PRODUCTS |= {"_scaled_grouped_mm", "_addmm_activation", "addbmm", "addr", "vdot"}
+_PRODUCTS |= {"_scaled_grouped_mm", "_addmm_activation", "addbmm", "addr", "vdot", "grouped_mm", "grouped_mm_dw"}
 _SUMS = {
     "sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "logsumexp", "norm", "linalg_vector_norm",
     "native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm", "cumsum", "cumprod", "softmax",
@@ -92,7 +92,7 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
         if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
-            return 2 * tensors[0].numel() * tensors[1].shape[-1]
+            return 2 * tensors[0].numel() * tensors[1].shape[0 if "grouped_mm_dw" in str(func) else -1]
         results = floating(out)
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
     if "_for_cpu" in str(func) or "_fused_attention" in str(func):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from octavo.nn.backends import gemm_backends, pick_recipe
 from octavo.nn.conv1d import shape_of, to_fp8_conv1d
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
+from octavo.nn.expert_conversion import expert_rows, find_experts, restore_experts, to_fp8_experts
 from octavo.nn.fast_path import leave_fast_paths
 from octavo.nn.linear import to_fp8_linear
 from octavo.nn.mlp import FusedMLP
@@ -43,15 +43,17 @@ def convert(
     The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
     fusable recipe (`rowwise`), `NormLinear`, `SwiGLU` and `GELU` quantize in the pass that computes the norm or the
     activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.nn.transformers_fusion`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call
+    (`octavo.nn.transformers_fusion`). With such a recipe the experts of a mixture run grouped GEMMs in FP8:
+    `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others
+    (`octavo.nn.expert_conversion`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call
     its converted layers.
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
         recipe: a preset's name, a `Recipe`, or "auto": `rowwise` if the device of `model` has its GEMMs, else the
             nearest recipe that runs there (the report names it).
-        skip: globs of names of layers to leave as they are, in addition to `DEFAULT_SKIP` and heads tied to an
-            embedding.
+        skip: globs of names of layers, or of modules of experts, to leave as they are, in addition to `DEFAULT_SKIP`
+            and heads tied to an embedding.
         emulate: on a GPU without the GEMMs of the recipe, compute them slowly in float32 instead of raising an error.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
             that `model` is on (`octavo.nn.speedup`; the report has the figures; layers that run as one GEMM are judged
@@ -77,9 +79,10 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
-    layers = select_linears(model, skip)
-    first: Any = layers[0].module
-    device = _execution_device(first.weight) if device is None else torch.device(device)
+    experts = find_experts(model)
+    layers = select_linears(model, skip, list(experts))
+    first = next((layers[0].module if layers else next(iter(experts.values()))).parameters())
+    device = _execution_device(first) if device is None else torch.device(device)
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -101,9 +104,16 @@ def convert(
             to_fp8_linear(layer.module, recipe, row.name)
         else:
             to_fp8_conv1d(layer.module, recipe, row.name)
+    stacks = expert_rows(experts, recipe, device, skip, only_if_faster=only_if_faster)
+    chosen = {row.name.rpartition(".")[0] for row in stacks if not row.reason}
+    for name, module in experts.items():
+        restore_experts(module)
+        if name in chosen:
+            to_fp8_experts(module, recipe, name)
     leave_fast_paths(model)
-    quantized = [row.name for row in rows if not row.reason and recipe.quantized]
-    return Conversion(recipe, rows, backends, find_coverage(model, quantized), speedup_source, _fused_modules(model))
+    quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
+    coverage = find_coverage(model, quantized)
+    return Conversion(recipe, rows, backends, coverage, speedup_source, _fused_modules(model), stacks)
 
 
 def _execution_device(weight: Tensor) -> torch.device:

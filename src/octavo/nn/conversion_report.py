@@ -12,16 +12,16 @@ from octavo.words import plural
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer in a conversion.
+    """One linear layer, or one stack of the matrices of experts, in a conversion.
 
     Args:
-        shape: [N, K].
+        shape: [N, K], or [E, N, K].
         reason: why it was skipped; "" if it was converted.
         speedup: how many times faster FP8 was predicted to be; None without `only_if_faster`.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     reason: str
     speedup: float | None = None
 
@@ -36,6 +36,7 @@ class Conversion:
         backends: the backends of "y", "dx" and "dw".
         coverage: the share of the parameters that FP8 computes, and each matrix that stays in high precision.
         speedup_source: where the predicted speedups come from; "" without `only_if_faster`.
+        experts: one row for each stack of the matrices of experts; its name is that of the parameter.
         fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.
     """
 
@@ -45,20 +46,25 @@ class Conversion:
     coverage: Coverage
     speedup_source: str = ""
     fused: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[Row, ...] = ()
 
     @property
     def converted(self) -> list[str]:
-        return [row.name for row in self.rows if not row.reason]
+        """The names of the converted layers; of experts, the names of their stacked matrices."""
+        return [row.name for row in (*self.rows, *self.experts) if not row.reason]
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The names of the skipped layers, each with its reason."""
-        return {row.name: row.reason for row in self.rows if row.reason}
+        """The names of the skipped layers, as in `converted`, each with its reason."""
+        return {row.name: row.reason for row in (*self.rows, *self.experts) if row.reason}
 
     def summary(self) -> str:
         """The number of layers converted, the backend of each GEMM, and the matrices in high precision."""
-        layers = plural(len(self.converted), "linear layer")
-        lines = [f"{self.recipe.name}: {layers} converted, {len(self.skipped)} skipped"]
+        layers, skipped = sum(not row.reason for row in self.rows), sum(bool(row.reason) for row in self.rows)
+        lines = [f"{self.recipe.name}: {plural(layers, 'linear layer')} converted, {skipped} skipped"]
+        for reason, count in Counter(row.reason for row in self.experts).items():
+            outcome = f"left in high precision: {reason}" if reason else "converted"
+            lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.speedup_source:
@@ -68,10 +74,12 @@ class Conversion:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
+        rows = (*self.rows, *self.experts)
+        width = max(len(row.name) for row in rows)
         lines = [self.summary()]
-        for row in self.rows:
-            n, k = row.shape
+        for row in rows:
+            *first, k = row.shape
+            n = " x ".join(map(str, first))
             outcome = f"skipped: {row.reason}" if row.reason else "converted"
             if row.speedup is not None and not row.reason:
                 outcome += f", {row.speedup:.2f}x"

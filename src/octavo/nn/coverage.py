@@ -85,14 +85,15 @@ def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
 
     Args:
         model: on any device, meta included.
-        computed: names of the modules whose `weight` an FP8 GEMM reads.
+        computed: names of the linear layers whose `weight`, and of the stacks of experts that, FP8 GEMMs read.
     """
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
     uses: dict[int, tuple[str, str, Tensor]] = {}
     embedded = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        kind = _COMPUTED if owner in names and leaf == "weight" else _kind(modules[owner], name, parameter)
+        is_computed = name in names or (owner in names and leaf == "weight")
+        kind = _COMPUTED if is_computed else _kind(modules[owner], name, parameter)
         if kind == _EMBEDDING:
             embedded.add(id(parameter))
         known = uses.get(id(parameter))

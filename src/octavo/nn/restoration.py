@@ -3,6 +3,7 @@
 from torch import nn
 
 from octavo.nn.conv1d import restore_conv1d
+from octavo.nn.expert_conversion import restore_experts
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.mixed_class import parts_of
@@ -48,7 +49,11 @@ def restore(model: nn.Module) -> list[str]:
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
             )
-    return [name for name, module in list(model.named_modules()) if restore_linear(module) or _unmix(module)]
+    return [name for name, module in list(model.named_modules()) if _restore(module)]
+
+
+def _restore(module: nn.Module) -> bool:
+    return restore_linear(module) or restore_experts(module) or _unmix(module)
 
 
 def restore_linear(module: nn.Module) -> bool:

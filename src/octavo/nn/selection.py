@@ -29,7 +29,7 @@ class SelectedLayer(NamedTuple):
     reason: str
 
 
-def select_linears(model: nn.Module, skip: Sequence[str] = ()) -> list[SelectedLayer]:
+def select_linears(model: nn.Module, skip: Sequence[str] = (), experts: Sequence[str] = ()) -> list[SelectedLayer]:
     """Every `nn.Linear` and `Conv1D` of `model`, in the order of its modules, with the reason why it is skipped.
 
     Output heads and routers (`DEFAULT_SKIP`) are skipped, layers that `skip` matches, and layers whose weight is an
@@ -38,21 +38,22 @@ def select_linears(model: nn.Module, skip: Sequence[str] = ()) -> list[SelectedL
 
     Args:
         model: converted or not.
-        skip: globs of names of linear layers.
+        skip: globs of names of linear layers, or of `experts`.
+        experts: names of modules of experts. Where there are some, no linear layer need be left.
 
     Raises:
         ValueError: `model` has no linear layer, every one is skipped, or a glob of `skip` matches none.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
-    if not linears:
+    if not linears and not experts:
         raise ValueError(
             f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
             f"{_other_matrices(model)}"
         )
-    check_globs(skip, list(linears))
+    check_globs(skip, [*linears, *experts])
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied)) for name, m in linears.items()]
-    if all(layer.reason for layer in selected):
+    if all(layer.reason for layer in selected) and not experts:
         reasons = "\n".join(f"  {layer.name}: {layer.reason}" for layer in selected)
         raise ValueError(
             f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{reasons}\n"
@@ -70,7 +71,7 @@ def _other_matrices(model: nn.Module) -> str:
 
 
 def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
-    """Raise a ValueError for a glob of `skip` that matches none of the linear layers `names`."""
+    """Raise a ValueError for a glob of `skip` that matches none of the layers `names`."""
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in names):
             first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")

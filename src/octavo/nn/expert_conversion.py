@@ -1,0 +1,100 @@
+"""The experts that `convert` changes: ours, and those of transformers that compute the same function.
+
+transformers keeps the experts of a layer in one module, with the parameters of `octavo.nn.Experts`. Such a module
+becomes a subclass of its class whose forward is ours: parameters, `state_dict`, hooks and `isinstance` stay as they
+are. Routers stay in high precision.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.conversion_report import Row
+from octavo.nn.experts import Experts
+from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.transformers_fusion import SILU
+from octavo.nn.weight_cache import class_name, shards
+from octavo.ops import find_grouped_backend
+from octavo.ops.checks import FLOATS
+from octavo.ops.grouped_gemm import ALIGNMENT
+from octavo.recipe import Recipe
+
+# Classes of transformers that compute down(silu(gate) * up) with weights [E, 2F, K] and [E, K, F] and no biases.
+KNOWN = frozenset(
+    f"{name}Experts"
+    for name in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "DeepseekV2", "DeepseekV3", "Olmoe", "Glm4Moe")
+) | {"DeepseekV3NaiveMoe", "Glm4MoeNaiveMoe"}
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of stacked experts in `model` that can run in FP8, by name."""
+    return {name: module for name, module in model.named_modules() if _is_ours(module) or _is_known(module)}
+
+
+def expert_rows(
+    experts: dict[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
+) -> tuple[Row, ...]:
+    """A row of the report for each stack of matrices; all of a module are converted, or none.
+
+    Args:
+        skip: globs of names of modules to leave as they are.
+        only_if_faster: leave all, since no table has the speed of experts.
+    """
+    rows = []
+    for name, module in experts.items():
+        weights = {leaf: p for leaf, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
+        reason = reason or _reason(module, list(weights.values()), recipe, device)
+        if not reason and only_if_faster and recipe.quantized:
+            reason = "the speed of experts is in no table: left in BF16"
+        rows += [Row(f"{name}.{leaf}".lstrip("."), tuple(p.shape), reason) for leaf, p in weights.items()]
+    return tuple(rows)
+
+
+def to_fp8_experts(module: Any, recipe: Recipe, name: str) -> None:
+    """Change a module of `find_experts` in place so that it computes by `recipe`."""
+    if not _is_ours(module):
+        module.__class__ = mix_classes(Experts, type(module))
+    module.recipe, module.name = recipe, name
+
+
+def restore_experts(module: Any) -> bool:
+    """Undo the conversion of a module of experts, and return whether `module` was one."""
+    if not _is_ours(module) or module.recipe is None:
+        return False
+    del module.recipe, module.name
+    if theirs := parts_of(type(module))[1:]:
+        (module.__class__,) = theirs
+    return True
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, Experts | GroupedLinear)
+
+
+def _is_known(module: Any) -> bool:
+    """Whether this is a module of transformers' experts whose class, parameters and activation are known."""
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    return class_name(module) in KNOWN and names == set(Experts.matrices) and type(module.act_fn).__name__ in SILU
+
+
+def _reason(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
+    """Why experts with these weights stay in high precision, or ""."""
+    fusable = recipe.fusable
+    if fusable is None:
+        return f"the recipe {recipe.name} has no grouped GEMM: rowwise has one"
+    if shards(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if any(w.dtype not in FLOATS for w in weights):
+        return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
+    formats = {(gemm.a.format, gemm.b.format) for gemm in (fusable.y, fusable.dx, fusable.dw)}
+    missing = [backend.reason for f in sorted(formats) if (backend := find_grouped_backend(device, f)).name == "none"]
+    if missing and not recipe.emulate:
+        return missing[0]
+    if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
+        return f"its matrices have sides that are no multiples of {ALIGNMENT}"
+    return ""
