@@ -32,7 +32,7 @@ LAYERS = [
     {"generation"},
     {"train", "runtime", "folding", "gguf"},
     {"plan"},
-    {"integrations"},
+    {"integrations", "bisection"},
     {"packing", "verification"},
     {"report"},
     {"loading"},

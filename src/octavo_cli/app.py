@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from octavo_cli.bench import bench_command
+from octavo_cli.bisect import bisect_command
 from octavo_cli.calibrate import calibrate_command
 from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
 from octavo_cli.compare import compare_command
@@ -45,6 +46,7 @@ app.command("generate", cls=Command)(generate_command)
 app.command("evaluate", cls=DataCommand)(evaluate_command)
 app.command("compare", cls=Command)(compare_command)
 app.command("report", cls=Command)(report_command)
+app.command("bisect", cls=SettingsCommand, context_settings=CONTEXT)(bisect_command)
 app.command("calibrate", cls=DataCommand)(calibrate_command)
 app.command("fold", cls=Command)(fold_command)
 app.command("pack", cls=DataCommand)(pack_command)

@@ -21,6 +21,7 @@ from octavo_cli.app import app
 UNTESTED = {
     "README.md": {"pip": "installs from the network", "make": "takes minutes"},
     "CONTRIBUTING.md": {"make": "takes minutes"},
+    "docs/bisect.md": {"$": "takes a minute"},
     "docs/accuracy.md": {"make": "takes an hour"},
     "docs/distributed.md": {
         "from": "runs on many GPUs",

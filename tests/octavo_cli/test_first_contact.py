@@ -16,7 +16,7 @@ from octavo_cli.other_names import OTHER_NAMES
 
 SOURCE = Path(__file__).parents[2] / "src"
 COMMANDS = (
-    "bench", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
+    "bench", "bisect", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
     "generate", "inspect", "pack", "report", "train", "unpack", "verify",
 )  # fmt: skip
 CALL = """

@@ -106,6 +106,30 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
     restore_random_state(model.saved, state.device, state.step)
 
 
+def load_into_other_recipe(folder: Path, state: TrainState) -> None:
+    """Restore weights, moments and step of `state` from a checkpoint of a run with any recipe, on every rank.
+
+    A scale history is restored where both recipes have it; the first step of another scales dynamically. The random
+    state stays.
+
+    Raises:
+        ArtifactError: a file is truncated or of another model, or the data differs from the data of the checkpoint.
+    """
+    with same_outcome():
+        check_checkpoint(folder, state.model, state.fingerprint)
+        described, weights, optimizer = _read_description(folder), _open(folder, "model"), _open(folder, "optimizer")
+        moments = optimizer_state(state.model, state.optimizer)
+        _check_fit(optimizer, moments, f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state")
+        saved = _open(folder, "state").get_all("cpu")
+    _read_into(model_tensors(state.model), weights)
+    _read_into(moments, optimizer)
+    histories = scale_state(state.model)
+    known = {name: saved.get(name, tensor) for name, tensor in histories.items()}
+    same = all(known[name].shape == tensor.shape for name, tensor in histories.items())
+    load_scale_state(state.model, known if same else histories)
+    state.step, state.skipped_steps = described["step"], described["skipped_steps"]
+
+
 def load_model(folder: Path, model: nn.Module) -> None:
     """Restore the weights and the scale histories of a converted model from a checkpoint, without an optimizer.
 

@@ -55,19 +55,21 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
         device: where a model that is on the meta device will run.
         shares: the processes that divide a micro-batch among themselves.
     """
-    recipe: str | Recipe = config.recipe
-    if config.bf16_gemms:
-        where = next(model.parameters()).device if device is None else device
-        recipe = (pick_recipe(where) if recipe == "auto" else get_recipe(recipe)).in_bf16(*config.bf16_gemms)
     return convert(
         model,
-        recipe,
+        chosen_recipe(config, next(model.parameters()).device if device is None else device),
         skip=config.skip,
         device=device,
         emulate=config.emulate,
         only_if_faster=config.only_if_faster,
         tokens=config.batch // shares * config.context,
     )
+
+
+def chosen_recipe(config: Config, device: torch.device) -> Recipe:
+    """The recipe that `config` runs on `device`."""
+    recipe = pick_recipe(device) if config.recipe == "auto" else get_recipe(config.recipe)
+    return recipe.in_bf16(*config.bf16_gemms)
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:

@@ -51,7 +51,7 @@ def start_run(config: Config, console: Console) -> Trainer:
                 lock.enter_context(locked_folder(run.path))
                 _check_empty(run)
             config = settle(config)
-        trainer = _prepare(config, run, lock, console)
+        trainer = prepare_run(config, run, lock, console)
         with same_outcome():
             if rank() == 0:
                 _describe(trainer)
@@ -83,7 +83,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         check_same(config)
-        trainer = _prepare(config, run, lock, console, newest)
+        trainer = prepare_run(config, run, lock, console, newest)
         trainer.actions.apply(trainer.model)
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
@@ -140,9 +140,18 @@ def _describe(trainer: Trainer) -> None:
         raise write_error(run.path, error) from error
 
 
-def _prepare(
+def prepare_run(
     config: Config, run: RunFolder, lock: ExitStack, console: Console, checkpoint: Path | None = None
 ) -> Trainer:
+    """The run of `config` at step 0, of which nothing is written. Every rank of a process group must call this.
+
+    Args:
+        config: checked by `settle`.
+        run: its folder, which may have the description of the model.
+        lock: what the run holds until `Trainer.run` ends.
+        console: for the header.
+        checkpoint: that the caller will load: it is checked before memory is taken.
+    """
     with same_outcome():
         degrees = find_degrees(config.parallel, world_size())
         check_parallel(config, degrees)

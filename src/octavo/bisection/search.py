@@ -1,0 +1,164 @@
+"""The search for the parts of a model that cause a gap: first among y, dx and dw, then among the layers.
+
+A trial runs some GEMMs of some layers in FP8, and all else in BF16.
+
+    GEMMs    each of y, dx and dw alone, in all layers. If none of them causes the gap, each pair.
+    layers   with these GEMMs: one half of the layers, then the other, and so on into each half that causes the gap. If
+             neither does, the layers are halved by kind (all q_proj, all down_proj, ...) instead of by depth.
+
+A part *causes* the gap if its own gap is resolved (`pooled_half_width`) and at least a fourth of the whole. So a cause
+in a few layers is followed to each of them, and a cause that is spread evenly ends in groups of layers, with their
+shares. Where the first half has three fourths of what both have, the second is not tried. Source of the search: group
+testing by halves, as in delta debugging (Zeller and Hildebrandt, 2002), with a measured share in place of pass and
+fail.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from octavo.bisection.gap import Gap, pooled_half_width
+
+CAUSES = 0.25  # the share of the whole gap from which a part is a cause
+ENOUGH = 0.75  # the share of its group from which one half explains the group
+
+
+@dataclass(frozen=True)
+class Part:
+    """The GEMMs `gemms` of the layers `layers`; None stands for all layers that the recipe converts."""
+
+    gemms: tuple[str, ...]
+    layers: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The gap of the runs in which only `part` is in FP8, and half of its interval, from all trials until then."""
+
+    part: Part
+    gap: Gap
+    half_width: float
+
+    @property
+    def resolved(self) -> bool:
+        return abs(self.gap.mean) > self.half_width
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of the search.
+
+    Attributes:
+        whole: the run with every part in FP8.
+        gemms: the GEMMs that cause the gap; all of the recipe if no smaller set does, and none without a gap.
+        layers: the groups of layers that cause it, a group of one where the search went down to a layer.
+        trials: every trial, in the order of the search.
+    """
+
+    whole: Trial
+    gemms: tuple[str, ...]
+    layers: tuple[Trial, ...]
+    trials: tuple[Trial, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Either unresolved (the gap is within the noise), lower (FP8 has the lower loss), small or found."""
+        if not self.whole.resolved:
+            return "unresolved"
+        if self.whole.gap.mean < 0:
+            return "lower"
+        return "found" if self.layers else "small"
+
+
+class Search:
+    """Runs the search.
+
+    Args:
+        measure: the gap of a part in FP8.
+        gemms: that the recipe quantizes.
+        layers: the names of the layers that the recipe converts, in the order of the model.
+        least: the smallest gap that is searched.
+    """
+
+    def __init__(
+        self, measure: Callable[[Part], Gap], gemms: Sequence[str], layers: Sequence[str], least: float = 0.0
+    ) -> None:
+        self._measure, self._gemms, self._layers, self._least = measure, tuple(gemms), tuple(layers), least
+        self._trials: dict[Part, Trial] = {}
+
+    def run(self) -> Finding:
+        whole = self._try(Part(self._gemms))
+        if not whole.resolved or whole.gap.mean < self._least:
+            return Finding(whole, (), (), tuple(self._trials.values()))
+        gemms = self._find_gemms(whole)
+        of_gemms = self._try(Part(gemms))
+        found = tuple(self._find_layers(replace(of_gemms, part=Part(gemms, self._layers)), of_gemms))
+        self._try_remedies(gemms, {name for trial in found for name in trial.part.layers or ()})
+        return Finding(whole, gemms, found, tuple(self._trials.values()))
+
+    def _find_gemms(self, whole: Trial) -> tuple[str, ...]:
+        for count in range(1, len(self._gemms)):
+            sets = list(combinations(self._gemms, count))
+            causes = [gemms for gemms in sets if self._causes(self._try(Part(gemms)), whole)]
+            if causes and count == 1:
+                return tuple(gemm for (gemm,) in causes)
+            if causes:
+                return max(causes, key=lambda gemms: self._try(Part(gemms)).gap.share_of(whole.gap))
+        return self._gemms
+
+    def _find_layers(self, group: Trial, whole: Trial) -> Iterator[Trial]:
+        """The smallest groups within `group` that cause the gap."""
+        layers = group.part.layers or ()
+        for halves in _halves(layers):
+            causes = []
+            for half in halves:
+                trial = self._try(Part(group.part.gemms, half))
+                if self._causes(trial, whole):
+                    causes.append(trial)
+                    if trial.gap.share_of(group.gap) >= ENOUGH:
+                        break
+            if causes:
+                for trial in causes:
+                    yield from self._find_layers(trial, whole)
+                return
+        yield group
+
+    def _try_remedies(self, gemms: tuple[str, ...], layers: set[str]) -> None:
+        """The whole without the GEMMs that cause the gap, and the whole without the layers."""
+        if others := tuple(gemm for gemm in self._gemms if gemm not in gemms):
+            self._try(Part(others))
+        if rest := tuple(name for name in self._layers if name not in layers):
+            self._try(Part(self._gemms, rest))
+
+    def _causes(self, trial: Trial, whole: Trial) -> bool:
+        return trial.resolved and trial.gap.share_of(whole.gap) >= CAUSES
+
+    def _try(self, part: Part) -> Trial:
+        if part not in self._trials:
+            gap = self._measure(part)
+            known = [trial.gap for trial in self._trials.values()]
+            self._trials[part] = Trial(part, gap, 0.0 if math.isinf(gap.mean) else pooled_half_width([*known, gap]))
+        return self._trials[part]
+
+
+def _halves(layers: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Ways to halve the layers: by depth, and by kind, the last word of the name, if there are several kinds."""
+    if len(layers) < 2:
+        return
+    middle = len(layers) // 2
+    by_depth = layers[:middle], layers[middle:]
+    yield by_depth
+    kinds = list(dict.fromkeys(_kind(name) for name in layers))
+    if len(kinds) > 1:
+        first = kinds[: len(kinds) // 2]
+        by_kind = (
+            tuple(name for name in layers if _kind(name) in first),
+            tuple(name for name in layers if _kind(name) not in first),
+        )
+        if by_kind != by_depth:
+            yield by_kind
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,144 @@
+"""`bisect` with the trainer: planted faults, noise, memory of runs."""
+
+import pytest
+from rich.console import Console
+
+from octavo.artifact.files import ArtifactError
+from octavo.bisection import bisect
+from octavo.bisection.pipeline import find_checkpoint
+from octavo.bisection.search import Part
+from octavo.bisection.short_runs import BF16
+from octavo.nn import linear_function
+from octavo.train import model as trained_model
+from octavo.train.config import ConfigError
+from octavo.train.start import resume_run, start_run
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def broken_layer(monkeypatch):
+    """The scale of the weight of one layer is 30 times too large where y runs in FP8."""
+    convert = trained_model.convert
+
+    def convert_and_break(model, recipe, **options):
+        report = convert(model, recipe, **options)
+        if LAYER in report.converted and report.recipe.y is not None:
+            model.get_submodule(LAYER).register_forward_hook(lambda module, args, y: 1000 * y)
+        return report
+
+    monkeypatch.setattr(trained_model, "convert", convert_and_break)
+
+
+@pytest.fixture
+def wrong_dw(monkeypatch):
+    """Where dw runs in FP8, it has the wrong sign."""
+    dw = linear_function._dw
+
+    def negated(dy, g, x, s_x, s_w, dtype, call):
+        whole = dw(dy, g, x, s_x, s_w, dtype, call)
+        return whole if call.recipe.dw is None else -whole
+
+    monkeypatch.setattr(linear_function, "_dw", negated)
+
+
+def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, broken_layer):
+    found = bisect(settings(recipe="tensorwise", skip=("*.self_attn.*",)), tmp_path / "out", seeds=2)
+    assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", ("y",), [LAYER])
+    others = found.finding.trials[-1]  # all but the layer in FP8
+    assert others.part.layers == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+    assert abs(others.gap.mean) < 0.1 * found.finding.whole.gap.mean
+
+
+def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, wrong_dw):
+    skip = ("*.q_proj", "*.k_proj", "*.v_proj")
+    found = bisect(settings(recipe="tensorwise", skip=skip), tmp_path / "out", seeds=2)
+    assert (found.finding.verdict, found.finding.gemms) == ("found", ("dw",))
+    [y_and_dx] = [trial for trial in found.finding.trials if trial.part.gemms == ("y", "dx")]
+    assert abs(y_and_dx.gap.mean) < 0.1 * found.finding.whole.gap.mean
+
+
+def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
+    made = []
+    found = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: made.append(run))
+    assert (found.finding.verdict, found.causes, found.steps) == ("unresolved", [], 6)
+    assert found.finding.whole.gap.seeds_needed > 3
+    assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == [
+        (gemms, seed, 6) for seed in range(3) for gemms in (("y", "dx", "dw"), ())
+    ]
+    again = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: pytest.fail("it is remembered"))
+    assert again == found
+
+
+def test_a_short_run_repeats_the_losses_of_the_trainer(settings, tmp_path):
+    made = {}
+    bisect(
+        settings(), tmp_path / "out", seeds=2, steps=4, on_run=lambda run, n: made.update({(run.part, run.seed): run})
+    )
+    for recipe, part in (("rowwise", Part(("y", "dx", "dw"))), ("bf16", BF16)):
+        trainer = start_run(settings(recipe=recipe, seed=1, out=str(tmp_path / recipe)), Console(quiet=True))
+        with trainer.lock:
+            assert made[part, 1].losses == tuple(float(trainer.step()[0]) for _ in range(4))
+
+
+def test_an_interrupted_search_continues(settings, tmp_path):
+    made = []
+
+    def interrupt(run, count):
+        made.append(run)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bisect(settings(), tmp_path / "out", seeds=2, steps=3, on_run=interrupt)
+    log = tmp_path / "out" / "runs.jsonl"
+    log.write_text(log.read_text() + '{"gemms": ["y"')  # killed while it wrote
+    found = bisect(settings(), tmp_path / "out", seeds=2, steps=3, on_run=lambda run, count: made.append(run))
+    assert len({(run.part, run.seed) for run in made}) == len(made) == found.runs == 4
+    more = bisect(settings(), tmp_path / "out", seeds=3, steps=3, on_run=lambda run, count: made.append(run))
+    assert {run.seed for run in made[4:]} == {2}
+    assert more.runs == 6
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_it_starts_from_a_checkpoint_of_any_recipe(settings, tmp_path, recipe):
+    run = settings(recipe="delayed", steps=4)
+    start_run(run, Console(quiet=True)).run()
+    made = []
+    found = bisect(
+        settings(recipe=recipe), tmp_path / "out", seeds=2, steps=3, checkpoint=find_checkpoint(tmp_path / "run"),
+        on_run=lambda run, count: made.append(run),
+    )  # fmt: skip
+    fresh = bisect(settings(recipe=recipe), tmp_path / "fresh", seeds=2, steps=3)
+    assert found.losses[0] < fresh.losses[0] - 0.1
+    if recipe == "delayed":
+        trainer = resume_run(tmp_path / "run", ("--steps", "12"), Console(quiet=True))
+        with trainer.lock:
+            losses = tuple(float(trainer.step()[0]) for _ in range(3))
+        assert made[0].losses == pytest.approx(losses, rel=1e-6)  # the same weights, moments, scales and batches
+
+
+def test_what_cannot_be_bisected(settings, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="recipe bf16 runs no GEMM in FP8"):
+        bisect(settings(recipe="bf16"), out)
+    with pytest.raises(ConfigError, match="seeds must be at least 2"):
+        bisect(settings(), out, seeds=1)
+    with pytest.raises(ConfigError, match="steps of a short run must be at least 1"):
+        bisect(settings(), out, steps=0)
+    with pytest.raises(ArtifactError, match="no run of octavo train"):
+        find_checkpoint(tmp_path)
+    bisect(settings(), out, seeds=2, steps=1)
+    with pytest.raises(ConfigError, match=r"short runs of other settings: batch is 4 there and 2 here. Choose another"):
+        bisect(settings(batch=2), out, seeds=2, steps=1)
+    with pytest.raises(ConfigError, match="other settings: steps is 1 there and 2 here"):
+        bisect(settings(), out, seeds=2, steps=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    with pytest.raises(FileExistsError, match="is not empty and has no short runs"):
+        bisect(settings(), tmp_path / "full", seeds=2, steps=1)
+
+
+def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):
+    with pytest.raises(ConfigError, match="the run in BF16 with seed 0 diverged at step"):
+        bisect(settings(learning_rate=1e38, min_learning_rate=1.0, clip=0.0), tmp_path / "out", seeds=2)

@@ -1,0 +1,95 @@
+"""The search over GEMMs and layers, with effects that are known."""
+
+import math
+
+import pytest
+
+from octavo.bisection.gap import Gap
+from octavo.bisection.search import Part, Search
+
+GEMMS = ("y", "dx", "dw")
+LAYERS = [f"layers.{block}.{kind}" for block in range(8) for kind in ("q_proj", "k_proj", "up_proj", "down_proj")]
+
+
+def search(effect, noise=0.001, least=0.0):
+    """A search whose gap is `effect(gemms, layers)`, +- `noise` in three seeds."""
+    tried = []
+
+    def measure(part):
+        tried.append(part)
+        size = effect(set(part.gemms), set(LAYERS if part.layers is None else part.layers))
+        return Gap((size - noise, size, size + noise))
+
+    found = Search(measure, GEMMS, LAYERS, least).run()
+    assert len(set(tried)) == len(tried), "nothing is tried twice"
+    assert [trial.part for trial in found.trials] == tried
+    return found
+
+
+def causes(found):
+    return [trial.part.layers for trial in found.layers]
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[13], LAYERS[-1]])
+def test_one_gemm_of_one_layer_is_found(gemm, layer):
+    found = search(lambda gemms, layers: 0.1 * (gemm in gemms and layer in layers))
+    assert (found.verdict, found.gemms, causes(found)) == ("found", (gemm,), [(layer,)])
+    assert len(found.trials) <= 1 + 3 + 2 * math.log2(len(LAYERS)) + 2
+    whole, remedies = found.whole.gap, found.trials[-2:]
+    assert whole.mean == pytest.approx(0.1)
+    assert {trial.part.gemms for trial in remedies} == {tuple(g for g in GEMMS if g != gemm), GEMMS}
+    assert all(trial.gap.mean == pytest.approx(0) for trial in remedies)
+
+
+def test_two_layers_far_apart_are_both_found():
+    bad = {LAYERS[2], LAYERS[29]}
+    found = search(lambda gemms, layers: 0.05 * len(bad & layers))
+    assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
+    assert found.gemms == GEMMS  # each GEMM alone has the whole effect
+
+
+def test_two_gemms_that_raise_the_loss_together_are_found():
+    found = search(lambda gemms, layers: 0.1 * ({"dx", "dw"} <= gemms and LAYERS[5] in layers))
+    assert (found.gemms, causes(found)) == (("dx", "dw"), [(LAYERS[5],)])
+
+
+def test_a_kind_of_layer_that_must_be_whole_is_found():
+    """Neither half by depth has an effect: the layers of the kind do it together."""
+    kind = {name for name in LAYERS if name.endswith("down_proj")}
+    found = search(lambda gemms, layers: 0.1 * (kind <= layers))
+    assert causes(found) == [tuple(name for name in LAYERS if name in kind)]
+
+
+def test_a_gap_that_is_spread_evenly_ends_in_groups():
+    found = search(lambda gemms, layers: 0.1 * len(layers) / len(LAYERS))
+    assert [len(group) for group in causes(found)] == [8, 8, 8, 8]
+    assert sum(causes(found), ()) == tuple(LAYERS)
+
+
+def test_a_gap_within_the_noise_ends_the_search():
+    found = search(lambda gemms, layers: 0.002, noise=0.01)
+    assert (found.verdict, found.gemms, found.layers) == ("unresolved", (), ())
+    assert [trial.part for trial in found.trials] == [Part(GEMMS)]
+
+
+def test_a_lower_loss_is_no_gap():
+    found = search(lambda gemms, layers: -0.1)
+    assert (found.verdict, len(found.trials)) == ("lower", 1)
+
+
+def test_a_gap_that_is_too_small_is_not_searched():
+    found = search(lambda gemms, layers: 0.01, least=0.02)
+    assert (found.verdict, len(found.trials)) == ("small", 1)
+    assert search(lambda gemms, layers: 0.03, least=0.02).verdict == "found"
+
+
+def test_a_part_that_diverges_is_found():
+    found = search(lambda gemms, layers: math.inf if "dw" in gemms and LAYERS[9] in layers else 0.01)
+    assert (found.gemms, causes(found)) == (("dw",), [(LAYERS[9],)])
+
+
+def test_effects_within_the_noise_are_not_followed():
+    bad = LAYERS[20]
+    found = search(lambda gemms, layers: 0.02 * (bad in layers) + 0.004 * ("y" in gemms), noise=0.0015)
+    assert (found.gemms, causes(found)) == (GEMMS, [(bad,)])
