@@ -8,7 +8,7 @@ from bench.gpu.modes import BASE
 from bench.gpu.sharded import OURS, TORCHAO, WIDE
 from bench.report.aims import Aim
 from bench.report.tables import Result, Row, machine, number, times
-from octavo.plan.communication import NODE, NVLINK, Links, Training, fit
+from octavo.plan.communication import NODE, NVLINK, Links, Training, fit, solve
 
 Rows = Iterable[Row]
 WORLDS = (64, 256, 1024, 4096)
@@ -124,18 +124,50 @@ def tensor_parallel(results: dict[str, Result]) -> Rows:
 
 
 def trainings(results: dict[str, Result]) -> dict[str, tuple[int, Training]]:
-    """The parts of each mode's step, fitted to the run on the fewest GPUs of the most layers, and its GPUs."""
+    """The parts of each mode's step, fitted to the runs of `fitted_runs`, and their GPUs."""
+    found = fitted_runs(results)
+    if not found:
+        return {}
+    run, other = found[0], found[1] if len(found) > 1 else None
+    modes, world = rows_of(run), run["setting"]["world"]
+    return {name: (world, fitted(run, other, name)) for name in MODES if name in modes and BASE in modes}
+
+
+def fitted_runs(results: dict[str, Result]) -> list[Result]:
+    """The run of the most layers on the fewest GPUs, and one of fewer layers on as many GPUs, if there is one."""
     found = runs(results)
     layers = max((run["setting"]["layers"] for run in found), default=0)
-    run = next((run for run in found if run["setting"]["layers"] == layers), None)
-    if run is None:
-        return {}
-    modes, world = rows_of(run), run["setting"]["world"]
-    return {name: (world, fitted(run, modes[name])) for name in MODES if name in modes and BASE in modes}
+    deepest = next((run for run in found if run["setting"]["layers"] == layers), None)
+    if deepest is None:
+        return []
+    world = deepest["setting"]["world"]
+    others = [run for run in found if run["setting"]["world"] == world and run is not deepest]
+    return [deepest, *others[-1:]]
 
 
-def fitted(run: Result, row: Result) -> Training:
-    """The block's time of a mode, from its step's time; the head takes its share of BF16's FLOPs in every mode."""
+def fitted(run: Result, other: Result | None, mode: str) -> Training:
+    """The times of a block and of the rest, from the times of a mode's step at two depths.
+
+    Of one depth alone: the head takes its share of BF16's FLOPs in every mode.
+    """
+    row = rows_of(run)[mode]
+    training = estimated(run, row)
+    if other is not None and mode in rows_of(other):
+        seconds = rows_of(other)[mode]["median"] / 1e3
+        rest = solve(lambda rest: at_depth(other, replace(training, rest=rest), run, row), seconds)
+        training = replace(training, rest=rest)
+    return fit(row["median"] / 1e3, training, links_of(run), run["setting"]["world"])
+
+
+def at_depth(other: Result, training: Training, run: Result, row: Result) -> float:
+    """The seconds of a step of the run `other`, with the time of a block that fits `run` and the rest of `training`."""
+    model = fit(row["median"] / 1e3, training, links_of(run), run["setting"]["world"])
+    setting = other["setting"]
+    return replace(model, layers=setting["layers"]).step(links_of(other), setting["world"])
+
+
+def estimated(run: Result, row: Result) -> Training:
+    """The parts of a mode's step but for the time of a block; the rest is the head's share of BF16's FLOPs."""
     setting, world = run["setting"], run["setting"]["world"]
     width, layers = setting["width"], setting["layers"]
     block = width * (2 * width + 2 * width * setting["kv_heads"] // setting["heads"] + 3 * setting["mlp_width"])
@@ -144,7 +176,7 @@ def fitted(run: Result, row: Result) -> Training:
     base = rows_of(run)[BASE]
     rest = (base["median"] - base["optimizer_ms"]) / 1e3 * head / (layers * (block + attention) + head)
     root = 2 * head + width
-    training = Training(
+    return Training(
         layers=layers,
         block=0.0,
         rest=rest,
@@ -154,7 +186,6 @@ def fitted(run: Result, row: Result) -> Training:
         root_gathered=2 * root,
         root_reduced=4 * root,
     )
-    return fit(row["median"] / 1e3, training, links_of(run), world)
 
 
 def links_of(run: Result) -> Links:
@@ -163,17 +194,20 @@ def links_of(run: Result) -> Links:
 
 def model_errors(results: dict[str, Result]) -> Rows:
     """The model's time of every measured step that it was not fitted to."""
-    for name, (world, training) in trainings(results).items():
+    known = fitted_runs(results)
+    for name, (_, training) in trainings(results).items():
         for run in runs(results):
             row, setting = rows_of(run).get(name), run["setting"]
-            if row and (setting["world"], setting["layers"]) != (world, training.layers):
+            if row and run not in known:
                 model = replace(training, layers=setting["layers"]).step(links_of(run), setting["world"])
                 yield error_row(f"{setting['world']} GPUs, {setting['layers']} layers", name, model, row["median"])
         for result in runs(results, "gpu_network_"):
             for link in result["links"]:
                 if name in link["rounds"]:
                     here = replace(training, layers=result["setting"]["layers"])
-                    model = here.step(Links(link["bytes_per_second"]), result["setting"]["world"])
+                    shared = result["setting"]["transport"] == "socket"  # few channels slow each collective alone
+                    links = Links(link["bytes_per_second"], shared=shared)
+                    model = here.step(links, result["setting"]["world"])
                     where = f"{result['setting']['world']} GPUs at {link['bytes_per_second'] / 1e9:.1f} GB/s"
                     yield error_row(where, name, model, statistics.median(link["rounds"][name]))
 

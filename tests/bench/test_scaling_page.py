@@ -46,9 +46,9 @@ def results() -> dict[str, Any]:
     two["modes"].append({"mode": "broken", "error": "ValueError: no"})
     rounds = {name: [2e3 * training.step(slow, 2)] * 3 for name, training in trainings.items()}
     link = {"channels": 1, "bytes_per_second": 10e9, "rounds": rounds}
-    setting = {"layers": LAYERS, "tokens": 8192, "world": 2, "transport": "direct"}
+    setting = {"layers": LAYERS, "tokens": 8192, "world": 2, "transport": "socket"}
     found |= {"gpu_fsdp_16_layers_2_gpus": two}
-    found["gpu_network_direct"] = {"machine": MACHINE, "setting": setting, "links": [link]}
+    found["gpu_network_socket"] = {"machine": MACHINE, "setting": setting, "links": [link]}
     rows = [
         {"mode": mode, "median": ms, "low": ms, "high": ms, "ratio": 10 / ms, "kernels": {}}
         for mode, ms in (("bf16", 10.0), ("octavo: rowwise", 7.0), ("torchao: rowwise", 9.0))
@@ -101,6 +101,26 @@ def test_the_fit_splits_a_step_into_its_parts(results: dict[str, Any]) -> None:
     attention, head = 8192 * WIDTH, VOCABULARY * WIDTH
     assert training.rest == pytest.approx(0.370 * head / (LAYERS * (BLOCK + attention) + head))
     assert training.step(Links(1.0), 1) == pytest.approx(0.298)
+
+
+def test_two_depths_give_the_times_of_a_block_and_of_the_rest(results: dict[str, Any]) -> None:
+    deep = results["gpu_fsdp_16_layers_1_gpus"]
+    shallow = copy.deepcopy(deep)
+    shallow["setting"]["layers"] = 8
+    _, before = scaling.trainings(results)[OURS]
+    for each in shallow["modes"]:
+        each["median"] -= 100.0
+    _, training = scaling.trainings(results | {"gpu_fsdp_8_layers_1_gpus": shallow})[OURS]
+    assert training.block == pytest.approx(0.1 / 8)
+    assert training.rest == pytest.approx(0.298 - 0.2 - training.optimizer)
+    assert before.block != pytest.approx(training.block)
+
+
+def test_a_gather_and_a_reduction_on_few_channels_run_side_by_side(results: dict[str, Any]) -> None:
+    network = results["gpu_network_socket"]
+    network["setting"]["transport"] = "direct"
+    errors = [row["error"] for row in scaling.model_errors(results) if "at 10.0 GB/s" in row["measured"]]
+    assert all(float(error.removesuffix("%")) < -55 for error in errors)
 
 
 def test_the_share_of_bytes_leaves_out_what_is_not_converted(results: dict[str, Any]) -> None:

@@ -11,6 +11,9 @@ The root (embedding and head) is gathered before the first block and reduced aft
 the head's computation, which no mode speeds up. Copies in and out of the buffers of FSDP2 count as computation, and
 NCCL's use of multiprocessors is left out.
 
+Where not the link is slow but each collective alone, as with few channels of NCCL, a gather and a reduction run side by
+side: max(g, s) takes the place of g + s.
+
 A collective of B bytes over n GPUs takes B (n - 1) / (n rate) + latency seconds, as NCCL's ring does. The latencies of
 a hop are those of NCCL's own model (src/graph/tuning.cc, ring, simple protocol). In a hierarchy (HSDP) n GPUs share the
 weights. Their gradients are also summed over all groups of n: an all-reduce of B / n bytes by trees, in which each GPU
@@ -28,10 +31,14 @@ NVLINK = 450e9  # bytes a second and direction of an H200 (NVIDIA's data sheet)
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes."""
+    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes.
+
+    `shared`: whether a gather and a reduction that run at the same time divide the rate. Otherwise each has all of it.
+    """
 
     node: float
     network: float = math.inf
+    shared: bool = True
 
     def gather(self, size: float, world: int) -> float:
         """Seconds of an all-gather to `size` bytes, or of a reduce-scatter from them."""
@@ -80,7 +87,8 @@ class Training:
         g, s = links.gather(self.gathered, shards), reduction(self.reduced)
         f, b = self.block / 3, self.block * 2 / 3
         forward = g + (self.layers - 1) * max(f, g) + f
-        backward = g + (self.layers - 1) * max(b, g + s) + b + s
+        both = g + s if links.shared else max(g, s)
+        backward = g + (self.layers - 1) * max(b, both) + b + s
         root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
         return forward + backward + root + self.rest + self.optimizer / shards
 
