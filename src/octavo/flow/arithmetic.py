@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from octavo.ops.grouped_gemm import ALIGNMENT
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 NAMES = {
     torch.float64: "FP64",
@@ -91,8 +93,11 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
         return int(formula(*args, **keywords, out_val=out))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
+        if "octavo.grouped_mm_dw" in str(func):  # [N, T] x [K, T], T cut into groups, with 16 columns more for each
+            (n, columns), k = tensors[0].shape, tensors[1].shape[0]
+            return 2 * n * k * (columns - ALIGNMENT * int(out.shape[0]))
         if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
-            return 2 * tensors[0].numel() * tensors[1].shape[0 if "grouped_mm_dw" in str(func) else -1]
+            return 2 * tensors[0].numel() * tensors[1].shape[-1]
         results = floating(out)
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
     if "_for_cpu" in str(func) or "_fused_attention" in str(func):
