@@ -34,6 +34,13 @@ def plant(begin):
 
 
 @pytest.fixture
+def eager():
+    """Without compilation: torchao compiles its steps."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
 def found(monkeypatch):
     """found(step, *events): the events that the rules over samples find at the check of that step."""
     at = {}
@@ -82,6 +89,7 @@ def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_st
 
 
 @pytest.mark.parametrize("options", [{"recipe": "rowwise"}, {"recipe": "delayed", "optimizer": {"state": "8bit"}}])
+@pytest.mark.usefixtures("eager")
 def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tmp_path):
     """No step has used the bad gradient: the run is one in which the layer is promoted before that step."""
     common = QUIET | {"log_every": 1, "steps": 20, "watch": {"on_warning": "promote"}} | options
