@@ -59,7 +59,7 @@ class Remedies:
         self._caches, self._checkpoints = caches, checkpoints
 
     def promote(self, events: Iterable[Event]) -> dict[Event, Promotion]:
-        """Give more precision to the layers in which faults were found: the event, and what was done about it.
+        """Give more precision to the layers that events name; returns the promotion of each event that had one.
 
         A layer that is in BF16 already stays as it is, and so does a module that is no converted layer. A layer is
         promoted once, however many events it has.
