@@ -31,6 +31,10 @@ _CHARTS = (
 )
 _UNITS = {"peak_memory": 1e-9}
 
+_HINT = (
+    "Drag across a chart of lines to zoom; a double-click or Escape shows all of it. Each chart takes the arrow keys, "
+    "and shows the values at its cursor below it."
+)
 _WATCH = """<h2>Layers over the steps</h2>
 <div class="controls">
 <label>Run <select id="run"></select></label>
@@ -61,7 +65,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     names = [name for name in FACTS if any(each.get(name) for each in facts)]
     rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
     page.add(table(("", *(run.name for run in runs)), rows))
-    page.add(paragraphs(_remarks(runs)))
+    page.add(paragraphs([*_remarks(runs), _HINT]))
     for name, title, unit, keys in _CHARTS:
         if lines := _lines(runs, keys):
             page.add_chart(LineChart(name, title, "step", unit, lines, marks=_marks(runs), cursors="steps"))
@@ -101,7 +105,11 @@ def thin(series: Series, name: str, colour: int = 0, unit: float = 1.0) -> Line:
 
 
 def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
-    return [(event.step, f"{event.rule}: {event.message}") for _, event in _all_events(runs)][:_EVENTS]
+    several = len(runs) > 1
+    return [
+        (event.step, f"{run.name}, {event.rule}: {event.message}" if several else f"{event.rule}: {event.message}")
+        for run, event in _all_events(runs)
+    ][:_EVENTS]
 
 
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
