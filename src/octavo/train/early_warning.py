@@ -68,7 +68,7 @@ class EarlyWarning:
             TrainingError: a loss or a gradient was not finite, and no layer could be promoted for it; or `on_warning`
                 is "stop", and a rule has found a fault.
         """
-        report = Report(metrics, console, self._watch, self._run)
+        report = Report(metrics, console, self._watch, self._run, self._state)
         steps = self._recent.read()
         bad = next((numbers for numbers in steps if not (numbers.finite or self._is_skipped(numbers))), None)
         if bad is not None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -11,6 +11,8 @@ from octavo.artifact.run import RunFolder
 from octavo.telemetry.rules.sample import Records
 from octavo.telemetry.schema import Event, WatchedLayer
 from octavo.train.actions import Promotion, Rollback
+from octavo.train.checkpoint import TrainState
+from octavo.train.instrument import precision_of
 from octavo.train.log import print_line
 from octavo.train.metrics import Metrics
 
@@ -32,8 +34,10 @@ class Source(Protocol):
 class Report:
     """Writes warnings to all three places; events only where the run is watched."""
 
-    def __init__(self, metrics: Metrics, console: Console, watch: Source | None, run: RunFolder) -> None:
-        self._metrics, self._console, self._watch, self._run = metrics, console, watch, run
+    def __init__(
+        self, metrics: Metrics, console: Console, watch: Source | None, run: RunFolder, state: TrainState
+    ) -> None:
+        self._metrics, self._console, self._watch, self._run, self._state = metrics, console, watch, run, state
 
     def warn(self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion]) -> None:
         """Report events, and the promotion of each for which there is one."""
@@ -46,11 +50,13 @@ class Report:
             print_line(
                 self._console, f"warning: {len(events) - _SHOWN} more of step {step}, in {self._run.path / 'watch'}"
             )
-        promoted = {p.layer: p.to for p in done.values()}
-        found = Counter(event.rule for event in events)
-        self._metrics.write(step, warnings=dict(found), **({"promoted": promoted} if promoted else {}))
-        if promoted and self._watch is not None:
-            self._watch.refresh()
+        record: dict[str, Any] = {"warnings": dict(Counter(event.rule for event in events))}
+        if done:
+            record["promoted"] = {promotion.layer: promotion.to for promotion in done.values()}
+            record["precision"] = precision_of(self._state.model, self._state.device)
+            if self._watch is not None:
+                self._watch.refresh()
+        self._metrics.write(step, **record)
 
     def go_back(self, spike: Event, rollback: Rollback) -> None:
         """Report that the run went back to a checkpoint. The records of later steps are dropped."""
