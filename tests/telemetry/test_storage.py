@@ -77,9 +77,10 @@ def test_a_resumed_run_drops_later_steps_and_a_new_one_drops_all(tmp_path):
     assert steps_of(tmp_path) == [1]
 
 
-def test_a_run_that_went_back_drops_the_steps_after(tmp_path):
+def test_a_run_that_went_back_drops_the_samples_after_and_its_events_stay(tmp_path):
     written(tmp_path).drop_after(50)
     assert steps_of(tmp_path) == [1, 50]
+    assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 100]
 
 
 def test_records_that_reach_the_limit_are_thinned_and_the_interval_doubles(tmp_path):

@@ -99,6 +99,7 @@ class WatchWriter:
             if resumed_at and (self.folder / "layers.json").exists():
                 self.interval = max(interval, _read_layers(run)[0])
             self.drop_after(resumed_at)
+            self._drop_events_after(resumed_at)
             self.write_layers(layers)
         except OSError as error:
             raise write_error(self.folder, error) from error
@@ -127,12 +128,14 @@ class WatchWriter:
             raise write_error(self.folder, error) from error
 
     def drop_after(self, step: int) -> None:
-        """Drop the samples and events of the steps after `step`, to which the run went back."""
+        """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
         for path, dtype in zip(self._paths, (OPERAND, LAYER), strict=True):
             path.touch()
             steps = _read_records(path, dtype)["step"]
             count = int(np.searchsorted(steps, step, side="right")) if step else 0
             os.truncate(path, count * dtype.itemsize)
+
+    def _drop_events_after(self, step: int) -> None:
         events = self.folder / "events.jsonl"
         events.touch()
         lines = [event for event in _read_events(events) if event.step <= step] if step else []
