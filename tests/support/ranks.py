@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 180  # for a call; a collective that waits longer fails
-# The processes are forked from a server that has imported these once: a rank starts in some 50 ms.
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "octavo.dist"]
+# A server that has imported these once for all tests forks the processes: a rank starts in some 50 ms, not in seconds.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+    "octavo.train.start",
+]
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
