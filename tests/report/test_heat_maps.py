@@ -14,13 +14,14 @@ from octavo.report.heat_maps import (
     WRONG,
     Columns,
     Metric,
+    check_records,
     encode_grid,
     metric_grids,
     sampled_steps,
     spread,
 )  # fmt: skip
 from octavo.report.histograms import code_points, histograms_at
-from octavo.telemetry.schema import BINADES, OPERAND
+from octavo.telemetry.schema import BINADES, LAYER, OPERAND
 from octavo.telemetry.storage import Watched
 
 STEPS = np.arange(5, 105, 5)
@@ -96,10 +97,14 @@ def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
 
 def test_records_of_unknown_layers_are_refused():
     records = np.zeros(1, OPERAND)
-    records["layer"] = 7
-    watched = Watched(1, layers_of(3), records, records[:0], [])
-    with pytest.raises(ArtifactError, match="one is of layer 7 and operand 0, and layers.json has 3 layers"):
-        metric_grids(watched, Columns(np.array([0]), 1))
+    watched = Watched(1, layers_of(3), records, np.zeros(1, LAYER), [])
+    check_records(watched)
+    records["operand"] = 3
+    with pytest.raises(ArtifactError, match="one is of layer 0 and operand 3, and there are 3 layers and 3 operands"):
+        check_records(watched)
+    records["operand"], watched.layer_records["layer"] = 0, 3
+    with pytest.raises(ArtifactError, match="one is of layer 3"):
+        check_records(watched)
 
 
 def test_histograms_are_those_of_their_steps():

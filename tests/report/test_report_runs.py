@@ -74,6 +74,15 @@ def test_a_watch_of_another_version_leaves_the_loss(tmp_path):
     assert "is not valid JSON" in read_runs([tmp_path])[0].remarks[0]
 
 
+def test_a_watch_with_damaged_records_leaves_the_loss(tmp_path):
+    make_run(tmp_path)
+    path = tmp_path / "watch" / "operands.bin"
+    path.write_bytes(b"\xff" * len(path.read_bytes()))
+    (run,) = read_runs([tmp_path])
+    assert run.watched is None
+    assert run.remarks[0].startswith("Figures of the layers are missing: the records of the watch are damaged")
+
+
 def test_a_cut_record_of_the_watch_is_left_out(tmp_path):
     make_run(tmp_path)
     path = tmp_path / "watch" / "operands.bin"

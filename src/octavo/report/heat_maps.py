@@ -91,14 +91,23 @@ def sampled_steps(watched: Watched) -> Array:
     return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint32)
 
 
+def check_records(watched: Watched) -> None:
+    """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
+    for records, kinds in ((watched.operands, len(OPERANDS)), (watched.layer_records, 0)):
+        for part in _chunks(records):
+            layer, operand = int(part["layer"].max()), int(part["operand"].max()) if kinds else -1
+            if layer >= len(watched.layers) or operand >= kinds:
+                raise ArtifactError(
+                    f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there "
+                    f"are {len(watched.layers)} layers and {kinds} operands, counted from 0"
+                )
+
+
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
     """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand.
 
     The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
     out, and so is a share of inf and NaN that is always 0.
-
-    Raises:
-        ArtifactError: a record is of a layer that layers.json does not have.
     """
     by_operand = [metric for metric in METRICS if metric.operands]
     by_layer = [metric for metric in METRICS if not metric.operands]
@@ -116,7 +125,6 @@ def _fill(
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
     for part in _chunks(records):
         which = part["operand"].astype(np.int64) if len(operands) > 1 else np.zeros(len(part), np.int64)
-        _check(part["layer"], which, shape)
         cell = (which * shape[1] + part["layer"]) * shape[2] + columns.of(part["step"])
         for metric in metrics:
             worst = np.fmax if metric.worst == "highest" else np.fmin
@@ -153,14 +161,6 @@ def _values(part: Records, metric: Metric) -> Array:
     if metric.key in ("amax", "gradient_norm"):
         values[np.isnan(values)] = np.inf
     return values
-
-
-def _check(layers: Array, operands: Array, shape: tuple[int, int, int]) -> None:
-    if layers.max() >= shape[1] or operands.max() >= shape[0]:
-        raise ArtifactError(
-            f"the records of the watch are damaged: one is of layer {layers.max()} and operand {operands.max()}, and "
-            f"layers.json has {shape[1]} layers with {shape[0]} operands each"
-        )
 
 
 def _chunks(records: Records) -> Iterator[Records]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.run import RunFolder
+from octavo.report.heat_maps import check_records
 from octavo.telemetry.storage import Watched, read_watch, watch_folder
 from octavo.train.records import read_records
 
@@ -166,6 +167,7 @@ def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
         return None, ["The run was not watched, so its layers have no figures: see interval in the table [watch]."]
     try:
         watched = read_watch(path)
+        check_records(watched)
     except ArtifactError as error:
         return None, [f"Figures of the layers are missing: {error}."]
     if not len(watched.operands):

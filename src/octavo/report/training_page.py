@@ -129,7 +129,7 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
-    steps, layers = sampled_steps(watched), len(watched.layers)
+    steps, layers = sampled_steps(watched), max(len(watched.layers), 1)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
     columns = Columns(steps, min(len(steps), _COLUMNS, max(fits, 20)))
     by_key = {metric.key: metric for metric in METRICS}

@@ -40,7 +40,10 @@
     return share ? `${text} %` : unit ? `${text} ${unit}` : text;
   }
 
-  const short = (name, most) => (name.length > most ? `…${name.slice(1 - most)}` : name); // its end says more
+  function short(name, most) { // the number of the block and the end of a layer's name say more than its beginning
+    const tail = name.length > most ? name.replace(/^.*?(?=\d)/, "") : name;
+    return tail.length > most ? `…${tail.slice(1 - most)}` : tail;
+  }
 
   const decode = (() => { // base64 to an array, when it is first shown
     const known = new Map();
@@ -134,7 +137,7 @@
     figure.append(legend);
     const label = `${chart.title}: ${chart.lines.map((line) => line.name).join(", ")}. Arrow keys move the cursor.`;
     const { box, readout } = parts(figure, label, press, rows);
-    const names = { values: (u, all) => all.map((x) => short(chart.names[x] ?? "", 14)), space: 110 };
+    const names = { values: (u, all) => all.map((x) => short(chart.names[x] ?? "", 20)), space: 140 };
     const sync = chart.cursors ? { sync: { key: chart.cursors, setSeries: false } } : {};
     const made = plot(box, () => 260, {
       series: [{}, ...chart.lines.map(series)],
