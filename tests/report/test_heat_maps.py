@@ -32,7 +32,9 @@ def decoded(grid: dict, metric: Metric) -> np.ndarray:
     """The values of a grid as the page computes them."""
     codes = np.frombuffer(base64.b64decode(grid["codes"]), "<u2").astype(np.float64)
     low, high = grid["low"], grid["high"]
-    if metric.log:
+    if metric.log and low == 0:  # no value is above 0
+        values = np.zeros_like(codes)
+    elif metric.log:
         values = np.where(codes == 0, 0, low * (high / low) ** ((codes - 1) / (LAST - 1)))
     else:
         values = low + codes / LAST * (high - low)

@@ -8,8 +8,9 @@ import pytest
 from report_examples import make_run, write_metrics
 
 from octavo.artifact.files import ArtifactError
-from octavo.report.facts import run_facts
+from octavo.report.facts import recipe_rows, run_facts
 from octavo.report.runs import read_runs, read_series
+from octavo.report.training_page import page_of_runs
 
 
 def test_a_run_of_octavo_train(tmp_path):
@@ -111,6 +112,14 @@ def test_a_step_that_came_twice_counts_once():
     series = read_series([{"step": 2, "loss": 1}, {"step": 1, "loss": 3}, {"step": 2, "loss": 2}], "run")["loss"]
     np.testing.assert_array_equal(series.steps, [1, 2])
     np.testing.assert_array_equal(series.values, [3.0, 2.0])
+
+
+def test_a_run_that_was_not_watched_shows_its_recipes(tmp_path):
+    recipes = {"rowwise": {"y": "cublaslt", "dx": "cublaslt", "dw": "bf16", "layers": ["a", "b"]}}
+    write_metrics(tmp_path, 2, precision={"recipes": recipes})
+    runs = read_runs([tmp_path])
+    assert recipe_rows(runs[0].precision)[1] == [("rowwise", "2 layers", "cublaslt", "cublaslt", "bf16")]
+    assert "<td>2 layers</td>" in page_of_runs(runs).html()
 
 
 def test_the_trainer_of_hugging_face(tmp_path):

@@ -1,6 +1,8 @@
 """The figures of a run in words, for the page and the terminal."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +56,16 @@ def gemm_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         shape = " x ".join(map(str, layer.shape))
         rows.append((layer.name, layer.kind, shape, layer.recipe, *ran, "; ".join(why)))
     return ("layer", "class", "shape", "recipe", "y", "dx", "dw", "recomputation", "why"), rows
+
+
+def recipe_rows(precision: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The same for a run that was not watched, by recipe: what `octavo.train.instrument.precision_of` recorded."""
+    recipes: Mapping[str, Any] = precision.get("recipes", {})
+    rows = [
+        (name, plural(len(each["layers"]), "layer"), *(str(each.get(gemm, "")) for gemm in ("y", "dx", "dw")))
+        for name, each in recipes.items()
+    ]
+    return ("recipe", "layers", "y", "dx", "dw"), rows
 
 
 def gemm_counts(watched: Watched) -> str:

@@ -139,12 +139,10 @@ def encode_grid(values: Array, metric: Metric) -> dict[str, Any]:
     """The codes of [layers, columns] values for the page: low, high, whether there are zeros, and base64 of uint16."""
     finite = np.isfinite(values)
     used = values[finite & (values > 0)] if metric.log else values[finite]
-    low, high = (float(used.min()), float(used.max())) if used.size else (1.0, 1.0)
+    low, high = (float(used.min()), float(used.max())) if used.size else (0.0, 0.0)
     place = np.zeros_like(values)
-    if metric.log:
-        share = np.log(np.clip(values, low, high, where=finite, out=np.full_like(values, low)) / low)
-        place = 1 + share / max(np.log(high / low), 1e-30) * (LAST - 1)
-        place[finite & (values <= 0)] = 0
+    if metric.log and used.size:
+        place[finite & (values > 0)] = 1 + np.log(used / low) / max(np.log(high / low), 1e-30) * (LAST - 1)
     elif high > low:
         place = (np.where(finite, values, low) - low) / (high - low) * LAST
     codes = np.rint(place).astype(np.uint16)

@@ -16,7 +16,7 @@ from typing import Any
 
 _ASSETS = files("octavo.report") / "assets"
 _NO_SCRIPT = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
-_LONG = 40  # a cell with more characters is text, and may be broken between words
+_LONG = 32  # a cell with more characters is text, and may be broken between words
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.numerics.formats import FP8_FORMATS
-from octavo.report.facts import FACTS, gemm_rows, run_facts
+from octavo.report.facts import FACTS, gemm_rows, recipe_rows, run_facts
 from octavo.report.heat_maps import METRICS, Columns, encode_grid, metric_grids, sampled_steps, spread
 from octavo.report.histograms import code_points, histograms_at
 from octavo.report.page import Line, LineChart, Page, paragraphs, table
@@ -73,8 +73,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     if watched:
         page.data |= _watch_data(watched)
         page.add(_WATCH)
-    for run in watched:
-        page.add(_what_ran_where(run, alone=len(watched) == 1))
+    page.add(*(_what_ran_where(run, alone=len(runs) == 1) for run in runs))
     page.add(_events(runs), _settings(runs))
     return page
 
@@ -148,11 +147,12 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
 
 
 def _what_ran_where(run: RunData, *, alone: bool) -> str:
-    assert run.watched is not None
-    columns, rows = gemm_rows(run.watched)
+    columns, rows = gemm_rows(run.watched) if run.watched is not None else recipe_rows(run.precision)
+    if not rows:
+        return ""
     title = "What ran where" if alone else f"What ran where: {run.name}"
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
-    return table(columns, rows, title=title, remark=remark, layers=[row[0] for row in rows])
+    return table(columns, rows, title=title, remark=remark, layers=[row[0] for row in rows] if run.watched else ())
 
 
 def _events(runs: Sequence[RunData]) -> str:
@@ -160,7 +160,7 @@ def _events(runs: Sequence[RunData]) -> str:
     if not any(run.watched is not None for run in runs):
         return ""
     if not events:
-        return '<h2>Events</h2>\n<p class="remark">No rule found anything unusual.</p>'
+        return '<h2>Events</h2>\n<p class="remark">No event was recorded.</p>'
     several = len(runs) > 1
     rows = [
         (*((run.name,) if several else ()), str(event.step), event.rule, event.layer or "", event.operand or "",

@@ -285,7 +285,7 @@
         square.style.background = `var(${name})`;
         return [square, meaning];
       };
-      const [start, end] = [log && zero ? "0, then " : "", log ? " (logarithmic)" : ""];
+      const start = log && zero && low > 0 ? "0, then " : "", end = log && low < high ? " (logarithmic)" : "";
       const keys = [...key("--empty", "no value"), ...key("--wrong", NO_NUMBER)];
       scale.replaceChildren(start + number(low, unit), bar, number(high, unit) + end, ...keys);
     }
@@ -482,7 +482,8 @@
     function setRun() {
       view.run = runs[controls.run.value];
       const known = data.metrics.filter((metric) => view.run.grids[metric.key]);
-      offer(controls.metric, known.map((metric) => [metric.key, metric.label]), view.metric?.key);
+      const telling = known.find((metric) => Object.values(view.run.grids[metric.key]).some((grid) => grid.low < grid.high));
+      offer(controls.metric, known.map((metric) => [metric.key, metric.label]), view.metric?.key ?? telling?.key);
       offer(controls.step, view.run.histograms.steps.map((step, i) => [i, step]), 0);
       setMetric();
     }
