@@ -120,6 +120,7 @@ def signalled(monkeypatch, *numbers):
     monkeypatch.setattr(Trainer, "step", stepped)
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_ends_with_success_and_the_way_on(octavo, here, monkeypatch):
     signalled(monkeypatch, signal.SIGINT)
     code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")
@@ -131,6 +132,7 @@ def test_the_way_on_of_several_processes_is_torchrun():
     assert _resume_command(Path("run"), 2) == "torchrun ... -m octavo train --resume run"
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_second_signal_ends_with_failure_and_no_traceback(octavo, here, monkeypatch):
     signalled(monkeypatch, signal.SIGINT, signal.SIGINT)
     code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "--recipe=bf16", "--out", "run")

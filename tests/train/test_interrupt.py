@@ -11,6 +11,7 @@ from octavo.artifact.run import RunFolder
 from octavo.train.checkpoint_writer import CheckpointWriter
 from octavo.train.interrupt import delay_interrupts, name_of
 
+pytestmark = pytest.mark.usefixtures("default_signals")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
