@@ -1,5 +1,6 @@
 """The pages in a browser: drawn, moved over, filtered, typed into; and nothing is requested or complains."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +174,20 @@ def test_a_thousand_layers(browser: Browser, tmp_path: Path) -> None:
     browser.run("document.querySelector('#heat .plot').focus()")
     browser.press(Keys.END, Keys.PAGE_UP * 100, Keys.ARROW_DOWN * 2)
     assert browser.text("#heat .readout") == "model.layers.0.attn.v_proj, step 59: saturated share 20 %"
+    browser.check()
+
+
+def test_inf_and_nan_are_said(browser: Browser, tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: None, 3: 1.5}
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    path = tmp_path / "page.html"
+    path.write_text(page_of_runs(read_runs([tmp_path])).html(), encoding="utf-8")
+    browser.open(path)
+    assert "loss is inf or NaN at step 2." in browser.text("body")
+    browser.run("document.querySelector('#loss .plot').focus()")
+    browser.press(Keys.HOME, Keys.ARROW_RIGHT)
+    assert browser.text("#loss .readout") == f"step 2: {tmp_path.name} inf or NaN"
     browser.check()
 
 

@@ -1,5 +1,6 @@
 """The page of `octavo report`: runs of training beside each other, and what FP8 did in their layers."""
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -22,6 +23,7 @@ _HISTOGRAMS = 64  # steps with a histogram
 _GRID_BYTES = 8_000_000  # of all heat maps of a page; base64 makes a third more
 _HISTOGRAM_BYTES = 4_500_000
 _EVENTS = 1000  # rows of the table
+_MARKS = 200  # events in a chart
 
 _CHARTS = (
     ("loss", "Loss", "loss", ("loss", "evaluation_loss")),
@@ -29,6 +31,7 @@ _CHARTS = (
     ("gradient", "Gradient norm", "norm", ("gradient_norm",)),
     ("memory", "Peak memory", "GB", ("peak_memory",)),
 )
+_SUFFIX = {"evaluation_loss": " evaluation"}
 _UNITS = {"peak_memory": 1e-9}
 
 _HINT = (
@@ -84,23 +87,22 @@ def _remarks(runs: Sequence[RunData]) -> list[str]:
 
 def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
     return [
-        thin(series, f"{run.name}{' evaluation' if key == 'evaluation_loss' else ''}", colour, _UNITS.get(key, 1.0))
+        Line(run.name + _SUFFIX.get(key, ""), *thin(series, _UNITS.get(key, 1.0)), colour, dashed=key in _SUFFIX)
         for colour, run in enumerate(runs)
         for key in keys
         if (series := run.series.get(key)) is not None
     ]
 
 
-def thin(series: Series, name: str, colour: int = 0, unit: float = 1.0) -> Line:
-    """The line of a series, with the extremes of each part where it has more than `_POINTS` points."""
-    kept: Sequence[int] = range(len(series.steps))
+def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | None]]:
+    """The steps and values of a series in a unit. Of a long one, the extremes of each part: 4,000 values at most."""
+    kept: list[int] = list(range(len(series.steps)))
     if len(series.steps) > _POINTS:
         parts = np.array_split(np.arange(len(series.steps)), _POINTS // 2)
-        values = np.nan_to_num(series.values, nan=np.inf)
+        values = np.nan_to_num(series.values, nan=np.inf)  # argmax finds it
         kept = sorted({int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)})
-    finite = [float(f"{series.values[i] * unit:.6g}") for i in kept]
-    values = [None if value != value else value for value in finite]
-    return Line(name, [int(series.steps[i]) for i in kept], values, colour, dashed=name.endswith(" evaluation"))
+    steps, values = series.steps[kept].tolist(), series.values[kept] * unit
+    return steps, [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
@@ -108,7 +110,7 @@ def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
     return [
         (event.step, f"{run.name}, {event.rule}: {event.message}" if several else f"{event.rule}: {event.message}")
         for run, event in _all_events(runs)
-    ][:_EVENTS]
+    ][-_MARKS:]
 
 
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:

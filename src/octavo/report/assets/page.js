@@ -130,7 +130,7 @@
     const series = (line) => {
       const stroke = () => css(`--series-${line.colour % 6}`), alone = chart.points ? { paths: () => null } : {};
       const points = { show: chart.points || line.dashed || line.x.length < 40, size: 6, fill: stroke };
-      return { stroke, width: 1.6, dash: line.dashed ? [3, 3] : DASHES[line.colour % 6], points, spanGaps: true, ...alone };
+      return { stroke, width: 1.6, dash: line.dashed ? [3, 3] : DASHES[(line.colour + Math.floor(line.colour / 6)) % 6], points, ...alone };
     };
 
     const legend = make("div", { class: "legend" });
