@@ -147,8 +147,11 @@ def _meta(spec: Spec) -> Tensor:
 
 
 def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> MetaModel:
-    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours."""
-    if settings.get("model") not in BUILT_IN_MODELS:
+    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours.
+
+    So is a mixture, whose tensors have the names of transformers' model, and its files the names of its files.
+    """
+    if settings.get("model") not in BUILT_IN_MODELS or settings["model"] == "mixture":
         return transformers_meta_model(config, folder)
     found = our_meta_model(config)
     if found is None:

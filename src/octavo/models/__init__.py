@@ -3,6 +3,7 @@
 | model | in transformers | its parts |
 |---|---|---|
 | `Llama` | `LlamaForCausalLM` | RMSNorm, rotary positions, grouped-query attention, SwiGLU |
+| `Mixture` | `MixtralForCausalLM`, `Qwen2MoeForCausalLM` | a Llama with experts, and a shared one |
 | `GPT2` | `OPTForCausalLM` | LayerNorm, learned positions, GELU, biases |
 
 The names of their parameters are those of transformers, so a state_dict travels both ways unchanged.
@@ -14,20 +15,36 @@ from typing import Any
 from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
 from octavo.models.llama import Llama, LlamaConfig
+from octavo.models.mixture import Mixture, MixtureConfig
 
-__all__ = ["BUILT_IN_MODELS", "GPT2", "Config", "GPT2Config", "Llama", "LlamaConfig", "build", "from_hf_config"]
+__all__ = [
+    "BUILT_IN_MODELS",
+    "GPT2",
+    "Config",
+    "GPT2Config",
+    "Llama",
+    "LlamaConfig",
+    "Mixture",
+    "MixtureConfig",
+    "build",
+    "from_hf_config",
+]
 
-Config = LlamaConfig | GPT2Config
-BUILT_IN_MODELS = ("llama", "gpt2")  # what a training run calls them
+Config = LlamaConfig | GPT2Config | MixtureConfig
+BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what a training run calls them
 
 
-def build(config: Config) -> Llama | GPT2:
+def build(config: Config) -> Llama | GPT2 | Mixture:
     """The model of this configuration, initialized. Under `torch.device("meta")` it takes no memory."""
+    if isinstance(config, MixtureConfig):
+        return Mixture(config)
     return Llama(config) if isinstance(config, LlamaConfig) else GPT2(config)
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> Config | None:
     """The configuration in a parsed config.json, or None if its architecture is not one of this package.
+
+    A mixture is opened by transformers, whose files have other names for the experts.
 
     Raises a ValueError if the architecture is one of this package, but has features that the implementation lacks.
     """

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.models.cache import KVCache
+from octavo.nn import Experts
 
 INIT_STD = 0.02
 
@@ -101,6 +102,9 @@ class Decoder(nn.Module, ABC):
                 nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, Experts):
+                nn.init.normal_(module.gate_up_proj, std=INIT_STD)
+                nn.init.normal_(module.down_proj, std=INIT_STD / math.sqrt(2 * self.config.layers))
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):

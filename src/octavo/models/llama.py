@@ -12,7 +12,7 @@ in FP32.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -188,9 +188,12 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.width, eps=config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.width, config.mlp_width)
+        self.mlp = self.make_mlp(config)
         self.dropout = Dropout(config.dropout)
         self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+    def make_mlp(self, config: LlamaConfig) -> nn.Module:
+        return SwiGLU(config.width, config.mlp_width)
 
     def forward(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
@@ -211,10 +214,10 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """All but the head: the modules under `model.` in the parameters' names."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, block: type[Block]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.dropout = Dropout(config.dropout)
 
@@ -223,11 +226,12 @@ class Llama(Decoder):
     """The language model, see `Decoder.forward`."""
 
     residual_projections = ("o_proj", "down_proj")
+    block: ClassVar[type[Block]] = Block
     config: LlamaConfig
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.model = Trunk(config)
+        self.model = Trunk(config, self.block)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.tie_weights()
         self.init_weights()

@@ -17,7 +17,7 @@ from octavo.ops.checks import FLOATS
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
     "lm_head", "*.lm_head", "head", "*.head", "score", "*.score", "classifier", "*.classifier", "embed_out",
-    "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate",
+    "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate",
 )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from octavo.train.tables import (
     FORMER,
     ActivationCheckpointing,
     Compile,
+    ExpertSettings,
     LossSettings,
     OptimizerSettings,
     Parallel,
@@ -61,17 +62,18 @@ class Config:
     """
 
     # Model
-    model: str = setting("llama", "llama, gpt2, or a local Hugging Face folder", NAMED)
+    model: str = setting("llama", "llama, mixture, gpt2, or a local Hugging Face folder", NAMED)
     layers: int = setting(4, "transformer blocks", POSITIVE)
     width: int = setting(256, "features of the residual stream", POSITIVE)
     heads: int = setting(4, "query heads of an attention", POSITIVE)
-    kv_heads: int = setting(None, "key and value heads of an attention (llama)", POSITIVE)
-    mlp_width: int = setting(704, "hidden features of the MLP (llama; gpt2 has 4 * width)", POSITIVE)
+    kv_heads: int = setting(None, "key and value heads of an attention (llama, mixture)", POSITIVE)
+    mlp_width: int = setting(704, "hidden features of the MLP, or of an expert (gpt2 has 4 * width)", POSITIVE)
     context: int = setting(None, "tokens in a sequence", POSITIVE)
     tied: bool = setting(True, "share the weight of the embedding with the output projection")
     bias: bool = setting(True, "biases in linear layers and norms (gpt2)")
-    dropout: float = setting(0.0, "probability of dropout (llama, gpt2)", BELOW_ONE)
-    rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama)", ABOVE_ZERO)
+    dropout: float = setting(0.0, "probability of dropout (llama, mixture, gpt2)", BELOW_ONE)
+    rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama, mixture)", ABOVE_ZERO)
+    experts: ExpertSettings = table(ExpertSettings)
 
     # FP8
     recipe: str = setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", NAMED)
@@ -147,6 +149,9 @@ class Config:
         _check_model(self)
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
+        if self.model == "mixture" and self.experts.top_k > self.experts.count:
+            counts = f"got experts.top_k {self.experts.top_k} and experts.count {self.experts.count}"
+            raise ConfigError(f"experts.top_k must be at most experts.count; {counts}")
         _check_schedule(self)
         _check_optimizer(self)
 
@@ -241,7 +246,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_heads(config: Config) -> None:
-    width, heads, kv_heads, rope = config.width, config.heads, config.kv_heads, config.model == "llama"
+    width, heads, kv_heads, rope = config.width, config.heads, config.kv_heads, config.model != "gpt2"
     if width % heads or (rope and width // heads % 2):
         counts = [n for n in range(1, min(width, 1024) + 1) if width % n == 0 and not (rope and width // n % 2)]
         nearby = ", ".join(map(str, sorted(sorted(counts, key=lambda n: abs(n - heads))[:4])))

@@ -3,6 +3,8 @@
 A `Loss` takes the model, the inputs and the targets. `whole_loss` computes all logits. `ChunkedLoss` puts itself in the
 place of the model's head, so that the head's inputs go to `linear_cross_entropy`, which computes the logits of some
 tokens at a time. The head's weight is read within the model's forward pass: there FSDP2 has gathered it.
+
+In training, the gradient of a mixture includes that of its balance loss; the value of the loss does not.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.causal import head_name, logits_of
+from octavo.models.mixture import balance_loss
 from octavo.train.config import Config, ConfigError
 from octavo.train.head_loss import linear_cross_entropy
 
@@ -43,7 +46,13 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
 def whole_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy, 0-dim, of int64 inputs and targets, each [B, T]; logits and sums in float32."""
     predicted = logits_of(model(inputs))
-    return F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten())
+    return _balanced(F.cross_entropy(predicted.flatten(0, 1).float(), targets.flatten()), model)
+
+
+def _balanced(loss: Tensor, model: nn.Module) -> Tensor:
+    """`loss`, with the gradient of the balance loss of a mixture added to its own."""
+    balance = balance_loss(model)
+    return loss if balance is None else loss + (balance - balance.detach())
 
 
 class ChunkedLoss:
@@ -63,7 +72,7 @@ class ChunkedLoss:
         head = getattr(owner, self._name)
         setattr(owner, self._name, _LossHead(head, targets, self._chunk))
         try:
-            return logits_of(model(inputs))
+            return _balanced(logits_of(model(inputs)), model)
         finally:
             setattr(owner, self._name, head)
 

@@ -89,6 +89,8 @@ def _check_tensor_parallel(config: Config, tp: int) -> None:
             f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
             f"{config.sample} and tp {tp}: sample from the run with octavo generate"
         )
+    if config.model == "mixture":
+        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
     sizes = {"context": config.context}
     if config.model in BUILT_IN_MODELS:
         sizes |= {"heads": config.heads, "width": config.width}

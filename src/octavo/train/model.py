@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, build
+from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert
@@ -151,15 +151,20 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
             bias=config.bias,
             dropout=config.dropout,
         )
-    return LlamaConfig(
-        vocabulary=vocabulary,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        mlp_width=config.mlp_width,
-        context=config.context,
-        tied=config.tied,
-        rope_theta=config.rope_theta,
-        dropout=config.dropout,
-    )
+    sizes: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "layers": config.layers,
+        "width": config.width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "mlp_width": config.mlp_width,
+        "context": config.context,
+        "tied": config.tied,
+        "rope_theta": config.rope_theta,
+        "dropout": config.dropout,
+    }
+    if config.model == "llama":
+        return LlamaConfig(**sizes)
+    experts = config.experts
+    shared, balance = experts.shared_width, experts.balance
+    return MixtureConfig(**sizes, experts=experts.count, top_k=experts.top_k, shared_width=shared, balance=balance)

@@ -1,5 +1,5 @@
-"""The tables of settings: `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]`, `[parallel]` and
-`[watch]`."""
+"""The tables of settings: `[experts]`, `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]`, `[parallel]`
+and `[watch]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +24,16 @@ class Parallel:
     )
     async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
     timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The experts of a `mixture`: MLPs of `mlp_width`, of which each token runs through a few."""
+
+    count: int = setting(8, "experts of a block (mixture)", POSITIVE)
+    top_k: int = setting(2, "experts that a token runs through (mixture)", POSITIVE)
+    shared_width: int = setting(0, "hidden features of an MLP that every token runs through (mixture)", NOT_NEGATIVE)
+    balance: float = setting(0.01, "factor of the loss that spreads tokens over experts (mixture)", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

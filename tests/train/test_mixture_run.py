@@ -1,0 +1,69 @@
+"""A small mixture, trained in BF16 and in FP8: the losses fall alike, runs continue, and routers stay even."""
+
+import json
+
+import pytest
+import torch
+
+from octavo.train.config import ConfigError
+
+MIXTURE = {"model": "mixture", "mlp_width": 48, "steps": 24, "experts": {"count": 4, "top_k": 2, "balance": 0.01}}
+
+
+def losses(trainer):
+    trainer.run()
+    lines = (trainer.run_folder.path / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_bf16_and_fp8_learn_alike(begin, tmp_path):
+    runs = {
+        recipe: losses(begin(**MIXTURE, recipe=recipe, out=str(tmp_path / recipe))) for recipe in ("bf16", "rowwise")
+    }
+    assert runs["bf16"] != runs["rowwise"]
+    for found in runs.values():
+        assert found[-1] < found[0] - 1.5
+    assert runs["rowwise"][-1] == pytest.approx(runs["bf16"][-1], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpointing": {"mode": "full"}},
+        {"loss": {"logits": "chunked", "chunk": 16}},
+        {"accumulate": 2, "batch": 1},
+        {"compile": {"blocks": True, "backend": "aot_eager"}},
+    ],
+    ids=["checkpointing", "chunks", "accumulation", "compiled"],
+)
+def test_settings_that_compute_the_same(begin, tmp_path, changes):
+    few = MIXTURE | {"steps": 4}
+    expected = losses(begin(**few, out=str(tmp_path / "plain")))
+    assert losses(begin(**few, **changes, out=str(tmp_path / "other"))) == pytest.approx(expected, abs=0.02)
+
+
+def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(begin, tmp_path):
+    few = MIXTURE | {"steps": 3}
+    one, other = (
+        losses(begin(**(few | {"experts": {"balance": factor}}), out=str(tmp_path / str(factor))))
+        for factor in (0.0, 1.0)
+    )
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
+def test_a_run_continues_with_the_same_bits(begin, go_on, tmp_path):
+    few = MIXTURE | {"steps": 8}
+    whole = begin(**few, out=str(tmp_path / "whole"))
+    whole.run()
+    half = begin(**(few | {"steps": 4, "decay_steps": 8}), out=str(tmp_path / "half"))
+    half.run()
+    rest = go_on(tmp_path / "half", "--steps", "8")
+    rest.run()
+    for one, two in zip(whole.state.model.parameters(), rest.state.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_more_experts_a_token_than_there_are_is_an_error(settings):
+    with pytest.raises(ConfigError, match="must be at most experts.count; got experts.top_k 9 and experts.count 8"):
+        settings(model="mixture", experts={"top_k": 9})
