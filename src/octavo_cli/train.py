@@ -32,8 +32,8 @@ def train_command(
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
 
-    The model is a Llama, mixture or GPT-2 of Octavo, or a Hugging Face model from a local folder. torchrun divides the work
-    among several GPUs.
+    The model is a Llama, mixture or GPT-2 of Octavo, or a Hugging Face model from a local folder. torchrun divides the
+    work among several GPUs.
 
     Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them. A
     setting that is not given may follow from others, as the warmup from the number of steps. The most used settings:

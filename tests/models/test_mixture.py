@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from octavo.models import Mixture, MixtureConfig
-from octavo.models.mixture import balance_loss
 
 SIZES = {
     "vocabulary": 64, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48, "context": 32,
@@ -41,23 +40,24 @@ def test_the_balance_loss_is_that_of_the_switch_transformer():
     tokens, seen = torch.randint(64, (2, 16)), []
     for block in model.model.layers:
         block.mlp.gate.register_forward_hook(lambda module, args, logits: seen.append(logits.detach().double()))
-    assert balance_loss(model) is None  # before the first forward pass
+    assert model.take_balance() is None  # before the first forward pass
     model(tokens)
     expected = []
     for logits in seen:
         p = logits.softmax(-1)
         shares = torch.nn.functional.one_hot(p.topk(2).indices, 4).double().mean((0, 1))
         expected.append(0.5 * 4 * (shares * p.mean(0)).sum())
-    found = balance_loss(model)
+    found = model.take_balance()
+    assert model.take_balance() is None
     assert found is not None
     torch.testing.assert_close(found.double(), torch.stack(expected).mean(), rtol=1e-6, atol=0)
     found.backward()
     assert all(block.mlp.gate.weight.grad.any() for block in model.model.layers)
     model.eval()(tokens)
-    assert balance_loss(model) is None
+    assert model.take_balance() is None
     without = built(balance=0.0)
     without(tokens)
-    assert balance_loss(without) is None
+    assert without.take_balance() is None
 
 
 def test_its_weights_are_drawn_as_those_of_the_other_models():

@@ -78,7 +78,7 @@ class MixtureMLP(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.top_k, self.factor = config.top_k, config.balance
-        self.balance: Tensor | None = None  # of the last forward pass in training
+        self.balance: Tensor | None = None  # of a forward pass in training, until its block takes it
         self.gate = nn.Linear(config.width, config.experts, bias=False)
         self.experts = Experts(config.experts, config.width, config.mlp_width)
         self.shared_expert = SwiGLU(config.width, config.shared_width) if config.shared_width else None
@@ -104,10 +104,16 @@ class MixtureMLP(nn.Module):
 
 
 class MixtureBlock(Block):
-    """A block of a Llama with a mixture in place of the MLP."""
+    """A block of a Llama with a mixture in place of the MLP. It also returns its balance loss."""
 
     def make_mlp(self, config: Any) -> nn.Module:
         return MixtureMLP(config)
+
+    def forward(self, *args: Any) -> Any:
+        x, delta = super().forward(*args)
+        mlp: Any = self.mlp
+        balance, mlp.balance = mlp.balance, None  # compiled code must not find a tensor of an earlier pass
+        return x, delta, balance
 
 
 class Mixture(Llama):
@@ -117,8 +123,18 @@ class Mixture(Llama):
     block = MixtureBlock
     config: MixtureConfig
 
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config)
+        self.balances: list[Tensor] = []  # of the blocks, from a forward pass in training until `take_balance`
 
-def balance_loss(model: nn.Module) -> Tensor | None:
-    """The mean over the blocks of the balance losses of the last forward pass, 0-dim; None if the model has none."""
-    found = [m.balance for m in model.modules() if isinstance(m, MixtureMLP) and m.balance is not None]
-    return torch.stack(found).mean() if found else None
+    def run_block(self, block: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
+        outputs: Any = super().run_block(block, *args)
+        x, delta, balance = outputs
+        if balance is not None:
+            self.balances.append(balance)
+        return x, delta
+
+    def take_balance(self) -> Tensor | None:
+        """The mean of the blocks' balance losses since the last call, 0-dim; None in evaluation."""
+        found, self.balances = self.balances, []
+        return torch.stack(found).mean() if found else None

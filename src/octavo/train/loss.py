@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.causal import head_name, logits_of
-from octavo.models.mixture import balance_loss
+from octavo.models.mixture import Mixture
 from octavo.train.config import Config, ConfigError
 from octavo.train.head_loss import linear_cross_entropy
 
@@ -51,7 +51,7 @@ def whole_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def _balanced(loss: Tensor, model: nn.Module) -> Tensor:
     """`loss`, with the gradient of the balance loss of a mixture added to its own."""
-    balance = balance_loss(model)
+    balance = model.take_balance() if isinstance(model, Mixture) else None
     return loss if balance is None else loss + (balance - balance.detach())
 
 
