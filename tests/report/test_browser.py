@@ -98,6 +98,16 @@ def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> Non
     browser.check()
 
 
+def test_an_event_leads_to_its_cell(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    events = browser.driver.find_elements("css selector", "tr button")
+    assert [button.text for button in events] == ["model.layers.0.attn.v_proj"]
+    events[0].send_keys(Keys.ENTER)
+    assert browser.text("#heat .readout").startswith("model.layers.0.attn.v_proj, step 2000: ")
+    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.v_proj, x at step 2000: ")
+    assert browser.run("document.activeElement.closest('figure').id") == "heat"
+
+
 def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -> None:
     browser.open(page)
     reached = []
@@ -164,16 +174,19 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, pag
 
 
 def test_a_thousand_layers(browser: Browser, tmp_path: Path) -> None:
-    run = RunData(tmp_path, "large", {}, {}, watched=watched_of(1000, np.arange(60)))
+    run = RunData(tmp_path, "large", {}, {}, watched=watched_of(1000, np.arange(170)))
     path = tmp_path / "page.html"
     path.write_text(page_of_runs([run]).html(), encoding="utf-8")
     assert path.stat().st_size < 20e6
     browser.open(path)
+    assert (
+        browser.run("JSON.parse(document.getElementById('data').textContent).watched[0].columns.length") < 170
+    )  # full
     assert browser.text("#shown") == "1000 of 1000 layers"
     choose(browser, "operand", "dy")
     browser.run("document.querySelector('#heat .plot').focus()")
     browser.press(Keys.END, Keys.PAGE_UP * 100, Keys.ARROW_DOWN * 2)
-    assert browser.text("#heat .readout") == "model.layers.0.attn.v_proj, step 59: saturated share 20 %"
+    assert browser.text("#heat .readout") == "model.layers.0.attn.v_proj, step 169: saturated share 20 %"
     browser.check()
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from importlib.resources import files
 
-from octavo.report.page import Line, LineChart, Page, table
+from octavo.report.page import Line, LineChart, Page, Place, table
 
 # uPlot 1.6.32 as npm serves it: `npm pack uplot@1.6.32`, dist/ and LICENSE.
 HASHES = {
@@ -52,8 +52,8 @@ def test_texts_cannot_leave_their_place():
         "name": "</script><b>", "x": [1, 2], "y": [0.5, None], "colour": 0, "dashed": False,
     }  # fmt: skip
     assert "<title>a &lt;b&gt;title&lt;/b&gt;</title>" in html
-    assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], layers=['"><i>'])
-    assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", layers=['"><i>'])
+    assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], places=[Place("r", '"><i>', 3)])
+    assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", places=[Place("r", '"><i>', 3)])
 
 
 def test_a_page_without_charts_has_no_script():

@@ -60,6 +60,20 @@ class LineChart:
         return vars(self) | {"lines": lines}
 
 
+@dataclass(frozen=True)
+class Place:
+    """A layer of a run, "" for the whole model, and a step of it or None."""
+
+    run: str
+    layer: str
+    step: int | None = None
+
+    def attributes(self) -> str:
+        """As attributes of an HTML element."""
+        step = "" if self.step is None else f' data-step="{self.step}"'
+        return f' data-run="{escape(self.run)}" data-layer="{escape(self.layer)}"{step}'
+
+
 @dataclass
 class Page:
     """A page, to which parts are added in their order.
@@ -114,17 +128,18 @@ def table(
     *,
     title: str = "",
     remark: str = "",
-    layers: Sequence[str | None] = (),
+    places: Sequence[Place] = (),
 ) -> str:
     """A table of text in a box that scrolls, with a heading above it and a remark below it.
 
-    `layers` names the layer of each row, where the page's filter of layers hides and shows the rows.
+    `places` has the layer of each row: the filter of layers hides and shows the rows, and where a place has a step, the
+    name of the layer becomes a button that shows it in the heat map.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = []
     for at, row in enumerate(rows):
-        name = f' data-layer="{escape(layers[at] or "")}"' if layers else ""
-        body.append(f"<tr{name}>" + "".join(_cell(text) for text in row) + "</tr>")
+        place = places[at].attributes() if places else ""
+        body.append(f"<tr{place}>" + "".join(_cell(text) for text in row) + "</tr>")
     heading = f"<h2>{escape(title)}</h2>\n" if title else ""
     below = f'\n<p class="remark">{escape(remark)}</p>' if remark else ""
     label = escape(title or "table")

@@ -11,7 +11,7 @@ from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.facts import FACTS, gemm_rows, recipe_rows, run_facts
 from octavo.report.heat_maps import METRICS, Columns, encode_grid, metric_grids, sampled_steps, spread
 from octavo.report.histograms import code_points, histograms_at
-from octavo.report.page import Line, LineChart, Page, paragraphs, table
+from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
 from octavo.report.runs import RunData, Series
 from octavo.telemetry.schema import BINADES, Event
 from octavo.telemetry.storage import Watched
@@ -154,7 +154,8 @@ def _what_ran_where(run: RunData, *, alone: bool) -> str:
         return ""
     title = "What ran where" if alone else f"What ran where: {run.name}"
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
-    return table(columns, rows, title=title, remark=remark, layers=[row[0] for row in rows] if run.watched else ())
+    places = [Place(run.name, row[0]) for row in rows] if run.watched is not None else []
+    return table(columns, rows, title=title, remark=remark, places=places)
 
 
 def _events(runs: Sequence[RunData]) -> str:
@@ -171,8 +172,8 @@ def _events(runs: Sequence[RunData]) -> str:
     ]  # fmt: skip
     columns = (*(("run",) if several else ()), "step", "rule", "layer", "operand", "message", "action")
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
-    layers = [event.layer for _, event in events[-_EVENTS:]]
-    return table(columns, rows, title="Events", remark=remark, layers=layers)
+    places = [Place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
+    return table(columns, rows, title="Events", remark=remark, places=places)
 
 
 def _settings(runs: Sequence[RunData]) -> str:

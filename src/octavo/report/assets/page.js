@@ -488,6 +488,23 @@
       setMetric();
     }
 
+    /* In the table of events, the name of a layer becomes a button that shows the layer at that step. */
+    function link(row) {
+      const run = runs.findIndex((each) => each.name === row.dataset.run), { layer, step } = row.dataset;
+      const at = runs[run]?.layers.findIndex((each) => each.name === layer) ?? -1;
+      const cell = [...row.cells].find((each) => each.textContent === layer);
+      if (at < 0 || !cell) return;
+      const show = () => {
+        controls.filter.value = "";
+        if (controls.run.value !== String(run)) { controls.run.value = run; setRun(); }
+        view.layer = at;
+        filter();
+        choose(at, Math.max(view.run.columns.findLastIndex(([first]) => first <= step), 0));
+        $("heat").querySelector(".plot").focus();
+      };
+      cell.replaceChildren(make("button", { type: "button", class: "link", onclick: show }, layer));
+    }
+
     offer(controls.run, runs.map((run, i) => [i, run.name]), 0);
     setRun();
     const heat = heatMap($("heat"), view), bars = histogram($("histogram"), view);
@@ -503,6 +520,7 @@
       choose(view.layer, column, Number(controls.step.value));
     });
     open();
+    for (const row of document.querySelectorAll("tr[data-step]")) link(row);
     return heat.forget;
   }
 
