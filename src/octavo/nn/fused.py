@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall, shaped
+from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
@@ -46,6 +47,11 @@ class NormSpec:
 
     eps: float
     center: bool
+
+    @property
+    def kind(self) -> str:
+        """As `octavo.ops.observation.observe` names its output."""
+        return "center" if self.center else "norm"
 
 
 Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
@@ -84,6 +90,8 @@ class _NormLinear(torch.autograd.Function):
         total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, recipe.x, center=norm.center)
         w_q = stack.quantize(recipe.w)
         y = call.mm(recipe.y, n_q, w_q, call.dtype, stack.bias())  # [T,K] @ [N,K]^T
+        observe_x(call.observer, norm_source(total, mean, rstd, gamma, beta), n_q, recipe.x, norm.kind)
+        observe_w(call.observer, stack.weights, w_q, recipe.w)
         ctx.call, ctx.norm, ctx.stack, ctx.shape = call, norm, StackInfo.of(stack), shape
         ctx.has_residual = residual is not None
         ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, layers[0], *stack.weights)
@@ -99,6 +107,7 @@ class _NormLinear(torch.autograd.Function):
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m = mantissa(s_n)
         g = quantize_folded(dy, s_w, m, recipe.dy)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         dn = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
         n_t = scale_folded(requantize_norm(total, mean if ctx.norm.center else None, rstd, gamma, beta, s_n, recipe.x))
@@ -157,6 +166,11 @@ class _MLP(torch.autograd.Function):
         u = call.mm(recipe.y, n_q, w_in, call.dtype, inner.bias())  # [T,K] @ [2F,K]^T
         h_q = activation_quantize(u, activation, recipe.x)
         y = call.mm(recipe.y, h_q, w_out, call.dtype, outer.bias())  # [T,F] @ [K,F]^T
+        n = [x] if norm is None else norm_source(total, mean, rstd, gamma, beta)
+        observe_x(call.observer, n, n_q, recipe.x, "x" if norm is None else norm.kind)
+        observe_w(call.observer, inner.weights, w_in, recipe.w)
+        observe_x(call.outer_observer, [u], h_q, recipe.x, activation)
+        observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
         ctx.call, ctx.norm, ctx.activation, ctx.shape = call, norm, activation, shape
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
         ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
@@ -177,12 +191,15 @@ class _MLP(torch.autograd.Function):
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m_h, m_n = mantissa(s_h), mantissa(s_n)
         g = quantize_folded(dy, s_out, m_h, recipe.dy)
+        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, m=m_h, s_x=s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
+        kind = f"{ctx.activation}_gradient"
+        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
         dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn = call.mm(recipe.dx, dx_operand(du, m_n), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
@@ -200,6 +217,13 @@ class _MLP(torch.autograd.Function):
         dx = dx.view(ctx.shape)
         norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
         return None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *layers
+
+
+def norm_source(
+    total: Tensor, mean: Tensor | None, rstd: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+) -> list[Tensor]:
+    """The tensors from which the output of a norm can be computed again, in the order of `observe`."""
+    return [t for t in (total, mean, rstd, gamma, beta) if t is not None]
 
 
 def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

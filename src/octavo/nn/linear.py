@@ -10,6 +10,7 @@ from octavo.nn.delayed import ScaleHistories, ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
+from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import Parallel
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
@@ -26,6 +27,7 @@ class RecipeLayer(nn.Module):
     name: str
     histories: ScaleHistories | None
     weight_cache: WeightCache
+    observer: Observer | None = None
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
         """Set the attributes of a converted layer.
@@ -60,7 +62,7 @@ class RecipeLayer(nn.Module):
         if self.recipe.rotate:
             x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
-        return linear(x, w, bias, LinearCall(self.recipe, dtype, *histories), cached)
+        return linear(x, w, bias, LinearCall(self.recipe, dtype, *histories, observer=observer_of(self)), cached)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script` before it reads the module."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_folded, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
@@ -43,6 +44,8 @@ class LinearCall(Generic[R]):
         recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
         dtype: of y, and of the GEMMs without casts.
         x_history, w_history, dy_history: the histories of delayed scaling.
+        observer: where statistics of the operands are recorded; None records none.
+        outer_observer: in an MLP, where those of the layer after the activation are recorded.
     """
 
     recipe: R
@@ -50,6 +53,8 @@ class LinearCall(Generic[R]):
     x_history: ScaleHistory | None = None
     w_history: ScaleHistory | None = None
     dy_history: ScaleHistory | None = None
+    observer: Observer | None = None
+    outer_observer: Observer | None = None
 
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
@@ -92,6 +97,8 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x.to(call.dtype), read_w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
             y = call.mm(recipe.y, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
+        observe_x(call.observer, [x], x_q, recipe.x, history=call.x_history)
+        observe_w(call.observer, [read_w], w_q, recipe.w, call.w_history)
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
         saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)
@@ -109,6 +116,10 @@ class _Linear(torch.autograd.Function):
         folded_s_w = s_w if _by_row(recipe.dx) else None
         m = mantissa(s_x) if needs_w and _by_row(recipe.dw) else None
         g = _quantize_dy(dy, folded_s_w, m, call) if needs_x or needs_w else None
+        observe_dy(
+            call.observer, [dy], [dy.shape[1]], g, recipe.dy,
+            history=call.dy_history, s_w=folded_s_w, m=m, s_x=None if m is None else s_x,
+        )  # fmt: skip
         dx = dw = None
         if needs_x:
             dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call), call).to(ctx.x_dtype).view(ctx.shape)

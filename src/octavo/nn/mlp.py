@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
 from octavo.nn.norm_linear import FusableLayers, child, fusable_layers, fused_call, read_norm, stack_of
+from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import parallel_of
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -21,6 +22,7 @@ class FusedMLP(nn.Module):
 
     activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
     weight_cache: WeightCache
+    observer: Observer | None = None  # of the inner layers
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
@@ -60,7 +62,8 @@ class FusedMLP(nn.Module):
             total = x if residual is None else x + residual
             n = total if norm is None else norm(total)
             return self.outer(self.activate(*(linear(n) for linear in self.inner))), total
-        call, (*inner, outer) = fused_call(layers, x), layers.linears
+        *inner, outer = layers.linears
+        call = fused_call(layers, x, observer_of(self), observer_of(outer))
         inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
         return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
 

@@ -20,6 +20,7 @@ from octavo.nn.fused import FusedCall, Norm, NormSpec, norm_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.linear_function import LinearCall
+from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import parallel_of
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
@@ -42,6 +43,7 @@ class NormLinear(nn.Module):
     """
 
     owner: nn.Module
+    observer: Observer | None = None
 
     def __init__(self, owner: nn.Module, norm: str, *linears: str) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class NormLinear(nn.Module):
         layers, norm = fusable_layers(self.linears), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0:
             return None
-        call = fused_call(layers, x)
+        call = fused_call(layers, x, observer_of(self))
         y, total = norm_linear(x, residual, norm, stack_of(layers.linears, call, self.weight_cache), call)
         return torch.split(y, [linear.out_features for linear in layers.linears], dim=-1), total
 
@@ -125,10 +127,12 @@ def watched(module: nn.Module) -> bool:
     )
 
 
-def fused_call(layers: FusableLayers, x: Tensor) -> FusedCall:
+def fused_call(
+    layers: FusableLayers, x: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+) -> FusedCall:
     """The call of layers that run as one, for the input `x`; raises the errors of `check_call`."""
     check_call(layers.linears[0], x, *(linear.weight for linear in layers.linears))
-    return LinearCall(layers.recipe, compute_dtype(x))
+    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 
 def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> Stack:

@@ -21,8 +21,10 @@ import numpy as np
 VERSION = 1
 OPERANDS = ("x", "w", "dy")  # by the number in OPERAND["operand"]
 GEMMS = ("y", "dx", "dw", "recomputation")
+# Entry k of the binades is FULL_SHARE times the share of elements with 2^(e-k) <= |x| < 2^(e-k+1), where 2^e is the
+# largest power of two up to amax. The last entry has all smaller ones. Zeros are the rest: in none.
 BINADES = 40
-FULL_SHARE = 65535  # a share of 1 in the binades
+FULL_SHARE = 65535
 
 # Bits of OPERAND["flags"]
 RECOMPUTED = 1  # activation checkpointing computed the operand a second time in this step
@@ -50,7 +52,7 @@ OPERAND = np.dtype(
             "gap",
             "<f4",
         ),  # of a scale that was fixed before: log2(amax that the scale expects / amax that came); else NaN
-        ("binades", "<u2", (BINADES,)),  # FULL_SHARE * share with amax * 2^-(k+1) < |x| <= amax * 2^-k; last: all below
+        ("binades", "<u2", (BINADES,)),  # see BINADES
     ]
 )
 

@@ -1,0 +1,103 @@
+"""The place where a layer, or a module that fuses several, records statistics of its operands: see `octavo.watch`.
+
+The autograd functions call `observe_x`, `observe_w` and `observe_dy` with the observer of their call. Without one
+nothing is recorded, and compiled code has no trace of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.nn.delayed import ScaleHistory
+from octavo.nn.gathered_weight import GatheredWeight
+from octavo.numerics.cast import Cast
+from octavo.numerics.qtensor import QTensor
+from octavo.ops.observation import observe
+from octavo.ops.statistics import WIDTH, clear_statistics
+
+
+class Observer:
+    """Statistics of the operands of one GEMM with n stacked layers: x, n of w, and n of dy.
+
+    A copy of a model, and a file that one is pickled to, have None in its place.
+
+    Attributes:
+        stats: [1 + 2n, WIDTH], float64 (`octavo.ops.statistics`).
+    """
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self.layers = layers
+        self.stats = clear_statistics(torch.empty(1 + 2 * layers, WIDTH, dtype=torch.float64, device=device))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def observer_of(module: Any) -> Observer | None:
+    """The observer of a module that is being trained. Evaluation is not recorded."""
+    observer: Observer | None = module.observer if module.training else None
+    return observer
+
+
+def observe_x(
+    observer: Observer | None,
+    source: Sequence[Tensor],
+    q: QTensor | None,
+    cast: Cast | None,
+    kind: str = "x",
+    history: ScaleHistory | None = None,
+) -> None:
+    """Record x, which `q` is when quantized; `kind` and `source` are those of `octavo.ops.observation.observe`."""
+    if observer is not None:
+        observe(observer.stats, 0, kind, source, [], *_arguments(q, cast, history))
+
+
+def observe_w(
+    observer: Observer | None,
+    weights: Sequence[Tensor],
+    q: QTensor | None,
+    cast: Cast | None,
+    history: ScaleHistory | None = None,
+) -> None:
+    """Record the stacked weights [N_i, K], which `q` are when quantized."""
+    if observer is not None:
+        gathered = isinstance(weights[0], GatheredWeight)
+        source, kind = ([], "bytes") if gathered else (weights, "w")
+        observe(observer.stats, 1, kind, source, [w.shape[0] for w in weights], *_arguments(q, cast, history))
+
+
+def observe_dy(
+    observer: Observer | None,
+    source: Sequence[Tensor],
+    sizes: Sequence[int],
+    g: QTensor | None,
+    cast: Cast | None,
+    kind: str = "dy",
+    *,
+    history: ScaleHistory | None = None,
+    s_w: Tensor | None = None,
+    m: Tensor | None = None,
+    s_x: Tensor | None = None,
+) -> None:
+    """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized.
+
+    Args:
+        s_w, m: the factors [sum of N_i, 1] and [T, 1]; None for 1.
+        s_x: the scale [T, 1] of x, by whose exponent the bytes of g are shifted for dw.
+    """
+    if observer is not None:
+        slot = 1 + observer.layers
+        observe(observer.stats, slot, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)
+
+
+def _arguments(
+    q: QTensor | None, cast: Cast | None, history: ScaleHistory | None
+) -> tuple[Tensor | None, Tensor | None, str, Tensor | None]:
+    """data, scale, spec and amax of `observe`."""
+    if q is None or cast is None:
+        return None, None, "", None
+    return q.data, q.scale, cast.spec, history.pending if history is not None and history.ready else None
