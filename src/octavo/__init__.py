@@ -5,6 +5,7 @@ from octavo.loading import load
 from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, restore, scale_state, update_scales
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
 from octavo.recipe import PRESETS, Gemm, Recipe
+from octavo.telemetry import watch
 from octavo.tensor import quantize
 from octavo.version import __version__
 
@@ -29,4 +30,5 @@ __all__ = [
     "restore",
     "scale_state",
     "update_scales",
+    "watch",
 ]

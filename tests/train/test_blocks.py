@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.models import GPT2Config, LlamaConfig, build
@@ -44,7 +45,10 @@ def test_each_mode_gives_the_same_gradients(config):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_recompute(mode):
     compiled = {"compile": {"blocks": True, "backend": "aot_eager"}, "activation_checkpointing": {"mode": mode}}
+    torch._dynamo.reset()
+    counters.clear()
     _, actual = saved_and_gradients(LLAMA, compiled)
+    assert counters["stats"]["unique_graphs"] >= 1
     _, expected = saved_and_gradients(LLAMA, {})
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)

@@ -90,7 +90,7 @@ class _NormLinear(torch.autograd.Function):
         total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, recipe.x, center=norm.center)
         w_q = stack.quantize(recipe.w)
         y = call.mm(recipe.y, n_q, w_q, call.dtype, stack.bias())  # [T,K] @ [N,K]^T
-        observe_x(call.observer, norm_source(total, mean, rstd, gamma, beta), n_q, recipe.x, norm.kind)
+        observe_x(call.observer, norm.kind, _given(total, mean, rstd, gamma, beta), n_q, recipe.x)
         observe_w(call.observer, stack.weights, w_q, recipe.w)
         ctx.call, ctx.norm, ctx.stack, ctx.shape = call, norm, StackInfo.of(stack), shape
         ctx.has_residual = residual is not None
@@ -166,10 +166,10 @@ class _MLP(torch.autograd.Function):
         u = call.mm(recipe.y, n_q, w_in, call.dtype, inner.bias())  # [T,K] @ [2F,K]^T
         h_q = activation_quantize(u, activation, recipe.x)
         y = call.mm(recipe.y, h_q, w_out, call.dtype, outer.bias())  # [T,F] @ [K,F]^T
-        n = [x] if norm is None else norm_source(total, mean, rstd, gamma, beta)
-        observe_x(call.observer, n, n_q, recipe.x, "x" if norm is None else norm.kind)
+        kind, n = ("x", [x]) if norm is None else (norm.kind, _given(total, mean, rstd, gamma, beta))
+        observe_x(call.observer, kind, n, n_q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
-        observe_x(call.outer_observer, [u], h_q, recipe.x, activation)
+        observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
         ctx.call, ctx.norm, ctx.activation, ctx.shape = call, norm, activation, shape
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
@@ -219,19 +219,16 @@ class _MLP(torch.autograd.Function):
         return None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *layers
 
 
-def norm_source(
-    total: Tensor, mean: Tensor | None, rstd: Tensor | None, gamma: Tensor | None, beta: Tensor | None
-) -> list[Tensor]:
-    """The tensors from which the output of a norm can be computed again, in the order of `observe`."""
-    return [t for t in (total, mean, rstd, gamma, beta) if t is not None]
-
-
 def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """x and residual in such an order that the first has the dtype that PyTorch gives their sum."""
     if residual is None or residual.dtype == x.dtype:
         return x, residual
     wide = torch.promote_types(x.dtype, residual.dtype)
     return (residual, x) if residual.dtype == wide else (x.to(wide), residual)
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
 
 
 def _rows(x: Any) -> Any:

@@ -62,7 +62,9 @@ class RecipeLayer(nn.Module):
         if self.recipe.rotate:
             x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
-        return linear(x, w, bias, LinearCall(self.recipe, dtype, *histories, observer=observer_of(self)), cached)
+        x_history, w_history, dy_history = histories
+        call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self))
+        return linear(x, w, bias, call, cached)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script` before it reads the module."""

@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x.to(call.dtype), read_w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
             y = call.mm(recipe.y, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
-        observe_x(call.observer, [x], x_q, recipe.x, history=call.x_history)
+        observe_x(call.observer, "x", [x], x_q, recipe.x, call.x_history)
         observe_w(call.observer, [read_w], w_q, recipe.w, call.w_history)
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)

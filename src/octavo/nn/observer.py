@@ -26,12 +26,15 @@ class Observer:
     A copy of a model, and a file that one is pickled to, have None in its place.
 
     Attributes:
-        stats: [1 + 2n, WIDTH], float64 (`octavo.ops.statistics`).
+        forward, backward: the statistics [1 + n, WIDTH] of x and w, and those [n, WIDTH] of dy, float64
+            (`octavo.ops.statistics`). Two tensors: compiled code saves the second for the backward pass, and another
+            forward pass may come before it.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.layers = layers
-        self.stats = clear_statistics(torch.empty(1 + 2 * layers, WIDTH, dtype=torch.float64, device=device))
+        stats = torch.empty(1 + 2 * layers, WIDTH, dtype=torch.float64, device=device)
+        clear_statistics(stats)
+        self.forward, self.backward = stats[: 1 + layers].clone(), stats[1 + layers :].clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -45,15 +48,15 @@ def observer_of(module: Any) -> Observer | None:
 
 def observe_x(
     observer: Observer | None,
+    kind: str,
     source: Sequence[Tensor],
     q: QTensor | None,
     cast: Cast | None,
-    kind: str = "x",
     history: ScaleHistory | None = None,
 ) -> None:
     """Record x, which `q` is when quantized; `kind` and `source` are those of `octavo.ops.observation.observe`."""
     if observer is not None:
-        observe(observer.stats, 0, kind, source, [], *_arguments(q, cast, history))
+        observe(observer.forward, 0, kind, source, [], *_arguments(q, cast, history))
 
 
 def observe_w(
@@ -67,7 +70,7 @@ def observe_w(
     if observer is not None:
         gathered = isinstance(weights[0], GatheredWeight)
         source, kind = ([], "bytes") if gathered else (weights, "w")
-        observe(observer.stats, 1, kind, source, [w.shape[0] for w in weights], *_arguments(q, cast, history))
+        observe(observer.forward, 1, kind, source, [w.shape[0] for w in weights], *_arguments(q, cast, history))
 
 
 def observe_dy(
@@ -90,8 +93,7 @@ def observe_dy(
         s_x: the scale [T, 1] of x, by whose exponent the bytes of g are shifted for dw.
     """
     if observer is not None:
-        slot = 1 + observer.layers
-        observe(observer.stats, slot, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)
+        observe(observer.backward, 0, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)
 
 
 def _arguments(

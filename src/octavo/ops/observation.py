@@ -12,11 +12,10 @@ each step.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,20 +40,19 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Sampling:
-    """Whether operands are recorded now, by all watched models of the process, and how many rows of each."""
+    """Whether operands are recorded now, by any watch of the process, and how many rows of each."""
 
     rows = 0  # 0: not now
     captured = False  # whether a CUDA graph was captured, in which nothing is recorded
+    _requests: ClassVar[dict[int, int]] = {}
 
-
-@contextmanager
-def unsampled() -> Iterator[None]:
-    """Record nothing in this block."""
-    rows, Sampling.rows = Sampling.rows, 0
-    try:
-        yield
-    finally:
-        Sampling.rows = rows
+    @classmethod
+    def request(cls, watch: object, rows: int) -> None:
+        """Record `rows` rows of each operand from now on; 0 withdraws the request of this watch."""
+        cls._requests.pop(id(watch), None)
+        if rows:
+            cls._requests[id(watch)] = rows
+        cls.rows = max(cls._requests.values(), default=0)
 
 
 def observe(
@@ -257,5 +255,7 @@ def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     The place within each part is that of the golden ratio's multiples. With a fixed stride every sampled token could
     have the same position in its sequence, such as the first, whose activations differ from all others.
     """
-    i = torch.arange(min(rows, count), dtype=torch.float64, device=device)
-    return ((i + (i * _GOLDEN).frac()) * (count / len(i))).long() if rows < count else i.long()
+    rows = min(rows, count)
+    ends = torch.arange(rows + 1, device=device) * count // rows
+    place = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN).frac()
+    return ends[:-1] + (place * ends.diff()).long()

@@ -24,7 +24,6 @@ LAYER_SUMS = (
     *("update_x2", "updated_x2", "alignment", "aligned_rows"),
 )
 LAYER_FIELD = {name: i for i, name in enumerate((*LAYER_MAXIMA, *LAYER_SUMS, "exponents"))}
-LAYER_WIDTH = LAYER_FIELD["exponents"] + EXPONENTS
 
 
 def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> Array:
@@ -69,7 +68,8 @@ def layer_records(step: int, sizes: Array, stats: Array) -> Array:
 
     Args:
         sizes: [layers], the number of elements of the whole weight.
-        stats: [layers, LAYER_WIDTH]. Of a weight that several ranks hold whole, each rank has counted all elements.
+        stats: [layers, n], the fields and then EXPONENTS counts. Of a weight that several ranks hold whole, each has
+            counted all elements.
     """
     seen = np.flatnonzero(stats[:, LAYER_FIELD["gradient_elements"]] > 0)
     stats, sizes = stats[seen], sizes[seen]

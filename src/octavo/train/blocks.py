@@ -4,7 +4,6 @@ Activation checkpointing (Chen et al., arXiv:1604.06174) is inside of the compil
 backward pass computes again.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -48,8 +47,10 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
     if mode != "none":
-        for block in find_blocks(model):
+        blocks: Any = find_blocks(model)
+        for block in blocks:
             block.forward = _checkpointed(block.forward, mode)
+            block.activation_checkpointing = mode  # read by octavo.watch
     if config.compile.blocks:
         for block in find_blocks(model):
             block.compile(backend=config.compile.backend)
@@ -62,9 +63,12 @@ def eager() -> AbstractContextManager[Any]:
 
 
 def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    if mode == "full":
-        return functools.partial(checkpoint, forward, use_reentrant=False)
-    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
+    options: dict[str, Any] = {} if mode == "full" else {"context_fn": _selective}
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # not a functools.partial, of which Dynamo would compile nothing
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
 
 
 def _selective() -> Any:

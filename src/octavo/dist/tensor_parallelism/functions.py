@@ -14,6 +14,7 @@ A column-parallel layer saves the bytes of its own rows, and gathers them again 
 forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
 from octavo.nn.fused import FusedCall, Norm, NormSpec, wider_first
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import shaped
+from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
@@ -112,6 +114,8 @@ class _Column(torch.autograd.Function):
         n_q_all, w_q, y = gathered_mm(
             n_q, lambda: _quantized(stack, call, ranks, cut_rows=False), call.recipe.y, call, ranks, bias=stack.bias()
         )  # [T,K] @ [N/R,K]^T
+        observe_x(call.observer, *_source(norm, total, saved), n_q, call.recipe.x)
+        observe_w(call.observer, stack.weights, w_q, call.recipe.w)
         ctx.call, ctx.ranks, ctx.norm, ctx.stack = call, ranks, norm, StackInfo.of(stack)
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         ctx.save_for_backward(n_q.data, n_q_all.scale, w_q.scale, layers[0], *saved, *stack.weights)
@@ -123,7 +127,9 @@ class _Column(torch.autograd.Function):
         call: FusedCall = ctx.call
         n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
-        g = quantize_folded(dy.contiguous(), s_w, mantissa(s_n), call.recipe.dy)
+        dy, m = dy.contiguous(), mantissa(s_n)
+        g = quantize_folded(dy, s_w, m, call.recipe.dy)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g, call.recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
         gradients = input_gradients(ctx, dn, dtotal, *saved)
@@ -138,6 +144,8 @@ class _Row(torch.autograd.Function):
         w_q = _quantized(stack, call, ranks, cut_rows=True)
         x_q = requantize([x], ranks.largest(row_scales([x], recipe.x)), recipe.x)
         y = _biased(ranks.done(scattered_mm(x_q, w_q, recipe.y, call, ranks)), stack)  # [T,K/R] @ [N,K/R]^T
+        observe_x(call.observer, "x", [x], x_q, recipe.x)
+        observe_w(call.observer, stack.weights, w_q, recipe.w)
         ctx.call, ctx.ranks, ctx.stack, ctx.x_dtype = call, ranks, StackInfo.of(stack), x.dtype
         ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, layers[0], *stack.weights)
         return y
@@ -149,7 +157,9 @@ class _Row(torch.autograd.Function):
         recipe = call.recipe
         x_data, s_x, s_w, w_data, *weights = ctx.saved_tensors
         dy, m = dy.contiguous(), mantissa(s_x)
-        g_own = quantize_folded(dy, s_w, ctx.ranks.own(m), recipe.dy)
+        own_m, own_s_x = ctx.ranks.own(m), ctx.ranks.own(s_x)
+        g_own = quantize_folded(dy, s_w, own_m, recipe.dy)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g_own, recipe.dy, s_w=s_w, m=own_m, s_x=own_s_x)
         g, _, dx = gathered_mm(
             g_own,
             lambda: weight_transposed(weights, w_data, s_w, recipe.w, g_own.data),
@@ -187,6 +197,10 @@ class _MLP(torch.autograd.Function):
         s_h = ranks.largest(activation_scales(u, activation, recipe.x))
         h_q = activation_quantize_scaled(u, activation, s_h, recipe.x)
         y = _biased(ranks.done(scattered_mm(h_q, w_out, recipe.y, call, ranks)), outer)  # [T,F/R] @ [K,F/R]^T
+        observe_x(call.observer, *_source(norm, total, saved), n_q, recipe.x)
+        observe_w(call.observer, inner.weights, w_in, recipe.w)
+        observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
+        observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
         ctx.call, ctx.ranks, ctx.norm, ctx.activation = call, ranks, norm, activation
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
         ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
@@ -203,8 +217,10 @@ class _MLP(torch.autograd.Function):
         n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
-        m_h = mantissa(s_h)
-        g_own = quantize_folded(dy, s_out, ranks.own(m_h), recipe.dy)
+        m_h, m_n = mantissa(s_h), mantissa(s_n)
+        own_m, own_s_h = ranks.own(m_h), ranks.own(s_h)
+        g_own = quantize_folded(dy, s_out, own_m, recipe.dy)
+        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g_own, recipe.dy, s_w=s_out, m=own_m, s_x=own_s_h)
         g, _, dh = gathered_mm(
             g_own,
             lambda: weight_transposed([w], out_data, s_out, recipe.w, g_own.data),
@@ -215,8 +231,10 @@ class _MLP(torch.autograd.Function):
         )  # [T,K] @ [F/R,K]^T
         du, h_q, wide = activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
         )  # fmt: skip
+        kind = f"{ctx.activation}_gradient"
+        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
         dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
@@ -255,6 +273,11 @@ def _quantized(stack: Stack, call: FusedCall, ranks: Ranks, *, cut_rows: bool) -
     if stack.cached is not None:
         return stack.cached
     return quantize_shards([Shards(stack.weights, call.recipe.w, cut_rows)], ranks)[0]
+
+
+def _source(norm: NormSpec | None, total: Tensor, saved: Sequence[Tensor | None]) -> tuple[str, list[Tensor]]:
+    """Kind and source of a layer's input, for `observe_x`."""
+    return ("x", [total]) if norm is None else (norm.kind, [t for t in saved if t is not None])
 
 
 def _biased(y: Tensor, stack: Stack) -> Tensor:

@@ -25,6 +25,7 @@ from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.linear_function import LinearCall, shaped
 from octavo.nn.mlp import FusedMLP
+from octavo.nn.observer import observer_of
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
@@ -66,7 +67,7 @@ class Column(ParallelLayer):
         if recipe is None or x.numel() == 0:
             return self._whole(layer, gather_rows(x.to(compute_dtype(x)), self.ranks))
         stack = _stack([layer], recipe, layer.weight_cache)
-        y, _ = column(x, None, None, stack, _call(layer, recipe, x), self.ranks)
+        y, _ = column(x, None, None, stack, _call(layer, recipe, x, layer), self.ranks)
         return self.ranks.by_sequence(y, x.shape[:-2])
 
     def norm_linear(self, module: NormLinear, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -75,7 +76,7 @@ class Column(ParallelLayer):
             total = x if residual is None else x + residual
             n = self._input(module.norm, total)
             return tuple(self._whole(linear, n) for linear in module.linears), total
-        call = _call(layers.linears[0], layers.recipe, x)
+        call = _call(layers.linears[0], layers.recipe, x, module)
         stack = _stack(layers.linears, layers.recipe, module.weight_cache)
         y, total = column(x, residual, norm, stack, call, self.ranks)
         parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
@@ -90,7 +91,8 @@ class Column(ParallelLayer):
             total = x if residual is None else x + residual
             n = self._input(norm, total)
             return module.outer(module.activate(*(self._whole(linear, n) for linear in module.inner))), total
-        call, (*inner, outer) = _call(layers.linears[0], layers.recipe, x), layers.linears
+        *inner, outer = layers.linears
+        call = _call(inner[0], layers.recipe, x, module, outer)
         stacks = _stack(inner, layers.recipe, module.weight_cache), _stack([outer], layers.recipe, outer.weight_cache)
         return mlp(x, residual, known_norm, module.activation, *stacks, call, self.ranks)
 
@@ -122,7 +124,7 @@ class Row(ParallelLayer):
             if layer.bias is not None:
                 y = y + local_replicated(layer.bias, self.ranks).to(y.dtype)
         else:
-            y = row(rows, _stack([layer], recipe, layer.weight_cache), _call(layer, recipe, x), self.ranks)
+            y = row(rows, _stack([layer], recipe, layer.weight_cache), _call(layer, recipe, x, layer), self.ranks)
         batch = x.shape[:-2]
         return shaped(y, torch.Size((*batch, y.shape[0] // prod(batch), y.shape[1])))
 
@@ -156,9 +158,11 @@ def _fusable(layer: Any) -> FusableRecipe | None:
     return layer.recipe.fusable if isinstance(layer, Linear) else None
 
 
-def _call(layer: Any, recipe: FusableRecipe, x: Tensor) -> FusedCall:
+def _call(layer: Any, recipe: FusableRecipe, x: Tensor, observed: Any, outer: Any = None) -> FusedCall:
+    """The call of `layer`, or of a fused module `observed` that begins with it, and whose last layer is `outer`."""
     check_call(layer, x)
-    return LinearCall(recipe, compute_dtype(x))
+    outer_observer = None if outer is None else observer_of(outer)
+    return LinearCall(recipe, compute_dtype(x), observer=observer_of(observed), outer_observer=outer_observer)
 
 
 def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) -> Stack:

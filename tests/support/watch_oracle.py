@@ -1,0 +1,70 @@
+"""The numbers of a watch in numpy float64 and ml_dtypes."""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from quantize_oracle import KINDS, oracle_scale
+
+from octavo.numerics import Cast
+
+Array = np.ndarray[Any, Any]
+BY_OPERAND = ("amax", "rms", "scale", "smallest_scale", "saturated", "flushed", "sqnr", "kurtosis", "crest")
+
+
+def expanded(scale: Array, cast: Cast, shape: tuple[int, ...]) -> Array:
+    """A scale for each element."""
+    rows, cols = (math.ceil(n / s) for n, s in zip(shape, scale.shape, strict=True))
+    rows, cols = cast.granularity.rows or rows, cast.granularity.cols or cols
+    return np.repeat(np.repeat(scale, rows, 0), cols, 1)[: shape[0], : shape[1]]
+
+
+def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> dict[str, float]:
+    """The fields of a record of a finite matrix x, float32, which `cast` quantizes.
+
+    Args:
+        scale: float32, known before; None for that of x itself.
+    """
+    wide = x.astype(np.float64)
+    amax, rms = np.abs(wide).max(), math.sqrt((wide**2).mean())
+    central = wide - wide.mean()
+    found = {
+        "amax": amax, "rms": rms, "crest": amax / rms, "kurtosis": (central**4).mean() / (central**2).mean() ** 2,
+        "zero_rows": (~wide.any(1)).mean(),
+    }  # fmt: skip
+    if cast is None:
+        return found
+    blocks = oracle_scale(x, cast) if scale is None else scale
+    each = expanded(blocks, cast, x.shape).astype(np.float64)
+    largest = float(ml_dtypes.finfo(KINDS[cast.format]).max)
+    numbers = (
+        np.clip(x * (1 / each.astype(np.float32)), -largest, largest).astype(KINDS[cast.format]).astype(np.float64)
+    )
+    return found | {
+        "scale": blocks.max(), "smallest_scale": blocks[blocks > 2.0**-126].min(),
+        "saturated": (np.abs(wide) > each * largest * (1 + 1e-6)).mean(),
+        "flushed": ((numbers == 0) & (wide != 0)).mean(),
+        "sqnr": 10 * math.log10((wide**2).sum() / ((wide - numbers * each) ** 2).sum()),
+    }  # fmt: skip
+
+
+def binades(x: Array) -> list[float]:
+    """The share of elements in each of the 40 binades from that of amax down."""
+    exponents = [math.floor(math.log2(abs(v))) for v in x.astype(np.float64).flat if v]
+    top = max(exponents)
+    below = [min(top - e, 39) for e in exponents]
+    return [below.count(k) / x.size for k in range(40)]
+
+
+def matrix(rows: int = 48, columns: int = 80, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    """Numbers of many sizes: rows of different size, outliers, zeros, and a row of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randn(rows, 1, generator=generator) * spread)
+    x[torch.rand(x.shape, generator=generator) < 0.02] *= 200
+    x[torch.rand(x.shape, generator=generator) < 0.02] *= 1e-6
+    x[torch.rand(x.shape, generator=generator) < 0.05] = 0
+    x[3] = 0
+    return x
