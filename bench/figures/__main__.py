@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts: a part of `make docs`.
+"""Draw the pictures of docs/concepts and docs/learn: a part of `make docs`.
 
 python -m bench.figures            the SVG files of the repository
 python -m bench.figures FOLDER     the same as PNG files, in the light colours
@@ -7,10 +7,10 @@ python -m bench.figures FOLDER     the same as PNG files, in the light colours
 import sys
 from pathlib import Path
 
-from bench.figures import accumulation, formats, quantization, rotation, rounding, scales
+from bench.figures import accumulation, formats, lessons, quantization, rotation, rounding, scales
 from bench.figures.style import Draw, save
 
-FOLDER = Path(__file__).parents[2] / "docs" / "concepts" / "figures"
+FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 FIGURES: tuple[Draw, ...] = (
     formats.number_line,
     formats.range_and_precision,
@@ -20,6 +20,7 @@ FIGURES: tuple[Draw, ...] = (
     accumulation.accumulation,
     rounding.rounding,
     rotation.rotation,
+    lessons.loss_scaling,
 )
 
 

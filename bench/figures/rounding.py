@@ -32,8 +32,8 @@ def grey_ramp(axes: Any, noise: Tensor) -> None:
     for row in range(rows):
         starts = [0, *((levels[row].diff() != 0).nonzero().flatten() + 1).tolist()]
         for left, right in zip(starts, [*starts[1:], columns], strict=True):  # a rectangle for a run of equal cells
-            shade = str(float(levels[row, left]) / LEVELS)
-            axes.add_patch(Rectangle((left, row), right - left, 1, facecolor=shade, edgecolor="none"))
+            shade = str(min(float(levels[row, left]) / LEVELS, 0.996))  # white that is not the paper's
+            axes.add_patch(Rectangle((left, row), right - left, 1, facecolor=shade, antialiased=False))
     axes.set_xlim(0, columns)
     axes.set_ylim(0, rows)
     axes.set_xticks([])

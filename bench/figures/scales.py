@@ -106,5 +106,5 @@ def granularity() -> Figure:
     axes.set_xticks(range(5, 31, 5), [f"$2^{{{e}}}$" for e in range(5, 31, 5)])
     axes.set_xlabel("size of one outlier, in standard deviations of the others")
     axes.set_ylabel("SQNR of the others, dB")
-    axes.legend(loc=(0.36, 0.08))
+    axes.legend(loc=(0.3, 0.08))
     return figure

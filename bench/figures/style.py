@@ -1,4 +1,4 @@
-"""How the pictures of docs/concepts look. The same numbers give the same bytes.
+"""How the pictures of docs/figures look. The same numbers give the same bytes.
 
 A picture is drawn in the colours for a light page. A style sheet inside the file replaces them where the reader prefers
 a dark one, so one file serves both, and a program that ignores the style sheet shows the light picture. Text stays

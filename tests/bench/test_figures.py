@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts: their numbers against other sources, and the files in the repository."""
+"""The pictures of docs/figures: their numbers against other sources, and the files in the repository."""
 
 import re
 from pathlib import Path
@@ -35,8 +35,8 @@ def test_the_pictures_in_the_repository_are_those_that_are_drawn(drawn: Path) ->
 
 
 def test_every_picture_is_on_a_page_and_has_a_text_for_those_who_do_not_see_it() -> None:
-    pages = "".join((ROOT / page).read_text() for page in DOCS if page.startswith("docs/concepts/"))
-    shown = re.findall(r"!\[(.+?)\]\(figures/(\w+)\.svg\)", pages)
+    pages = "".join((ROOT / page).read_text() for page in DOCS if page.startswith(("docs/concepts/", "docs/learn/")))
+    shown = re.findall(r"!\[(.+?)\]\(\.\./figures/(\w+)\.svg\)", pages)
     assert sorted(name for _, name in shown) == sorted(draw.__name__ for draw in FIGURES)
     assert all(len(text) > 20 for text, _ in shown)
 

@@ -32,6 +32,7 @@ UNTESTED = {
         "from": "torchtitan has an environment of its own: make test-integrations",
         "import": "Lightning has an environment of its own: make test-integrations",
     },
+    "docs/learn/6_serving.md": {"vllm": "vLLM has an environment of its own: make test-vllm"},
     "docs/performance.md": {"make": "takes minutes, and wants a GPU"},
     "docs/quickstart.md": {
         "pip": "installs from the network",
