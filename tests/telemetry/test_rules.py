@@ -48,12 +48,11 @@ def check(rules, sample):
 # rule, operand, field, a value within the limit, one above it, and the number that the event has
 OPERAND_FAULTS = [
     ("non_finite", X, "nonfinite", 0.0, 1e-6, 1e-6),
-    ("saturation_spike", X, "saturated", 0.0009, 0.0011, 0.0011),
     ("underflow", DY, "flushed", 0.049, 0.051, 0.102),  # of the half that is not zero
     ("underflow", DY, "shift_lost", 0.49, 0.51, 0.51),
     ("kurtosis_growth", X, "kurtosis", 100, 1000, None),
     ("scale_gap", W, "gap", -1.9, -2.5, 2.5),
-    ("scale_gap", DY, "gap", 7.9, 8.5, 8.5),
+    ("scale_gap", DY, "gap", 8.8, 9.0, 9 / 17.81),
     ("dead_scale", W, "scale", 1e-30, 0.0, 1.0),
     ("dead_scale", X, "scale", 1e30, np.nan, 1.0),
 ]
@@ -75,6 +74,15 @@ def test_a_number_above_its_limit_is_found_once_and_again_when_it_returns(
     assert event.value > event.limit
     if value is not None:
         assert event.value == pytest.approx(value, rel=1e-3)
+
+
+def test_saturation_is_found_where_the_largest_elements_lose_much(rules, samples):
+    found = []
+    for saturated, gap in ((0.5, -0.4), (0.009, -0.6), (0.011, -0.6)):
+        [sample] = samples(1)
+        sample[0]["saturated"][2, X], sample[0]["gap"][2, X] = saturated, gap
+        found.append([(event.rule, event.layer, event.operand) for event in check(rules, sample)])
+    assert found == [[], [], [("saturation_spike", "blocks.2.up", "x")]]
 
 
 def test_an_amax_far_above_the_last_samples_is_found(rules, samples):
@@ -128,12 +136,12 @@ def test_the_first_samples_are_not_compared_with_others(samples):
     rules = SampleRules(watched_layers(LAYERS))
     for amax in (1, 100, 10000):
         [sample] = samples(1)
-        sample[0]["amax"], sample[0]["kurtosis"] = amax, amax
+        sample[0]["amax"], sample[0]["kurtosis"], sample[0]["saturated"] = amax, amax, 0.5
         assert check(rules, sample) == []
 
 
 def test_every_rule_has_a_fault_here():
-    tested = {fault[0] for fault in OPERAND_FAULTS} | {"amax_jump", "swiglu_alignment"}
+    tested = {fault[0] for fault in OPERAND_FAULTS} | {"amax_jump", "saturation_spike", "swiglu_alignment"}
     assert tested == {rule.name for rule in RULES}
 
 

@@ -15,13 +15,15 @@ from octavo.telemetry.rules.sample import FIRST, Grid, History, Sample
 from octavo.telemetry.schema import OPERANDS
 
 JUMP = 8.0  # times the largest amax of the last samples
-SATURATED = 1e-3  # share of elements
+SATURATED = 0.01  # share of elements
+CLIPPED = 0.5  # binades by which amax is above what its scale expects, where saturation is a fault
 FLUSHED = 0.1  # share of the elements that are not zero
 SHIFTED = 0.5  # share of the bytes that are not zero
 ALIGNED = 0.5  # mean |cosine|
 GROWTH = 10.0  # times the kurtosis of the first samples
 LEAST_KURTOSIS = 10.0  # a reference below counts as this much
-TOO_SMALL, TOO_LARGE = 2.0, 8.0  # binades by which a scale may miss
+TOO_SMALL = 2.0  # binades by which amax may be above what a scale expects
+TOO_LARGE = 0.5  # of the format's binades, by which it may be below
 ZERO_SAMPLES = 2  # in a row
 
 
@@ -45,15 +47,14 @@ class Rule:
 
 def amax_jump(sample: Sample, history: History) -> Grid:
     """amax by the largest of the last samples."""
-    if history.samples < FIRST:
-        return np.full_like(sample["amax"], np.nan)
     largest = np.fmax.reduce(history.amax)
-    return _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan))
+    return _of_quantized(sample, _later(history, sample["amax"] / np.where(largest > 0, largest, np.nan)))
 
 
 def saturated(sample: Sample, history: History) -> Grid:
-    """The share of elements that saturate."""
-    return _of_quantized(sample, sample["saturated"])
+    """The share of elements that saturate, where the largest become smaller by a third at least."""
+    share = np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan)
+    return _of_quantized(sample, _later(history, share))
 
 
 def flushed(sample: Sample, history: History) -> Grid:
@@ -74,14 +75,12 @@ def alignment(sample: Sample, history: History) -> Grid:
 
 def kurtosis_growth(sample: Sample, history: History) -> Grid:
     """The kurtosis of x and w by the median of the first samples. That of dy changes by orders in every run."""
-    if history.samples < FIRST:
-        return np.full_like(sample["amax"], np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were never sampled
         reference = np.nanmedian(history.kurtosis, axis=0)
     growth = sample["kurtosis"] / np.maximum(reference, LEAST_KURTOSIS)
     growth[:, OPERANDS.index("dy")] = np.nan
-    return _of_quantized(sample, growth)
+    return _of_quantized(sample, _later(history, growth))
 
 
 def scale_too_small(sample: Sample, history: History) -> Grid:
@@ -90,8 +89,8 @@ def scale_too_small(sample: Sample, history: History) -> Grid:
 
 
 def scale_too_large(sample: Sample, history: History) -> Grid:
-    """The binades by which amax is below what a scale expects that was fixed before."""
-    return _of_quantized(sample, np.where(sample.all_zero, np.nan, sample["gap"]))
+    """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
+    return _of_quantized(sample, np.where(sample.all_zero, np.nan, sample["gap"] / sample.binades))
 
 
 def zeros_in_a_row(sample: Sample, history: History) -> Grid:
@@ -116,6 +115,11 @@ def nonfinite_gradient(sample: Sample, history: History) -> Grid:
     return sample.of_layers("gradient_nonfinite")
 
 
+def _later(history: History, numbers: Grid) -> Grid:
+    """The numbers, after the first samples: a run changes fast while its learning rate rises."""
+    return numbers if history.samples >= FIRST else np.full_like(numbers, np.nan)
+
+
 def _of_quantized(sample: Sample, numbers: Grid) -> Grid:
     return np.where(sample.quantized, numbers, np.nan)
 
@@ -135,7 +139,10 @@ RULES = (
         "scale_gap", TOO_SMALL, scale_too_small, "the amax of {operand} is {value:.1f} binades above its scale's range"
     ),
     Rule(
-        "scale_gap", TOO_LARGE, scale_too_large, "the amax of {operand} is {value:.1f} binades below its scale's range"
+        "scale_gap",
+        TOO_LARGE,
+        scale_too_large,
+        "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
     ),
     Rule(
         "dead_scale",

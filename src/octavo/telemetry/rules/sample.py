@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED
+from octavo.numerics.formats import FP8_FORMATS
+from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED, WatchedLayer
 
 Records = np.ndarray[Any, Any]
 Grid = npt.NDArray[np.float64]  # [layers, 3]: one number for each operand x, w, dy of each layer
@@ -25,12 +27,12 @@ class Sample:
 
     Args:
         operands, layer_records: of one step, with the dtypes of `octavo.telemetry.schema`.
-        layers: the number of layers of the model.
+        layers: of the model, by the number that records have for them.
     """
 
     operands: Records
     layer_records: Records
-    layers: int
+    layers: Sequence[WatchedLayer]
 
     def __getitem__(self, name: str) -> Grid:
         """A field of the operands' records; NaN where there is no record."""
@@ -54,14 +56,21 @@ class Sample:
         found: Mask = (amax == 0) | ((flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero))
         return found & self.quantized
 
+    @property
+    def binades(self) -> Grid:
+        """The binades of the operands' formats, from the smallest subnormal number to the largest: 17.8 of e4m3."""
+        names = [[layer.formats.get(operand, "") for operand in OPERANDS] for layer in self.layers]
+        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
+        return np.array([[known.get(name, np.nan) for name in row] for row in names])
+
     def of_layers(self, name: str) -> Grid:
         """A field of the layers' records, [layers, 1]; NaN where there is no record."""
-        found = np.full((self.layers, 1), np.nan)
+        found = np.full((len(self.layers), 1), np.nan)
         found[self.layer_records["layer"], 0] = self.layer_records[name]
         return found
 
     def _grid(self, values: npt.NDArray[Any]) -> Grid:
-        found = np.full((self.layers, len(OPERANDS)), np.nan)
+        found = np.full((len(self.layers), len(OPERANDS)), np.nan)
         found[self.operands["layer"], self.operands["operand"]] = values
         return found
 

@@ -36,7 +36,7 @@ class SampleRules:
         Args:
             operands, layer_records: of one step, with the dtypes of `octavo.telemetry.schema`.
         """
-        sample = Sample(operands, layer_records, len(self.layers))
+        sample = Sample(operands, layer_records, self.layers)
         events = [event for rule in RULES for event in self._judge(rule, sample)]
         self._history.add(sample)
         return events
