@@ -1,5 +1,8 @@
 """bench/gpu/plan.py, the model small and on the CPU."""
 
+import json
+from pathlib import Path
+
 from bench.gpu import plan
 from octavo.plan.hardware import find_gpu
 
@@ -10,20 +13,24 @@ SMALL = plan.CONFIG.change(
 
 
 def test_planned_and_measured_beside_each_other() -> None:
-    """The first configuration fails; the others, of one process and of two, are measured all the same."""
-    chosen = [
-        (1, SMALL.change(data=["nowhere.txt"])),
-        (1, SMALL.change(recipe="rowwise")),
-        (2, SMALL.change(recipe="bf16", batch=4)),
-    ]
-    failed, one, two = plan.measure(chosen, 2, find_gpu("h200"))
+    """The first configuration fails; the other, of two processes, is measured all the same."""
+    chosen = [(1, SMALL.change(data=["nowhere.txt"])), (2, SMALL.change(recipe="bf16", batch=4))]
+    failed, two = plan.measure(chosen, 2, find_gpu("h200"))
     assert "exit code" in plan.line(failed)
+    assert two["seconds"] > 0
+    assert (two["gpus"], two["recipe"]) == (2, "bf16")
+    assert ["error" in row for row in (failed, two)] == [True, False]
+
+
+def test_one_process_writes_what_the_line_shows(tmp_path: Path) -> None:
+    config, result = SMALL.change(recipe="rowwise", out=str(tmp_path / "run")), tmp_path / "result.json"
+    (tmp_path / "task.json").write_text(json.dumps({"config": config.to_dict(), "out": str(result)}))
+    plan.work(tmp_path / "task.json")
+    one = plan.compared(config, 1, find_gpu("h200"), json.loads(result.read_text()))
     assert one["seconds"] > 0
     assert set(one["errors"]) == {"time"}  # the CPU has no peak of a GPU
     assert one["planned"]["peak_bytes"] > 16 * 2 * 64 * (64 + 96)
     assert "rowwise  none      1 GPU" in plan.line(one)
-    assert (two["gpus"], two["recipe"]) == (2, "bf16")
-    assert ["error" in row for row in (failed, one, two)] == [True, False, False]
 
 
 def test_the_six_configurations() -> None:

@@ -13,9 +13,14 @@ from octavo.models import LlamaConfig
 SMALL = LlamaConfig(vocabulary=512, layers=1, width=64, heads=2, kv_heads=1, mlp_width=128, context=64, tied=False)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return generate.make_folders(SMALL, tmp_path_factory.mktemp("models"), "cpu")
+
+
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    wide, packed = generate.make_folders(SMALL, tmp_path / "models", "cpu")
+def words(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    wide, packed = folders
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     return [str(packed), "--against", str(wide), "--prompt", "8", "--device", "cpu"]
 
