@@ -1,13 +1,14 @@
-"""`octavo train`, started by torchrun, whose rank 1 is killed in its first attempt: in step 7, while the checkpoint of
+"""`octavo train` on several ranks, of which rank 1 is killed in its first attempt: in step 7, while the checkpoint of
 step 6 is being written."""
 
 import os
 import signal
+import sys
 import threading
 
 from octavo.artifact.dcp_writer import SafetensorsWriter
 from octavo.train.loop import Trainer
-from octavo_cli.app import run
+from octavo_cli import main
 
 writing = threading.Event()
 write_data, step = SafetensorsWriter.write_data, Trainer.step
@@ -27,6 +28,8 @@ def step_and_die(trainer):
     return result
 
 
-if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-    SafetensorsWriter.write_data, Trainer.step = write_forever, step_and_die
-run()
+def train(*words):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        SafetensorsWriter.write_data, Trainer.step = write_forever, step_and_die
+    sys.argv = ["octavo", "train", *words]
+    main()

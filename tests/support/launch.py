@@ -1,9 +1,17 @@
-"""Starting a command under torchrun, as a user does."""
+"""Starting ranks under torchrun: a command, as a user does, or a function under the agent of torchrun alone."""
 
 import os
+import signal
 import subprocess
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from ranks import use_server
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 import octavo
 
@@ -22,3 +30,34 @@ def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.Compl
         *words,
     ]
     return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=240)
+
+
+def run_elastic(folder: Path, function: Callable[..., Any], *args: Any, processes: int = 2, restarts: int = 0) -> None:
+    """What `torchrun --standalone` does with a script, with a function of a module: its ranks start in some 50 ms.
+
+    Args:
+        folder: for the output of each rank, in RUN/attempt_ATTEMPT/RANK/stdout.log and stderr.log.
+        restarts: of all ranks after one has failed.
+
+    Raises:
+        ChildFailedError: a rank failed, and no restart was left. Its message is the one that torchrun prints.
+    """
+    use_server()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
+    )
+    # The agent sets handlers of its own, for good.
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        elastic_launch(config, function)(*args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -21,6 +21,13 @@ PRELOADED = [
 ]
 
 
+def use_server() -> Any:
+    """The context of `multiprocessing` whose processes the server forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The results of `function(rank, *args)` in `world` processes, by rank.
 
@@ -30,8 +37,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     Raises:
         AssertionError: a rank failed, with its traceback, or the time was up.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = use_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [

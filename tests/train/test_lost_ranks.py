@@ -2,15 +2,14 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import killed_train
 import pytest
 import torch
 import torch.distributed as dist
+from launch import run_elastic
 from ranks import run_ranks
 from rich.console import Console
 
@@ -18,8 +17,6 @@ from octavo.artifact.run import RunFolder
 from octavo.train.config import Config
 from octavo.train.ranks import _message_group, gather
 from octavo.train.start import resume_run, start_run
-
-KILLED = Path(__file__).parents[1] / "support" / "killed_train.py"
 
 
 def train_undisturbed(rank, settings):
@@ -33,16 +30,11 @@ def continue_undisturbed(rank, folder):
 def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
     """Its losses are those of a run without a failure. One process then continues it like two."""
     of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", KILLED]
-    command += ["train", tmp_path / "config.json", "--out", tmp_path / "run"]
+    words = [str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
     (tmp_path / "config.json").write_text(json.dumps(settings(**of_run).to_dict()))
-    ended = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    # The first failure that torchrun sees: rank 1 is killed, and rank 0 then fails in its exchange.
-    assert re.search(r"failed \(exitcode: -?\d+\) local_rank: [01]", ended.stderr)
-    assert f"resumed from {tmp_path}/run/step-00000004" in ended.stdout
+    run_elastic(tmp_path / "logs", killed_train.train, *words, restarts=1)
+    (log,) = (tmp_path / "logs").glob("*/attempt_1/0/stdout.log")
+    assert f"resumed from {tmp_path}/run/step-00000004" in log.read_text()
     run = RunFolder(tmp_path / "run")
     assert run.checkpoints() == [run.checkpoint(6), run.checkpoint(8)]
     assert list(run.path.glob(".*")) == []

@@ -1,12 +1,17 @@
 """`torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error."""
 
 import json
+import os
+import sys
 
 import pytest
-from launch import torchrun
+from launch import run_elastic, torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from octavo.train import processes
 from octavo.train.config import ConfigError
+from octavo.train.loop import Trainer
+from octavo_cli import main
 
 SETTINGS = """
 layers = 2
@@ -22,21 +27,20 @@ sample = 4
 device = "cpu"
 out = "run"
 """
-FAILING = """
-import os
-from octavo.train.loop import Trainer
-from octavo_cli import main
 
-step = Trainer.step
 
-def fail(self):
-    if os.environ["RANK"] == "1" and self.state.step == 3:
-        raise RuntimeError("the GPU of rank 1 fell off the bus")
-    return step(self)
+def fail_in_step_3(*words):
+    """`octavo train words`, of which rank 1 fails."""
+    step = Trainer.step
 
-Trainer.step = fail
-main()
-"""
+    def fail(trainer):
+        if os.environ["RANK"] == "1" and trainer.state.step == 3:
+            raise RuntimeError("the GPU of rank 1 fell off the bus")
+        return step(trainer)
+
+    Trainer.step = fail
+    sys.argv = ["octavo", "train", *words]
+    main()
 
 
 def test_two_processes_train_log_and_save(tmp_path, text, go_on):
@@ -61,10 +65,10 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
     (tmp_path / "run.toml").write_text(SETTINGS)
-    (tmp_path / "failing.py").write_text(FAILING)
-    ended = torchrun(tmp_path, "failing.py", "train", "run.toml", "--data", str(text))
-    assert ended.returncode == 1
-    cause = ended.stderr.partition("Root Cause")[2]
+    words = [str(tmp_path / "run.toml"), "--data", str(text), "--out", str(tmp_path / "run")]
+    with pytest.raises(ChildFailedError) as caught:
+        run_elastic(tmp_path / "logs", fail_in_step_3, *words)
+    cause = str(caught.value).partition("Root Cause")[2]
     assert "rank      : 1" in cause
     assert 'raise RuntimeError("the GPU of rank 1 fell off the bus")' in cause
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
