@@ -93,6 +93,8 @@ def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
     assert np.isinf(found["amax"]["x"][1, 0])
     assert "gap" not in found  # no scale was fixed before
     assert "nonfinite" not in found
+    assert list(found["shift_lost"]) == ["dy"]
+    assert "alignment" not in found  # there is no SwiGLU
     watched.operands["nonfinite"][3] = 0.5
     assert "nonfinite" in metric_grids(watched, Columns(STEPS, 20))
 

@@ -55,9 +55,11 @@ METRICS = (
     Metric("kurtosis", "kurtosis", log=True),
     Metric("gap", "range of the scale over amax", "octaves", worst="lowest"),
     Metric("nonfinite", "share of inf and NaN", "share", log=True),
+    Metric("shift_lost", "bytes of dy lost in dw", "share", log=True),
     Metric("gradient_norm", "norm of the weight's gradient", log=True, operands=False),
     Metric("update_ratio", "update / weight", log=True, operands=False),
     Metric("weight_norm", "norm of the weight", log=True, operands=False),
+    Metric("alignment", "alignment of gate and up", operands=False),
 )
 
 
@@ -156,6 +158,8 @@ def _values(part: Records, metric: Metric) -> Array:
     values = part[metric.key].astype(np.float64)
     if metric.key == "sqnr":  # inf: no error at all
         values[np.isinf(values)] = np.nan
+    if metric.key == "shift_lost":  # of dy alone
+        values[part["operand"] != OPERANDS.index("dy")] = np.nan
     if metric.key in ("amax", "gradient_norm"):
         values[np.isnan(values)] = np.inf
     return values
