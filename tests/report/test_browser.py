@@ -204,6 +204,17 @@ def test_inf_and_nan_are_said(browser: Browser, tmp_path: Path) -> None:
     browser.check()
 
 
+def test_a_page_of_one_step_takes_every_key(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page_of_runs(read_runs([make_run(tmp_path / "run", layers=4, steps=1, interval=1)])).html())
+    browser.open(path)
+    for chart in ("loss", "heat", "histogram"):
+        browser.run(f"document.querySelector('#{chart} .plot').focus()")
+        browser.press(Keys.END, Keys.ARROW_LEFT, Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ESCAPE)
+    assert browser.text("#heat .readout").startswith("model.layers.0.attn.k_proj, step 1: ")
+    browser.check()
+
+
 def test_the_page_of_verify(browser: Browser, tmp_path: Path) -> None:
     layers = [LayerReport(f"layer.{i}", "e4m3 row", (64, 64), 30.0 + i, 20.0 + i) for i in range(12)]
     report = Report(tmp_path / "packed", tmp_path / "model", "LlamaForCausalLM", layers=layers)

@@ -117,7 +117,7 @@
     const press = (key) => {
       const far = Math.max(1, Math.round(last / 20));
       const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -far, PageDown: far, Home: -Infinity, End: Infinity };
-      if (key === "Escape") made.setScale("x", { min: values[0][0], max: values[0][last] });
+      if (key === "Escape") made.setData(values); // sets the scales anew
       if (!(key in steps) || last < 0) return key === "Escape";
       cursor = clamp(cursor + steps[key], 0, last);
       made.setCursor({ left: made.valToPos(values[0][cursor], "x"), top: made.over.clientHeight / 2 });
@@ -391,7 +391,7 @@
 
     function describe() {
       if (!found) return "no value that is finite and not zero was recorded.";
-      if (!found.numbers) return `amax ${number(found.amax)}${found.format ? `, in ${found.format}` : ""}: not quantized here.`;
+      if (!found.numbers) return `amax ${number(found.amax)}, not quantized.`;
       const scales = found.numbers.scales.map((scale) => number(scale));
       const which = scales.length > 1 ? "the largest scale, and below it times the smallest" : "the scale";
       return `amax ${number(found.amax)}, in ${found.format}, ${scales.length > 1 ? "scales" : "scale"} ${scales.join(" down to ")}. `
