@@ -210,7 +210,9 @@ def test_a_page_of_one_step_takes_every_key(browser: Browser, tmp_path: Path) ->
     browser.open(path)
     for chart in ("loss", "heat", "histogram"):
         browser.run(f"document.querySelector('#{chart} .plot').focus()")
-        browser.press(Keys.END, Keys.ARROW_LEFT, Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ESCAPE)
+        browser.press(
+            Keys.END, Keys.ARROW_LEFT, Keys.HOME, Keys.ARROW_RIGHT, Keys.PAGE_UP, Keys.ARROW_DOWN, Keys.ESCAPE
+        )
     assert browser.text("#heat .readout").startswith("model.layers.0.attn.k_proj, step 1: ")
     browser.check()
 
