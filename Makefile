@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs clean
+.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -90,5 +90,14 @@ docs: .venv/installed  ## write README's table and the pages of measurements fro
 	$(BIN)/python -m bench.report.pages
 	$(BIN)/python -m bench.figures
 
+.venv-site/installed: docs/requirements.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet -r docs/requirements.txt
+	touch $@
+
+site: .venv-site/installed  ## build docs into build/site, a site that opens and is searched offline
+	.venv-site/bin/sphinx-build -W --keep-going -q -b html docs build/site
+	@echo open build/site/index.html
+
 clean:  ## remove the environments, the runs and the build
-	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations runs build
+	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations .venv-site runs build
