@@ -62,6 +62,9 @@ def pack_command(
         str | None,
         typer.Option(metavar="NAME", help="fp8: store the calibration's scales for a cache of keys and values."),
     ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Pack the experts of a mixture too, each with scales of its own.")
+    ] = False,
     tensor_parallel: Annotated[
         str,
         typer.Option(
@@ -81,7 +84,8 @@ def pack_command(
     """Write a model with its linear weights in FP8.
 
     The folder is a whole model: octavo generate, vLLM and transformers (with compressed-tensors) open it. Output heads,
-    routers, layers that training skipped, and everything but linear layers stay in BF16.
+    routers, layers that training skipped, and everything but linear layers stay in BF16, and so do the experts of a
+    mixture without --experts.
 
     Example:
 
@@ -110,6 +114,7 @@ def pack_command(
         pow2=pow2,
         share=share_scales,
         kv_cache=kv_cache,
+        experts=experts,
         tensor_parallel=_degrees(tensor_parallel),
     )
     kept = None

@@ -12,7 +12,7 @@ files make which stack, and which other tensors have another name there.
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class ExpertFiles:
         return [name for name, parts in self.parts.items() if len(parts) > 1]
 
     @property
+    def parts_of_stacks(self) -> dict[str, list[str]]:
+        return {name: self.parts[name] for name in self.stacks}
+
+    @property
     def experts(self) -> list[str]:
         """Each projection of each expert, by its name in the files."""
         return [part.removesuffix(".weight") for part in self._stack_of]
@@ -65,11 +69,14 @@ class ExpertFiles:
         others = [name for name, owner in owners.items() if not isinstance(owner, nn.Linear | nn.Embedding)]
         return [self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts]
 
-    def unpacked(self, layout: str) -> list[str]:
-        """The experts and routers, which stay in BF16, as a `quantization_config` must name its unpacked layers.
+    def unpacked(self, layout: str, packed: Collection[str] = ()) -> list[str]:
+        """The experts and routers in BF16, as a `quantization_config` must name its unpacked layers.
 
-        compressed-tensors matches whole names, the other layouts match the names of the modules above too.
+        compressed-tensors matches whole names, the other layouts match the names of the modules above too. Where some
+        experts are `packed`, the others are named one by one.
         """
+        if packed:
+            return [*(name for name in self.experts if name not in packed), *self.routers]
         names = [r"re:.*\.experts\..*"] if layout == "compressed-tensors" else self.modules
         return [*names, *self.routers]
 

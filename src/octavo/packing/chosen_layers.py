@@ -1,7 +1,7 @@
 """The layers of a model that are packed, their schemes, and the scales that are known before a weight is read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from octavo.artifact.packed.layouts import check_layout
@@ -24,10 +24,11 @@ SCHEME_OF = {
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """The linear layers of a model, by their names in it.
+    """The linear layers of a model, by their names in it, and the experts of a mixture, by their names in the files.
 
     Attributes:
         schemes: of each packed layer.
+        experts: the schemes of the packed experts.
         skipped: the reason why each other layer stays in BF16.
         static: the scales that a calibration or a run's history gives; None if none is needed.
     """
@@ -35,6 +36,7 @@ class ChosenLayers:
     schemes: Mapping[str, Scheme]
     skipped: Mapping[str, str]
     static: StaticScales | None
+    experts: Mapping[str, Scheme] = field(default_factory=dict)
 
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
@@ -46,10 +48,16 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
             cannot have or that cannot be split, fused layers with different schemes, or static scales without a
             calibration of this model.
     """
-    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip))
+    experts = _experts(source, options)
+    files = source.meta_model.experts if options.experts else None
+    known = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), known)
     default = options.scheme or SCHEME_OF.get(source.recipe, "channel")
-    schemes = _schemes([layer.name for layer in linears if not layer.reason], default, options.layers)
-    check_layout(options.layout, schemes.values(), options.kv_cache is not None)
+    names = [layer.name for layer in linears if not layer.reason]
+    chosen = _schemes([*names, *experts], default, options.layers)
+    schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
+    _check_experts(of_experts, experts)
+    check_layout(options.layout, chosen.values(), options.kv_cache is not None)
     static = _static_scales(source, schemes, options)
     skipped = {layer.name: layer.reason for layer in linears if layer.reason}
     if static is not None:
@@ -58,7 +66,37 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
         schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
     check_groups((layer.name for layer in linears), schemes)
     _check_sizes(source, schemes, options.tensor_parallel)
-    return ChosenLayers(schemes, skipped, static)
+    return ChosenLayers(schemes, skipped, static, of_experts)
+
+
+def _experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]:
+    """The experts to pack, by their names in the files, with their shapes."""
+    files = source.meta_model.experts
+    if not options.experts:
+        return {}
+    if files is None:
+        raise ValueError(f"{source.origin} has no stacked experts: leave --experts out")
+    skip = (*source.skip, *options.skip)
+    stacked = {name: source.specs[name].meta() for name in files.stacks}
+    stacked = {name: t for name, t in stacked.items() if not _matches(name.rpartition(".")[0], skip)}
+    shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}
+    return {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, scheme in schemes.items():
+        if scheme.static:
+            raise ValueError(
+                f"{name}: the scheme {scheme.name} stores the scale of an input, and octavo calibrate takes no "
+                "experts, some of which might see no token: pack experts by channel or block (--layer GLOB=channel)"
+            )
+        if reason := scheme.misfit(*shapes[name]):
+            raise ValueError(f"{name}: {reason} (--layer '{name}=channel'), or leave the experts in BF16")
+    check_groups(shapes, schemes)
 
 
 def _schemes(names: Sequence[str], default: str, layers: Mapping[str, str]) -> dict[str, Scheme]:

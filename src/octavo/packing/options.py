@@ -32,6 +32,7 @@ class PackOptions:
             is a run that was trained with its own scales, because sharing would change its bytes.
         kv_cache: "fp8" stores scales for a cache of keys and values in E4M3, one for each attention layer's keys and
             one for its values. None stores none.
+        experts: pack the experts of a mixture too, each projection of each expert with scales of its own.
         tensor_parallel: numbers of devices that the packed layers must divide over.
 
     Raises:
@@ -48,6 +49,7 @@ class PackOptions:
     pow2: bool = False
     share: bool | None = None
     kv_cache: str | None = None
+    experts: bool = False
     tensor_parallel: Sequence[int] = ()
 
     def __post_init__(self) -> None:

@@ -27,17 +27,21 @@ class PackJob:
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
         self.source, self.schemes, self.static = source, layers.schemes, layers.static
+        self.experts = layers.experts
         in_files = {source.meta_model.file_name(name): scheme for name, scheme in self.schemes.items()}
         keys_and_values = {} if self.static is None else self.static.keys_and_values
-        self.packing = Packing(options.layout, in_files, bool(keys_and_values))
+        self.packing = Packing(options.layout, in_files | dict(self.experts), bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
         trained = {} if self.static is None else self.static.weights
-        self.weights = WeightScales(source, self.schemes, options, trained)
+        self.weights = WeightScales(source, {**self.schemes, **self.experts}, options, trained)
 
     @cached_property
     def not_linear(self) -> list[Leftover]:
         """The matrices that stay in BF16 because no linear layer holds them."""
-        left = find_coverage(self.source.meta_model.model, self.schemes).left
+        files = self.source.meta_model.experts
+        stacks = {} if files is None else files.parts_of_stacks
+        packed = [name for name, parts in stacks.items() if all(_layer(part) in self.experts for part in parts)]
+        left = find_coverage(self.source.meta_model.model, [*self.schemes, *packed]).left
         return [entry for entry in left if entry.kind != "linear layer"]
 
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -45,7 +49,8 @@ class PackJob:
         module, _, leaf = name.rpartition(".")
         in_files = self.source.meta_model.split_experts
         if leaf != "weight" or module not in self.schemes:
-            return in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
+            rounded = in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
+            return self._with_experts(rounded) if self.experts else rounded
         scheme = self.schemes[module]
         q = self.weights.quantize(module, tensor)
         stored = {name: q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
@@ -53,12 +58,35 @@ class PackJob:
             stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
         return self.packing.to_files(in_files(stored))
 
+    def _with_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the files, with the data and scale of each packed expert in place of its weight."""
+        stored: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            module = _layer(name)
+            if module in self.experts:
+                q = self.weights.quantize(module, tensor.contiguous())
+                scale = self.experts[module].stored_scale(q)
+                stored |= {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scale}
+            else:
+                stored[name] = tensor
+        return self.packing.to_files(stored)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """The bytes of the packed weights in BF16."""
+        files, specs = self.source.meta_model.experts, self.source.specs
+        sizes = [specs[f"{name}.weight"].numel for name in self.schemes]
+        for stack, parts in ({} if files is None else files.parts_of_stacks).items():
+            packed = sum(_layer(part) in self.experts for part in parts)
+            sizes.append(specs[stack].numel // len(parts) * packed)  # the parts of a stack are of one size
+        return 2 * sum(sizes)
+
     def config(self) -> dict[str, Any]:
         meta_model = self.source.meta_model
         config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
         linears = meta_model.linears()
         if meta_model.experts is not None:
-            linears += meta_model.experts.unpacked(self.packing.layout)
+            linears += meta_model.experts.unpacked(self.packing.layout, self.experts)
         config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
         config["quantization_config"] = quantization_config(self.packing, linears)
         if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
@@ -69,7 +97,7 @@ class PackJob:
         """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
             scheme.name: {"weight": self.weights.cast(scheme).to_dict(), "input": scheme.inputs.to_dict()}
-            for scheme in self.schemes.values()
+            for scheme in (*self.schemes.values(), *self.experts.values())
         }
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
         return {
@@ -87,3 +115,8 @@ class PackJob:
         packed = {f"{name}.weight" for name in self.packing.schemes}
         packed |= {self.packing.name_in_files(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
         return sum(specs[name].nbytes for name in packed)
+
+
+def _layer(weight: str) -> str:
+    """The name of the layer whose weight is called `weight`."""
+    return weight.removesuffix(".weight")

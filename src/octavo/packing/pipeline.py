@@ -74,9 +74,9 @@ def pack_source(
     written = write_model(source, out, job.change, job.config(), record, progress, "packing", job.kv_scales)
     return PackReport(
         **vars(written),
-        packed={name: scheme.name for name, scheme in layers.schemes.items()},
+        packed={name: scheme.name for name, scheme in {**layers.schemes, **layers.experts}.items()},
         skipped=layers.skipped,
-        bf16_bytes=sum(2 * source.specs[f"{name}.weight"].numel for name in layers.schemes),
+        bf16_bytes=job.bf16_bytes,
         packed_bytes=job.packed_bytes(written.specs),
         gains=job.weights.gains,
         ratios=job.weights.ratios,

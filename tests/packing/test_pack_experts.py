@@ -1,0 +1,104 @@
+"""Packed experts: each with scales of its own, as transformers and our reader open them."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from safetensors.torch import load_file
+from tiny_models import make_model, open_theirs, outputs
+
+import octavo
+from octavo.artifact.packed.scheme import get_scheme
+from octavo.ops import quantize
+from octavo.packing import pack
+from octavo.verification import verify
+
+HOW: list[dict[str, Any]] = [{"scheme": "channel"}, {"scheme": "block"}, {"scheme": "block", "layout": "fp8"}]
+KINDS = ["mixtral", "qwen3moe"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mixtures")
+    sizes = {"moe_intermediate_size": 128, "intermediate_size": 128}
+    return {kind: make_model(root / kind, kind, **sizes) for kind in KINDS}
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def load_quietly(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is an expert in FP8")
+        return octavo.load(folder)
+
+
+@pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how.values()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reader_opens_packed_experts(sources, tmp_path, kind, how):
+    report = pack(sources[kind], tmp_path / "packed", experts=True, **how)
+    assert sum(map(is_expert, report.packed)) == 2 * 4 * 3
+    assert [entry.kind for entry in report.not_linear] == [f"matrix of {kind.title().replace('moe', 'Moe')}TopKRouter"]
+    assert 0.5 < report.ratio < 0.52
+    ours, theirs = load_quietly(tmp_path / "packed"), open_theirs(tmp_path / "packed")
+    expected = theirs.state_dict()
+    for name, parameter in ours.named_parameters():
+        if parameter.ndim == 3:
+            assert torch.equal(parameter, expected[name]), name
+    assert distance(outputs(ours), outputs(theirs)) < 0.2  # without a GPU, transformers rounds no inputs
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is an expert in FP8")
+        found = verify(tmp_path / "packed", sources[kind])
+    assert found.ok, [str(finding) for finding in found.findings]
+
+
+def test_the_bytes_are_those_of_each_expert_alone(sources, tmp_path):
+    pack(sources["qwen3moe"], tmp_path / "packed", experts=True, scheme="channel")
+    plain, packed = (load_file(f / "model.safetensors") for f in (sources["qwen3moe"], tmp_path / "packed"))
+    names = [name for name in plain if is_expert(name)]
+    for name in names:
+        q = quantize(plain[name], get_scheme("channel").weight)
+        assert torch.equal(packed[name].view(torch.uint8), q.data.view(torch.uint8))
+        assert torch.equal(packed[f"{name}_scale"].float().view(-1, 1), q.scale)
+    assert len(names) == 2 * 4 * 3
+
+
+def test_some_experts_stay_in_bf16_and_are_listed(sources, tmp_path):
+    report = pack(sources["qwen3moe"], tmp_path / "packed", experts=True, skip=["model.layers.0.mlp.experts.2.*"])
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    left = [f"model.layers.0.mlp.experts.2.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    assert set(left) < set(config["ignore"])
+    assert not set(left) & report.packed.keys()
+    assert sum(map(is_expert, report.packed)) == 2 * 4 * 3 - 3
+
+
+def test_an_expert_of_zeros_is_packed_as_zeros(sources, tmp_path):
+    """As of an expert that no token ever reached."""
+    folder = tmp_path / "source"
+    model = open_theirs(sources["mixtral"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj[1] = 0
+        model.model.layers[0].mlp.experts.down_proj[1] = 0
+    model.save_pretrained(folder)
+    pack(folder, tmp_path / "packed", experts=True)
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    names = [name for name in tensors if "layers.0." in name and ".experts.1." in name]
+    assert len(names) == 6
+    assert all(tensors[name].float().isfinite().all() for name in names)
+    assert not any(tensors[name].float().any() for name in names if name.endswith(".weight"))
+    assert outputs(load_quietly(tmp_path / "packed")).isfinite().all()
+
+
+def test_static_scales_of_experts_are_refused_by_name(sources, tmp_path):
+    with pytest.raises(ValueError, match=r"experts\.0\..*: the scheme static stores the scale of an input.*no token"):
+        pack(sources["mixtral"], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})
+
+
+def test_a_dense_model_has_no_experts(tmp_path):
+    with pytest.raises(ValueError, match="has no stacked experts: leave --experts out"):
+        pack(make_model(tmp_path / "llama", "llama"), tmp_path / "packed", experts=True)
