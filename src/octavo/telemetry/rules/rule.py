@@ -5,24 +5,24 @@ A rule whose number is above its limit has found a fault. Where a number is miss
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.telemetry.rules.sample import FIRST, Grid, History, Sample
+from octavo.telemetry.rules.sample import Grid, History, Sample
 from octavo.telemetry.schema import OPERANDS
 
-JUMP = 8.0  # times the largest amax of the last samples
-SATURATED = 0.01  # share of elements
+FIRST = 4  # samples before which nothing is compared: a run changes fast while its learning rate rises
+JUMP, GRADIENT_JUMP = 8.0, 64.0  # times the largest amax of the last samples
+SATURATED = 0.05  # share of elements
 CLIPPED = 0.5  # binades by which amax is above what its scale expects, where saturation is a fault
-FLUSHED = 0.1  # share of the elements that are not zero
+FLUSHED = 0.2  # share of the elements that are not zero
 SHIFTED = 0.5  # share of the bytes that are not zero
-ALIGNED = 0.5  # mean |cosine|
-GROWTH = 10.0  # times the kurtosis of the first samples
-LEAST_KURTOSIS = 10.0  # a reference below counts as this much
-TOO_SMALL = 2.0  # binades by which amax may be above what a scale expects
+ALIGNED = 0.7  # mean |cosine|
+GROWTH = 5.0  # times the largest kurtosis of the last samples
+LEAST_KURTOSIS = 10.0  # a smaller one counts as this much
+TOO_SMALL = 3.0  # binades by which amax may be above what a scale expects
 TOO_LARGE = 0.5  # of the format's binades, by which it may be below
 ZERO_SAMPLES = 2  # in a row
 
@@ -46,15 +46,24 @@ class Rule:
 
 
 def amax_jump(sample: Sample, history: History) -> Grid:
-    """amax by the largest of the last samples."""
+    """amax of x and w by the largest of the last samples."""
+    return _of_operands(_jump(sample, history), "x", "w")
+
+
+def gradient_jump(sample: Sample, history: History) -> Grid:
+    """amax of dy by the largest of the last samples. A hard batch has gradients several times as large."""
+    return _of_operands(_jump(sample, history), "dy")
+
+
+def _jump(sample: Sample, history: History) -> Grid:
     largest = np.fmax.reduce(history.amax)
-    return _of_quantized(sample, _later(history, sample["amax"] / np.where(largest > 0, largest, np.nan)))
+    return _later(history, _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan)))
 
 
 def saturated(sample: Sample, history: History) -> Grid:
     """The share of elements that saturate, where the largest become smaller by a third at least."""
     share = np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan)
-    return _of_quantized(sample, _later(history, share))
+    return _later(history, _of_quantized(sample, share))
 
 
 def flushed(sample: Sample, history: History) -> Grid:
@@ -74,13 +83,9 @@ def alignment(sample: Sample, history: History) -> Grid:
 
 
 def kurtosis_growth(sample: Sample, history: History) -> Grid:
-    """The kurtosis of x and w by the median of the first samples. That of dy changes by orders in every run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were never sampled
-        reference = np.nanmedian(history.kurtosis, axis=0)
-    growth = sample["kurtosis"] / np.maximum(reference, LEAST_KURTOSIS)
-    growth[:, OPERANDS.index("dy")] = np.nan
-    return _of_quantized(sample, _later(history, growth))
+    """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
+    growth = sample["kurtosis"] / np.fmax(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
+    return _of_operands(_later(history, _of_quantized(sample, growth)), "x", "w")
 
 
 def scale_too_small(sample: Sample, history: History) -> Grid:
@@ -116,8 +121,13 @@ def nonfinite_gradient(sample: Sample, history: History) -> Grid:
 
 
 def _later(history: History, numbers: Grid) -> Grid:
-    """The numbers, after the first samples: a run changes fast while its learning rate rises."""
+    """The numbers, after the first samples."""
     return numbers if history.samples >= FIRST else np.full_like(numbers, np.nan)
+
+
+def _of_operands(numbers: Grid, *operands: str) -> Grid:
+    """The numbers of these operands."""
+    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
 
 
 def _of_quantized(sample: Sample, numbers: Grid) -> Grid:
@@ -127,13 +137,14 @@ def _of_quantized(sample: Sample, numbers: Grid) -> Grid:
 RULES = (
     Rule("non_finite", 0.0, nonfinite, "{value:.2%} of {operand} is inf or NaN"),
     Rule("non_finite", 0.0, nonfinite_gradient, "{value:.2%} of the weight's gradient is inf or NaN"),
-    Rule("amax_jump", JUMP, amax_jump, "the amax of {operand} is {value:.3g} times the largest of the samples before"),
+    Rule("amax_jump", JUMP, amax_jump, "the amax of {operand} is {value:.3g} times the largest before"),
+    Rule("amax_jump", GRADIENT_JUMP, gradient_jump, "the amax of {operand} is {value:.3g} times the largest before"),
     Rule("saturation_spike", SATURATED, saturated, "{value:.2%} of {operand} saturates in {format}"),
     Rule("underflow", FLUSHED, flushed, "{value:.1%} of {operand} underflows to zero in {format}"),
     Rule("underflow", SHIFTED, shifted, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x"),
     Rule("swiglu_alignment", ALIGNED, alignment, "the rows of gate and up are aligned: mean |cosine| {value:.2f}"),
     Rule(
-        "kurtosis_growth", GROWTH, kurtosis_growth, "the kurtosis of {operand} is {value:.3g} times what it was first"
+        "kurtosis_growth", GROWTH, kurtosis_growth, "the kurtosis of {operand} is {value:.3g} times the largest before"
     ),
     Rule(
         "scale_gap", TOO_SMALL, scale_too_small, "the amax of {operand} is {value:.1f} binades above its scale's range"

@@ -16,8 +16,7 @@ Records = np.ndarray[Any, Any]
 Grid = npt.NDArray[np.float64]  # [layers, 3]: one number for each operand x, w, dy of each layer
 Mask = npt.NDArray[np.bool_]
 
-RECENT = 16  # samples whose amax a history has
-FIRST = 4  # samples whose kurtosis a history has
+RECENT = 16  # samples that a history has
 _ALMOST_ALL = 0.999
 
 
@@ -80,8 +79,7 @@ class History:
     """The numbers of earlier samples that rules compare with. A resumed run begins a new history.
 
     Attributes:
-        amax: [RECENT, layers, 3], of the last samples in any order; NaN where there was none.
-        kurtosis: [FIRST, layers, 3], of the first samples.
+        amax, kurtosis: [RECENT, layers, 3], of the last samples in any order; NaN where there was none.
         zeros: [layers, 3], the number of samples in a row, up to the last, in which an operand was `Sample.all_zero`.
         samples: the number of samples.
     """
@@ -94,14 +92,12 @@ class History:
 
     def __post_init__(self) -> None:
         shape = (self.layers, len(OPERANDS))
-        self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((FIRST, *shape), np.nan)
+        self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((RECENT, *shape), np.nan)
         self.zeros = np.zeros(shape)
 
     def add(self, sample: Sample) -> None:
         """Take a sample into the history."""
-        amax = sample["amax"]
-        self.amax[self.samples % RECENT] = np.where(np.isfinite(amax), amax, np.nan)
-        if self.samples < FIRST:
-            self.kurtosis[self.samples] = sample["kurtosis"]
+        for name, recent in (("amax", self.amax), ("kurtosis", self.kurtosis)):
+            recent[self.samples % RECENT] = np.where(np.isfinite(sample[name]), sample[name], np.nan)
         self.zeros = np.where(sample.all_zero, self.zeros + 1, 0)
         self.samples += 1
