@@ -92,6 +92,10 @@ class Training:
         root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
         return forward + backward + root + self.rest + self.optimizer / shards
 
+    def hidden(self, links: Links, shards: int) -> float:
+        """Seconds of the collectives that can run beside the computation: those of all blocks but one."""
+        return (self.layers - 1) * (2 * links.gather(self.gathered, shards) + links.gather(self.reduced, shards))
+
 
 def fit(seconds: float, training: Training, links: Links, world: int) -> Training:
     """`training` with the block's time that makes a step on `world` GPUs take `seconds`."""

@@ -73,7 +73,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
         activations=saved if start else first,
         block=0.0 if in_head else passing,
         head=loss if in_head else 0.0,
-        buffers=buffer_bytes(setup, largest),
+        buffers=buffer_bytes(setup, largest, start=start),
         offloaded=own * (states.total - states.copies) if states.offloaded else 0.0,
         moment=f"{'start' if start else 'end'} of backward",
     )
@@ -142,12 +142,13 @@ def head_bytes(setup: Setup) -> float:
     return stream + 10 * vocabulary * chunk + BF16 * vocabulary * model.width
 
 
-def buffer_bytes(setup: Setup, block: Block) -> float:
-    """The buffers of FSDP2: two gathered blocks, the gathered root, and the gradients that it reduces."""
+def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
+    """The buffers of FSDP2: two gathered blocks, the gathered root, and from the second block on its gradients."""
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes
     gathered = narrow * block.weights + wide * (block.parameters - block.weights)
     root = wide * setup.model.outside
-    reduced = 2 * 4.0 * block.parameters  # unsharded gradients, and the FP32 buffer of the reduce-scatter
+    # unsharded gradients, and the FP32 buffer of the reduce-scatter; a block's activations have been freed by then
+    reduced = 0.0 if start else 2 * 4.0 * block.parameters
     return (2 * gathered + root + reduced) / setup.degrees.tp

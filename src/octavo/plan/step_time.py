@@ -20,6 +20,11 @@ from octavo.recipe import Recipe
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
+# Both from bench/results/gpu_fsdp_16_layers_2_gpus.json: the share of the rate of a copy that FSDP2's copy of gradients
+# into the reduction reaches; and how much longer computation takes for each second of NCCL's kernels beside it, which
+# take multiprocessors and memory bandwidth (GEMMs of BF16: 294 ms, 279 alone).
+REDUCTION_COPY_SHARE = 0.5
+SLOWED = 0.17
 CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has many cores: a guess
 
 
@@ -151,7 +156,8 @@ def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes
-    return 2 * 2 * (narrow * weights + wide * (parameters - weights)) + (wide + 4) * parameters
+    gathered = 2 * 2 * (narrow * weights + wide * (parameters - weights))
+    return gathered + (wide + 4) * parameters / REDUCTION_COPY_SHARE
 
 
 def head_seconds(setup: Setup) -> float:
@@ -199,4 +205,6 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
     )
     if setup.states.offloaded and degrees.data == 1:
         return training.step(Links(PCIE), 2)
-    return training.step(links, degrees.data, degrees.dp_shard)
+    return training.step(links, degrees.data, degrees.dp_shard) + SLOWED * min(
+        blocks, training.hidden(links, degrees.dp_shard)
+    )
