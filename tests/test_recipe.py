@@ -90,7 +90,7 @@ def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name)
 
 
 def test_delayed():
-    x = Cast("e4m3", TENSOR, "fp32", history=History(1024, "max"))
+    x = Cast("e4m3", TENSOR, "fp32", history=History(1024, "max", margin=1.0))
     assert casts(delayed()) == three(x, x, replace(x, format="e5m2"))
     history = History(16, "ema")
     assert {cast.history for pair in casts(delayed(history=history)) for cast in pair} == {history}

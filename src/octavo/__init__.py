@@ -2,7 +2,19 @@
 
 from octavo.flow import dtype_flow
 from octavo.loading import load
-from octavo.nn import Conversion, Linear, cast_once, convert, load_scale_state, restore, scale_state, update_scales
+from octavo.nn import (
+    Conversion,
+    Linear,
+    cast_once,
+    convert,
+    freeze_scales,
+    learn_scales,
+    load_scale_state,
+    restore,
+    scale_state,
+    seed_scales,
+    update_scales,
+)
 from octavo.numerics import FORMATS, Cast, Granularity, History, QTensor
 from octavo.recipe import PRESETS, Gemm, Recipe
 from octavo.telemetry import watch
@@ -24,11 +36,14 @@ __all__ = [
     "cast_once",
     "convert",
     "dtype_flow",
+    "freeze_scales",
+    "learn_scales",
     "load",
     "load_scale_state",
     "quantize",
     "restore",
     "scale_state",
+    "seed_scales",
     "update_scales",
     "watch",
 ]

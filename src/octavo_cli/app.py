@@ -54,7 +54,7 @@ app.command("verify", cls=DataCommand)(verify_command)
 app.command("bench", cls=Command)(bench_command)
 app.command("inspect", cls=Command)(inspect_command)
 app.command("unpack", cls=Command)(unpack_command)
-app.command("convert-layout", cls=Command)(convert_layout)
+app.command("convert-layout", cls=DataCommand)(convert_layout)
 app.command("export-gguf", cls=Command)(export_gguf_command)
 
 

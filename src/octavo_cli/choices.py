@@ -14,7 +14,7 @@ SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "
 SETTINGS = (
     "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",
     "rope-theta", "experts.count", "experts.top-k", "experts.shared-width", "experts.balance",
-    "recipe", "skip", "bf16-gemms", "only-if-faster", "emulate", "data", "tokenizer", "vocabulary",
+    "recipe", "skip", "bf16-gemms", "calibration", "only-if-faster", "emulate", "data", "tokenizer", "vocabulary",
     "sampling", "validation-fraction", "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate",
     "schedule", "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
     "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",

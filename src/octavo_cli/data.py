@@ -22,6 +22,13 @@ def print_reading(report: ReadReport) -> None:
         say(line)
 
 
+def required_data(data: list[str] | None) -> list[str]:
+    """The words of --data, which --freeze needs."""
+    if not data:
+        raise ValueError("--freeze runs the model on text: give --data, text files, folders, .jsonl or hf:DATASET")
+    return data
+
+
 class DataCommand(Command):
     """A command whose option --data takes several words, as a shell makes of `--data books/*.txt`.
 

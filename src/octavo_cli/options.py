@@ -11,6 +11,13 @@ BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+Freeze = Annotated[
+    int | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Run the model on this many prompts of --data, and store the scales of its inputs: static.",
+    ),
+]
 Layout = Annotated[
     str,
     typer.Option(

@@ -10,9 +10,9 @@ import typer
 
 from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, print_reading
+from octavo_cli.data import DATA_HELP, print_reading, required_data
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Layout, Out, Step
+from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step
 
 if TYPE_CHECKING:
     from octavo.packing import BudgetReport, PackReport
@@ -76,9 +76,14 @@ def pack_command(
         list[str] | None,
         typer.Option(metavar="BUDGET", help=f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}."),
     ] = None,
-    data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget. {DATA_HELP}.")] = None,
+    freeze: Freeze = None,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget and --freeze. {DATA_HELP}.")
+    ] = None,
     samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: number of prompts.")] = 32,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: most tokens of a prompt.")] = 512,
+    context: Annotated[
+        int, typer.Option(metavar="NUMBER", help="For --budget and --freeze: most tokens of a prompt.")
+    ] = 512,
     device: Device = "cpu",
 ) -> None:
     """Write a model with its linear weights in FP8.
@@ -95,13 +100,15 @@ def pack_command(
 
       octavo pack models/qwen packed/qwen --calibration calibrated/qwen --kv-cache fp8
 
+      octavo pack models/qwen packed/static --freeze 64 --data chats.jsonl
+
       octavo pack models/qwen packed/good --budget kl=0.01 --data chats.jsonl
 
       octavo generate packed/first --prompt "def main():"
     """
     from octavo.artifact.packed.layouts import READERS
     from octavo.evaluation import Budget, PromptOptions
-    from octavo.packing import PackOptions, pack, pack_within
+    from octavo.packing import PackOptions, pack, pack_frozen, pack_within
 
     options = PackOptions(
         scheme=scheme,
@@ -118,8 +125,15 @@ def pack_command(
         tensor_parallel=_degrees(tensor_parallel),
     )
     kept = None
+    if budget and freeze is not None:
+        raise ValueError("--budget and --freeze both run the model on --data: give one of them")
     with progress("packing") as advance:
-        if budget:
+        if freeze is not None:
+            report = pack_frozen(
+                source, out, required_data(data), options, device=device, step=step,
+                prompts=PromptOptions(freeze, context), progress=advance, on_read=print_reading,
+            )  # fmt: skip
+        elif budget:
             report, kept = pack_within(
                 source, out, [Budget.parse(text) for text in budget], data or [], options, device=device, step=step,
                 prompts=PromptOptions(samples, context), progress=advance, on_read=print_reading,

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from octavo_cli.choices import LAYOUTS, SCHEMES
+from octavo_cli.data import DATA_HELP, print_reading, required_data
 from octavo_cli.display import progress, say
-from octavo_cli.options import Layout, Out, Packed
+from octavo_cli.options import Device, Freeze, Layout, Out, Packed
 
 
 def unpack_command(folder: Packed, out: Out) -> None:
@@ -34,21 +35,36 @@ def convert_layout(
     scheme: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(SCHEMES)}. Default: the scheme of each layer stays.")
     ] = None,
+    freeze: Freeze = None,
+    data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --freeze. {DATA_HELP}.")] = None,
+    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --freeze: most tokens of a prompt.")] = 512,
+    device: Device = "cpu",
 ) -> None:
     """Write a packed model in another layout or scheme.
 
     The command reports whether any weight changed, and by how much.
 
-    Example:
+    Examples:
 
       octavo convert-layout packed/block packed/block-fp8 --layout fp8
+
+      octavo convert-layout packed/first packed/static --freeze 64 --data chats.jsonl
     """
     from octavo.artifact.packed.layouts import READERS
-    from octavo.packing import convert_layout
+    from octavo.evaluation import PromptOptions
+    from octavo.packing import convert_layout, freeze_folder
     from octavo.words import plural
 
+    if freeze is not None and scheme not in (None, "static"):
+        raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     with progress("converting") as advance:
-        result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
+        if freeze is None:
+            result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
+        else:
+            result = freeze_folder(
+                folder, out, required_data(data), layout=layout, prompts=PromptOptions(freeze, context), device=device,
+                progress=advance, on_read=print_reading,
+            )  # fmt: skip
     say(f"converted {folder} into {out}")
     _say_unused(result.unused)
     if layout in READERS:

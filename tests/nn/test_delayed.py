@@ -64,12 +64,20 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
 
 
 def test_what_outgrew_the_history_saturates() -> None:
-    model, linear = make()
+    model, linear = make(History())
     step(model, 1.0)
     x = torch.zeros(1, 32)
     x[0, 0] = 64.0
     y = model(x)
     torch.testing.assert_close(y[0], linear.weight[:, 0], rtol=0.07, atol=1e-3)  # 64 came through as 1
+
+
+def test_the_default_margin_leaves_room_for_twice_the_amax() -> None:
+    model, linear = make()
+    step(model, 1.0)
+    x = torch.zeros(1, 32)
+    x[0, 0] = 2.0
+    torch.testing.assert_close(model(x)[0], 2 * linear.weight[:, 0], rtol=0.07, atol=1e-3)
 
 
 def test_evaluation_reads_the_scale_and_leaves_no_trace() -> None:

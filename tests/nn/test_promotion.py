@@ -60,7 +60,7 @@ def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
     run(layer, *operands())
     octavo.update_scales(layer)
     dy = before.of("dy")
-    assert dy.scale.item() * 57344 == pytest.approx(dy.recent.max().item())
+    assert dy.scale.item() * 57344 == pytest.approx(2 * dy.recent.max().item())  # the margin of the preset
     state = octavo.scale_state(layer)
     promote(layer, "bf16")
     assert octavo.scale_state(layer).keys() == state.keys()

@@ -131,7 +131,7 @@ def test_a_calibration_of_another_model(made: Folders, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"calibration\.json is missing"):
         pack(made("qwen3"), tmp_path / "out", calibration=tmp_path / "nowhere")
     pack(made("qwen3"), tmp_path / "channel")
-    with pytest.raises(ValueError, match="has a calibrated input_scale, which is not here"):
+    with pytest.raises(ValueError, match="static stores the scale of the input, which is not here"):
         convert_layout(tmp_path / "channel", tmp_path / "out", scheme="static")
     assert not (tmp_path / "out").exists()
 

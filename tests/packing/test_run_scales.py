@@ -19,7 +19,9 @@ from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
+from octavo.numerics import History
 from octavo.packing import pack
+from octavo.recipe import delayed
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.checkpoint_writer import save_checkpoint
 from octavo_cli.app import app
@@ -47,7 +49,12 @@ def tokens(seed: int) -> Tensor:
 def train(root: Path, name: str, recipe: str) -> Path:
     """A run's folder after four steps, whose weights have outgrown the scales of the last."""
     model = build(name)
-    convert(model, recipe, skip=["*.down_proj"] if name == "llama" else [])
+    # Without a margin, so that weights outgrow their scales.
+    convert(
+        model,
+        delayed(history=History()) if recipe == "delayed" else recipe,
+        skip=["*.down_proj"] if name == "llama" else [],
+    )
     state = state_of(model.train())
     for step in range(4):
         batch = tokens(step)
@@ -69,7 +76,12 @@ def train(root: Path, name: str, recipe: str) -> Path:
 def restored(run: Path, name: str, recipe: str) -> Any:
     """The model that goes on training, in evaluation; every layer runs by itself, as the packed model's do."""
     model = build(name)
-    convert(model, recipe, skip=["*.down_proj"] if name == "llama" else [])
+    # Without a margin, so that weights outgrow their scales.
+    convert(
+        model,
+        delayed(history=History()) if recipe == "delayed" else recipe,
+        skip=["*.down_proj"] if name == "llama" else [],
+    )
     load_checkpoint(RunFolder(run).newest(), state_of(model))
     for module in model.modules():
         module.register_forward_hook(lambda *_: None)

@@ -164,7 +164,7 @@ class ShortRuns:
 
     def _settings(self, part: Part, seed: int) -> Config:
         if not part.gemms:
-            return self.config.change(seed=seed, recipe="bf16", bf16_gemms=(), only_if_faster=False)
+            return self.config.change(seed=seed, recipe="bf16", bf16_gemms=(), calibration="", only_if_faster=False)
         changes: dict[str, Any] = {"seed": seed, "bf16_gemms": tuple(name for name in GEMMS if name not in part.gemms)}
         if part.layers is not None:
             whole = self.run(self.whole, self.config.seed)

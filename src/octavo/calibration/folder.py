@@ -60,6 +60,11 @@ class Calibration:
         return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
 
     @property
+    def input_histories(self) -> dict[str, list[float]]:
+        """The amax of the input in each batch, oldest first, by the name of the linear layer (`octavo.seed_scales`)."""
+        return {layer: self.observed[site].statistics.history for layer, site in self.layers.items()}
+
+    @property
     def record(self) -> dict[str, object]:
         """The origin of the statistics, for octavo.json."""
         settings = dict(self.settings)

@@ -6,7 +6,7 @@ of a step, and every recomputation under activation checkpointing, uses the same
 and scales dynamically.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class ScaleHistory(nn.Module):
         self.cast, self.rule = cast, rule
         self.steps = 0
         self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
+        self.learns_in_evaluation = False
+        self.frozen = False
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
 
@@ -43,7 +45,7 @@ class ScaleHistory(nn.Module):
 
     def observe(self, amax: Tensor) -> None:
         """Record an amax [1, 1] of this training step. One that is not finite is ignored."""
-        if not self.training:
+        if self.frozen or not (self.training or self.learns_in_evaluation):
             return
         with torch.no_grad():
             self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
@@ -54,13 +56,28 @@ class ScaleHistory(nn.Module):
             return
         self.recent.copy_(torch.cat([self.pending[0], self.recent[:-1]]))
         self.pending.zero_()
-        if not freeze and self.steps % self.rule.interval == 0:
-            known = self.recent[: min(self.steps + 1, self.rule.length)]
-            self.scale.copy_(
-                scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two)
-            )
         self.steps += 1
+        if not freeze and (self.steps - 1) % self.rule.interval == 0:
+            self._rescale()
         self.ready = True
+
+    @torch.no_grad()
+    def seed(self, amax: Sequence[float]) -> None:
+        """Begin with these entries, oldest first, in place of those that are there."""
+        newest = torch.tensor(amax[::-1][: self.rule.length], dtype=torch.float32)
+        self.recent.zero_()
+        self.recent[: len(newest)] = newest
+        self.pending.zero_()
+        self.steps = len(newest)
+        self._rescale()
+        self.ready = True
+
+    def _rescale(self) -> None:
+        """Compute the scale from the entries that are there."""
+        known = self.recent[: min(self.steps, self.rule.length)]
+        self.scale.copy_(
+            scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two)
+        )
 
 
 class ScaleHistories(nn.ModuleDict):
@@ -94,7 +111,7 @@ def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
     ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
 
     Args:
-        freeze: record the amax values, and leave the scales unchanged.
+        freeze: record the amax values, and leave the scales unchanged. `octavo.freeze_scales` makes them constant.
     """
     found = [history for _, history in histories(model)]
     if not found:
@@ -144,3 +161,10 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             getattr(history, part).copy_(state[f"{name}.{part}"])
         history.steps = int(state[f"{name}.steps"])
         history.ready = history.steps > 0
+
+
+def weight_amax(w: Any) -> Tensor:
+    """The largest magnitude of a weight, 0-dim; of a sharded one (DTensor) on all ranks, which all must call this."""
+    amax = w.detach().abs().amax()
+    whole: Tensor = amax.full_tensor() if hasattr(amax, "full_tensor") else amax
+    return whole

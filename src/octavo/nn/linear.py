@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.delayed import ScaleHistories, ScaleHistory
+from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
@@ -65,6 +65,23 @@ class RecipeLayer(nn.Module):
         x_history, w_history, dy_history = histories
         call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self))
         return linear(x, w, bias, call, cached)
+
+    @property
+    def freezable(self) -> bool:
+        """Whether y scales its input by a history."""
+        return self.recipe.y is not None and self.recipe.y.a.history is not None
+
+    def freeze_input(self, amax: Tensor) -> Tensor:
+        """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
+        weight: Any = self.weight
+        for operand, largest in (("x", amax), ("w", weight_amax(weight))):
+            history = None if self.histories is None else self.histories.of(operand)
+            if history is not None:
+                history.seed([float(largest)])
+                history.frozen = True
+        x = None if self.histories is None else self.histories.of("x")
+        assert x is not None  # the layer is freezable
+        return x.scale.view(1).clone()
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script` before it reads the module."""

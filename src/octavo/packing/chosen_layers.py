@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from octavo.artifact.packed.layouts import check_layout
-from octavo.artifact.packed.scheme import Scheme, get_scheme
+from octavo.artifact.packed.scheme import STATIC, Scheme, get_scheme
 from octavo.calibration.folder import load_calibration
 from octavo.hf.fused_groups import check_groups, groups
 from octavo.hf.source import Source
 from octavo.nn.selection import select_linears
 from octavo.packing.options import PackOptions
-from octavo.packing.static_scales import StaticScales, calibrated_scales, trained_scales
+from octavo.packing.static_scales import StaticScales, calibrated_scales, given_scales, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
 
 # Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
@@ -52,7 +52,8 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     files = source.meta_model.experts if options.experts else None
     known = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), known)
-    default = options.scheme or SCHEME_OF.get(source.recipe, "channel")
+    usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
+    default = options.scheme or usual
     names = [layer.name for layer in linears if not layer.reason]
     chosen = _schemes([*names, *experts], default, options.layers)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
@@ -115,6 +116,8 @@ def _static_scales(source: Source, schemes: Mapping[str, Scheme], options: PackO
         if options.calibration is not None:
             load_calibration(options.calibration, source)  # nothing of it is stored, but a wrong folder is an error
         return None
+    if options.input_scales is not None:
+        return given_scales(options, source, static)
     if source.recipe == "delayed" and options.calibration is None and options.kv_cache is None:
         return trained_scales(source, static)
     return calibrated_scales(options, source, static)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from octavo.calibration.statistics import SCALE_RULES
 
 CACHES = ("fp8",)
@@ -34,9 +36,11 @@ class PackOptions:
             one for its values. None stores none.
         experts: pack the experts of a mixture too, each projection of each expert with scales of its own.
         tensor_parallel: numbers of devices that the packed layers must divide over.
+        input_scales: the scale of each layer's input, float32 [1], by the layer's name (`octavo.freeze_scales`). The
+            scheme is then static unless another is given, and `calibration` gives the scales of keys and values alone.
 
     Raises:
-        ValueError: an unknown rule or cache, or a rule without a calibration.
+        ValueError: an unknown rule or cache, a rule without a calibration, or a scale that is not one positive number.
     """
 
     scheme: str | None = None
@@ -51,6 +55,7 @@ class PackOptions:
     kv_cache: str | None = None
     experts: bool = False
     tensor_parallel: Sequence[int] = ()
+    input_scales: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.rule not in SCALE_RULES:
@@ -64,3 +69,8 @@ class PackOptions:
             raise ValueError(f"unknown rule {self.weights!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
         if self.kv_cache not in (None, *CACHES):
             raise ValueError(f"unknown cache {self.kv_cache!r} of keys and values: choose {CACHES[0]}, or none")
+        for name, scale in (self.input_scales or {}).items():
+            if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
+                raise ValueError(
+                    f"input_scales: the scale of {name} must be one positive number, got {scale.flatten()[:4].tolist()}"
+                )

@@ -80,6 +80,7 @@ def convert_layout(
     *,
     layout: str = "compressed-tensors",
     scheme: str | None = None,
+    input_scales: Mapping[str, Tensor] | None = None,
     progress: Progress = no_progress,
 ) -> Repacked:
     """Write a packed model in another layout or scheme.
@@ -90,6 +91,8 @@ def convert_layout(
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
             block), autofp8 (static or tensor).
         scheme: of all packed layers. None keeps the scheme of each.
+        input_scales: for the scheme static the scale of each layer's input, float32 [1], by the layer's name in the
+            files (`octavo.freeze_scales`). None takes those that the folder has.
         progress: called after each layer (`octavo.progress`).
 
     Raises:
@@ -100,7 +103,7 @@ def convert_layout(
         WriteError: the disk refused.
     """
     packed = _open(folder)
-    packing = _target(packed, layout, scheme)
+    packing = _target(packed, layout, scheme, input_scales)
     sqnr: dict[str, float] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +114,8 @@ def convert_layout(
             data, scale, sqnr[name] = _cast_again(packed, name, new)
             scales = {f"{name}.{SCALE_NAME}": scale}
             if new.static:
-                scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
+                given = None if input_scales is None else input_scales[name].float().reshape(1).cpu()
+                scales[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name) if given is None else given
             yield f"{name}.weight", data
             yield from packing.to_files(scales).items()
             progress(done, len(packing.schemes), "converting")
@@ -138,7 +142,9 @@ def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
     return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
 
 
-def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
+def _target(
+    packed: PackedTensors, layout: str, scheme: str | None, input_scales: Mapping[str, Tensor] | None
+) -> Packing:
     schemes = {
         name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else get_scheme(scheme)
         for name, own in packed.packing.schemes.items()
@@ -149,9 +155,11 @@ def _target(packed: PackedTensors, layout: str, scheme: str | None) -> Packing:
         same = new.weight == packed.packing.schemes[name].weight
         if not same and (reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape)):
             raise ValueError(f"{name}: {reason}")
-        if new.static and not packed.packing.schemes[name].static:
+        known = packed.packing.schemes[name].static if input_scales is None else name in input_scales
+        if new.static and not known:
             raise ValueError(
-                f"{name}: the scheme static has a calibrated input_scale, which is not here: octavo pack the BF16 model"
+                f"{name}: the scheme static stores the scale of the input, which is not here: warm the model up on "
+                "text (--freeze), or octavo pack the BF16 model with a calibration"
             )
     return Packing(layout, schemes, kv_cache)
 

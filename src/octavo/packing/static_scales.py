@@ -17,7 +17,8 @@ from octavo.calibration.folder import Calibration, load_calibration
 from octavo.hf.source import Source
 from octavo.packing.options import PackOptions
 
-HISTORY = "history"  # the rule in octavo.json for scales from a checkpoint
+# The rules in octavo.json for scales from a checkpoint, and for scales that are given.
+HISTORY, FROZEN = "history", "frozen"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,22 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     inputs = {name: calibration.scale(name, rule).reshape(1) for name in layers}
     keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, rule, source)
     return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
+
+
+def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
+    """The scales of `options.input_scales`; with `options.kv_cache` those of keys and values from a calibration, and of
+    a run that was trained with the recipe `delayed` the scales of its weights.
+
+    Raises:
+        ValueError: a layer has no scale; and the errors of `calibrated_scales` and `trained_scales`.
+    """
+    given = options.input_scales or {}
+    if missing := [name for name in layers if name not in given]:
+        raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
+    inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
+    cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
+    weights = trained_scales(source, layers).weights if source.recipe == "delayed" else {}
+    return StaticScales(inputs, cached.keys_and_values, {**cached.record, "rule": FROZEN}, weights)
 
 
 def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
-from octavo.artifact.packed.scheme import CHANNEL, Scheme
+from octavo.artifact.packed.scheme import CHANNEL, STATIC, Scheme
 from octavo.nn.linear import compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.numerics import QTensor
-from octavo.ops import scaled_mm
+from octavo.numerics import TENSOR, QTensor, scale_from_amax
+from octavo.ops import quantize, scaled_mm
 from octavo.runtime.packed_gradient import PackedProduct, wants_gradient
 
 
@@ -117,6 +117,20 @@ class PackedLinear(PackedModule):
         return scaled_mm(
             x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
         )  # [T,K] @ [N,K]^T
+
+    @property
+    def freezable(self) -> bool:
+        """Whether the scale of the input is computed in each call."""
+        return not self.scheme.static
+
+    def freeze_input(self, amax: Tensor) -> Tensor:
+        """Become a layer of the scheme static, whose scale of the input follows from `amax`, 0-dim; returns it, [1]."""
+        if self.scheme.weight.granularity != TENSOR:
+            q = quantize(self.packed_weight().dequantize(), STATIC.weight)
+            self.weight, self.weight_scale = q.data, q.scale.reshape(1)
+        self.scheme = STATIC
+        self.input_scale = scale_from_amax(amax, STATIC.inputs.fmt).reshape(1).to(self.weight_scale.device)
+        return self.input_scale.clone()
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

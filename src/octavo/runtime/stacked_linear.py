@@ -56,6 +56,18 @@ class PackedStack(PackedModule):
         w_q = self.cached_weight(buffers["weight"], buffers["weight_scale"], CHANNEL.packed_weight)
         return scaled_mm(x_q, w_q, bias=buffers["bias"], out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
 
+    def disband(self) -> None:
+        """Give each layer a copy of its rows, and hold no layer any more: what is fused with the stack runs unfused."""
+        for share in self.layers:
+            assert isinstance(share, PackedShare)
+            stored = {name: t.clone() for name, t in share._stored().items()}
+            layer: Any = share
+            layer.__class__ = PackedLinear
+            for name in ("weight", "weight_scale", "bias"):
+                layer.register_buffer(name, stored.get(name))
+        object.__setattr__(self, "layers", ())
+        self.weight, self.weight_scale, self.bias = self.weight[:0], self.weight_scale[:0], None
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {' + '.join(map(str, self.sizes))}"
 
@@ -94,6 +106,10 @@ class PackedShare(PackedLinear):
 
     def packed_weight(self) -> QTensor:
         return self.scheme.packed_weight(self.weight, self.weight_scale)
+
+    def freeze_input(self, amax: Tensor) -> Tensor:
+        self.stack.disband()  # which makes this a `PackedLinear`
+        return PackedLinear.freeze_input(self, amax)
 
     def _stored(self) -> dict[str, Tensor]:
         named = {"weight": self.weight, "weight_scale": self.weight_scale, "bias": self.bias}

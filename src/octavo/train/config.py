@@ -79,6 +79,7 @@ class Config:
     recipe: str = setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
     bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
+    calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
 
@@ -238,6 +239,11 @@ def _check_model(config: Config) -> None:
     if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}")
+    if config.calibration and (config.recipe != "delayed" or config.model in BUILT_IN_MODELS):
+        raise ConfigError(
+            "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
+            f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"
+        )
     if config.dropout and config.model not in BUILT_IN_MODELS:
         raise ConfigError(
             f"dropout is for the models {', '.join(BUILT_IN_MODELS)}; the config.json of {config.model} says what "

@@ -10,8 +10,10 @@ from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
 from octavo.artifact.run import RunFolder
+from octavo.calibration.folder import Calibration, hash_model
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
+from octavo.nn import seed_scales
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
 from octavo.train.actions import Actions
@@ -79,7 +81,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if rank() == 0:
                 lock.enter_context(locked_folder(path))
             newest = run.newest()
-            config = _absolute_data(read_settings(run).replace(overrides))
+            config = _absolute_paths(read_settings(run).replace(overrides))
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
         check_same(config)
@@ -103,7 +105,7 @@ def settle(config: Config) -> Config:
     """
     if config.model not in BUILT_IN_MODELS:
         config = _fit_to_folder(config)
-    return _absolute_data(config)
+    return _absolute_paths(config)
 
 
 def _fit_to_folder(config: Config) -> Config:
@@ -116,9 +118,10 @@ def _fit_to_folder(config: Config) -> Config:
     return config.change(model=str(folder), **context)
 
 
-def _absolute_data(config: Config) -> Config:
-    """The settings with data sources that mean the same from another working directory."""
-    return config.change(data=tuple(map(absolute_source, config.data)))
+def _absolute_paths(config: Config) -> Config:
+    """The settings with data sources and folders that mean the same from another working directory."""
+    calibration = str(Path(config.calibration).resolve()) if config.calibration else ""
+    return config.change(data=tuple(map(absolute_source, config.data)), calibration=calibration)
 
 
 def _check_empty(run: RunFolder) -> None:
@@ -182,6 +185,10 @@ def prepare_run(
     made = make(config, tokenizer.vocabulary_size, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(made.model, max(int(corpus.train.max()), int(corpus.validation.max())))
+    if config.calibration and checkpoint is None:
+        with same_outcome():
+            calibration = _open_calibration(config)
+        seed_scales(made.model, calibration)
     print_line(console, header_text(config, made.model, device, corpus, made.report))
     if made.gathered is not None:
         print_line(console, str(made.gathered))
@@ -189,6 +196,15 @@ def prepare_run(
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
     actions = Actions.read(run)
     return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss, actions)
+
+
+def _open_calibration(config: Config) -> Calibration:
+    found = Calibration.load(config.calibration)
+    if found.model_hash != hash_model(Path(config.model)):
+        raise ConfigError(
+            f"{config.calibration} is a calibration of another model than {config.model}: calibrate this one"
+        )
+    return found
 
 
 def _read_data(config: Config, run: RunFolder, console: Console) -> tuple[Tokenizer, ReadReport, Corpus]:

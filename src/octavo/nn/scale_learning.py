@@ -1,0 +1,167 @@
+"""Scales from a few batches: warming up and freezing them for inference, and starting delayed scaling from known amax.
+
+    convert(model, "delayed") -> learn_scales    histories record amax in evaluation mode too
+                              -> seed_scales     histories begin with the amax values of a calibration
+                              -> freeze_scales   scales from some batches, constant from then on
+    octavo.load(packed)       -> freeze_scales   the scheme becomes static
+
+With constant scales an input is quantized to the same bytes in every call, whatever else is in its batch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.delayed import histories, weight_amax
+
+
+@runtime_checkable
+class Freezable(Protocol):
+    """A layer whose scale of the input can be made constant."""
+
+    def freeze_input(self, amax: Tensor) -> Tensor:
+        """Take the scale, float32 [1], that follows from `amax` of the input, 0-dim, from now on; return it."""
+
+
+class Calibrated(Protocol):
+    """A calibration (`octavo.calibration.Calibration`)."""
+
+    @property
+    def input_histories(self) -> Mapping[str, Sequence[float]]:
+        """The amax of the input in each batch, oldest first, by the name of the linear layer."""
+
+
+@contextmanager
+def learn_scales(model: nn.Module) -> Iterator[None]:
+    """Let delayed scaling record the amax of what it sees in evaluation mode too, while the block lasts.
+
+    `octavo.update_scales` turns what was recorded into scales, as in training.
+
+    Example:
+        >>> with octavo.learn_scales(model.eval()):
+        ...     model(batch)
+        >>> octavo.update_scales(model)
+    """
+    found = [history for _, history in histories(model)]
+    before = [history.learns_in_evaluation for history in found]
+    for history in found:
+        history.learns_in_evaluation = True
+    try:
+        yield
+    finally:
+        for history, learned in zip(found, before, strict=True):
+            history.learns_in_evaluation = learned
+
+
+def freeze_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Run `model` on some batches, and make the scales of its linear layers' inputs constant.
+
+    The layers of a model that was converted with the recipe `delayed` keep the scale of the largest amax of the
+    batches, with the margin of the recipe, and that of their weights. In training too these scales no longer change.
+    The layers of a packed model (`octavo.load`) become those of the scheme static: a weight with finer scales is cast
+    again, with one scale. Freeze a model before it generates: CUDA graphs would keep the former scales.
+
+    Args:
+        model: converted with the recipe `delayed`, or packed.
+        batches: arguments of the model: a tensor, a tuple of positional arguments, or a mapping of keywords.
+
+    Returns:
+        The scale of the input of each layer, float32 [1], by the layer's name. `octavo.packing.pack` and
+        `convert_layout` write them (`input_scales`).
+
+    Raises:
+        ValueError: no layer has a scale that can be frozen, or a layer saw no batch, inf or NaN, or zeros alone.
+
+    Example:
+        >>> octavo.convert(model, "delayed")
+        >>> scales = octavo.freeze_scales(model, prompts)
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Freezable)}
+    layers = {name: layer for name, layer in layers.items() if getattr(layer, "freezable", True)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer whose scales can be frozen: octavo.convert(model, 'delayed') first, "
+            "or open a packed folder with a scheme other than static"
+        )
+    seen = observe_inputs(model, layers, batches)
+    return {name: layer.freeze_input(seen[name]) for name, layer in layers.items()}
+
+
+@torch.no_grad()
+def observe_inputs(model: nn.Module, layers: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Run `model` in evaluation mode on `batches`, and return the amax of the input of each layer, float32, 0-dim.
+
+    Args:
+        model: any module; its mode is as before in the end.
+        layers: modules of it, by name.
+        batches: see `freeze_scales`.
+
+    Raises:
+        ValueError: a layer saw no batch, inf or NaN, or zeros alone.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if x.numel():
+                amax = x.detach().abs().amax().float()
+                seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
+
+        return hook
+
+    modes = {module: module.training for module in model.modules()}
+    hooks = [layer.register_forward_pre_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        model.eval()
+        for batch in batches:
+            _call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    if missing := [name for name in layers if name not in seen]:
+        raise ValueError(f"{missing[0]} ({len(missing)} such layers) saw no input: give batches that use every layer")
+    if wrong := [name for name, amax in seen.items() if not bool(amax.isfinite() & (amax > 0))]:
+        raise ValueError(f"the input of {wrong[0]} holds inf or NaN, or zeros alone: no scale follows from that")
+    return seen
+
+
+def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
+    """Begin the histories of delayed scaling with what a calibration saw, so that the first step has scales.
+
+    The history of an input gets the amax of each batch of the calibration, and that of a weight its amax. A gradient
+    was not seen: its first step scales dynamically.
+
+    Args:
+        model: converted with the recipe `delayed`, with the module names of the calibrated model.
+        calibration: of `octavo.calibration.Calibration.load`.
+
+    Raises:
+        ValueError: no layer of `model` has a history, or the calibration lacks one of its layers. Nothing is changed.
+    """
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if getattr(module, "histories", None) is not None
+    }
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
+    known = calibration.input_histories
+    if missing := [name for name in layers if name not in known]:
+        raise ValueError(f"the calibration has no amax of the input of {missing[0]} ({len(missing)} such layers)")
+    for name, layer in layers.items():
+        for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
+            if (history := layer.histories.of(operand)) is not None:
+                history.seed(amax)
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
