@@ -22,6 +22,7 @@ LAYERS = [
     {"numerics"},
     {"recipe"},
     {"ops"},
+    {"tracing"},
     {"nn", "tensor"},
     {"diagnosis", "dist", "flow"},
     {"models", "artifact"},

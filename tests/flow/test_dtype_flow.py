@@ -89,7 +89,7 @@ def test_what_convert_leaves_out_of_an_encoder_is_named():
     assert "octavo.convert(model) would run it in FP8" in next(
         e.reason for e in before.left_out if "linear1" in e.module
     )
-    octavo.convert(model, "rowwise")
+    octavo.convert(model, "rowwise", skip=["*.self_attn"])
     flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
     found = {each.what: each for each in flow.left_out}
     assert found.keys() == {"packed attention projection", "attention"}
@@ -100,6 +100,10 @@ def test_what_convert_leaves_out_of_an_encoder_is_named():
     assert [(each.module, each.count, each.read) for each in flow.never_called] == [
         ("layers.*.self_attn.out_proj", 3, True)
     ]
+    octavo.convert(model, "rowwise")
+    flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    assert [each.what for each in flow.left_out] == ["attention"]
+    assert flow.never_called == ()
 
 
 def test_the_fast_path_is_named():

@@ -6,7 +6,7 @@ from dtype_examples import DOCUMENTED, Calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
-from octavo.flow.arithmetic import compute_dtype, floating, kind_of, names_of
+from octavo.tracing.arithmetic import compute_dtype, floating, kind_of, names_of
 
 pytestmark = pytest.mark.gpu
 

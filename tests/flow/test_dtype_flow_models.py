@@ -42,11 +42,11 @@ def test_its_reentrant_checkpointing_recomputes_the_blocks(llama):
 def test_a_vision_transformer():
     config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
     model = transformers.ViTForImageClassification(config)
-    octavo.convert(model, "tensorwise")
+    octavo.convert(model, "tensorwise", skip=["*.projection"])
     flow = octavo.dtype_flow(model, torch.randn(2, 3, 32, 32))
     assert {each.what for each in flow.left_out} == {"convolution", "attention", "linear layer"}
     convolution = next(each for each in flow.left_out if each.what == "convolution")
-    assert convolution.reason == "convert takes linear layers"
+    assert convolution.reason == "not converted: octavo.convert(model) would run it in FP8"
     total = sum(sum(each.values()) for each in flow.flops.values())
     assert convolution.share * total == pytest.approx(2 * 2 * 2 * 16 * 64 * 3 * 8 * 8)  # y and dw: the image has no dx
 

@@ -104,10 +104,12 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
 def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
     """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
     recipe = layer.recipe
+    if type(layer).__name__ == "Conv1D":
+        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
+    if not isinstance(layer, Linear):
+        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
     if unit is None:
         return "fully_shard was not called on a module that holds it"
-    if not isinstance(layer, Linear):
-        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
     if unit.reason:
         return unit.reason
     if recipe.w is None or recipe.y is None or recipe.dx is None:

@@ -8,8 +8,12 @@ from torch import nn
 
 from octavo.flow.folding import patterns_of
 from octavo.flow.operation import Operation
+from octavo.nn.attention import is_convertible
+from octavo.nn.convolution import is_gemm
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.selection import select_linears
+
+_NOT_CONVERTED = "not converted: octavo.convert(model) would run it in FP8"
 
 
 @dataclass(frozen=True)
@@ -91,16 +95,16 @@ def _skip_reasons(model: nn.Module) -> dict[str, str]:
 def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: bool) -> tuple[str, str]:
     if operation.kind == "attention":
         return "attention", "it multiplies activations: convert leaves attention alone"
-    if operation.kind == "convolution":
-        return "convolution", "convert takes linear layers"
-    if isinstance(owner, RecipeLayer):
+    if isinstance(owner, RecipeLayer) and operation.parameters:
         if owner.recipe.quantized:
             return "linear layer", f"the recipe {owner.recipe.name} computes it in the autocast dtype"
         return "linear layer", "the recipe bf16 quantizes nothing"
+    if operation.kind == "convolution":
+        return "convolution", _NOT_CONVERTED if is_gemm(owner) else "its windows overlap, or it has groups: no product"
     if isinstance(owner, nn.Linear):
-        return "linear layer", skipped or "not converted: octavo.convert(model) would run it in FP8"
+        return "linear layer", skipped or _NOT_CONVERTED
     if isinstance(owner, nn.MultiheadAttention) and operation.parameters:
-        return "packed attention projection", "nn.MultiheadAttention holds q, k and v in one parameter, not in a layer"
+        return "packed attention projection", _NOT_CONVERTED if is_convertible(owner) else "it has keys of its own"
     if stacked:
         return "3-D weight", "a stack of matrices, as of experts, in one parameter: convert takes linear layers"
     if operation.parameters:

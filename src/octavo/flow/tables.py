@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from octavo.flow.arithmetic import WIDTHS
 from octavo.flow.folding import Row
 from octavo.flow.left_out import LeftOut
+from octavo.tracing.arithmetic import WIDTHS
 
 _NAMED = 3  # modules in a row
 _SILENT = ("cast", "copy")  # kinds without arithmetic

@@ -1,18 +1,16 @@
 """Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo.flow.fake_model import Fakes
 from octavo.flow.gpu_autocast import GpuAutocast
 from octavo.flow.recorder import Recorder
 from octavo.flow.report import DtypeFlow, make_report
+from octavo.tracing.fakes import Fakes, clear_errors
 
 _AUTOCAST = (torch.bfloat16, torch.float16, None)
 
@@ -65,7 +63,7 @@ def dtype_flow(
     recorder = Recorder(model, parameters, gpu, fakes)
     given = fakes.fake((inputs, keywords))
     both = _Pass(model, loss, gpu, backward)
-    with _clear_errors(model), fakes.mode, torch.set_grad_enabled(backward), recorder:
+    with clear_errors(model), fakes.mode, torch.set_grad_enabled(backward), recorder:
         torch.func.functional_call(both, {f"model.{name}": t for name, t in tensors.items()}, given[0], given[1])
     return make_report(model, recorder, autocast)
 
@@ -86,26 +84,6 @@ class _Pass(nn.Module):
                 output = output if self.loss is None else self.loss(output)
             if self.backward:
                 _run_backward(self.model, output)
-
-
-@contextmanager
-def _clear_errors(model: nn.Module) -> Iterator[None]:
-    """Say in an error that it comes from a trace of `model`; PyTorch logs none of its own about fake tensors."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    logger, name = logging.getLogger("torch._subclasses.fake_tensor"), type(model).__name__
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(
-            f"{name} cannot be traced: its code depends on the values of a tensor ({error}), and a trace has shapes "
-            "only. Give it inputs for which it looks at no values (no mask, fixed lengths), or trace a part of it"
-        ) from error
-    except RuntimeError as error:
-        raise RuntimeError(f"{name} fails in a trace with these inputs and dtypes: {error}") from error
-    finally:
-        logger.disabled = disabled
 
 
 def _run_backward(model: nn.Module, output: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,21 @@ from octavo.nn.fast_path import leave_fast_paths
 from octavo.nn.linear import to_fp8_linear
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
-from octavo.nn.only_if_faster import gemm_shapes, skip_slower
+from octavo.nn.only_if_faster import gemm_shapes, skip_slower, skip_uncalled
+from octavo.nn.product_conversion import (
+    chosen_products,
+    convert_products,
+    find_products,
+    follow_attention,
+    product_rows,
+)
 from octavo.nn.restoration import restore_linear
-from octavo.nn.selection import select_linears
+from octavo.nn.selection import SelectedLayer, select_linears
 from octavo.nn.speedup.lookup import find_speedups
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
+from octavo.tracing.forward_pass import ForwardPass, trace_forward
 
 
 def convert(
@@ -32,6 +41,7 @@ def convert(
     emulate: bool = False,
     only_if_faster: bool = False,
     tokens: int = 8192,
+    batch: Any = None,
     device: torch.device | str | None = None,
 ) -> Conversion:
     """Change the linear layers of `model` in place into layers that compute by `recipe`.
@@ -45,32 +55,37 @@ def convert(
     activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
     (`octavo.nn.transformers_fusion`). With such a recipe the experts of a mixture run grouped GEMMs in FP8:
     `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others
-    (`octavo.nn.expert_conversion`). `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call
-    its converted layers.
+    (`octavo.nn.expert_conversion`). `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are
+    convolutions that are matrix products: those of size 1, and those of disjoint patches (`octavo.nn.convolution`).
+    `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
         recipe: a preset's name, a `Recipe`, or "auto": `rowwise` if the device of `model` has its GEMMs, else the
             nearest recipe that runs there (the report names it).
-        skip: globs of names of layers, or of modules of experts, to leave as they are, in addition to `DEFAULT_SKIP`
-            and heads tied to an embedding.
+        skip: globs of names of layers, or of modules of experts or attention, to leave as they are, in addition to
+            `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMMs of the recipe, compute them slowly in float32 instead of raising an error.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
             that `model` is on (`octavo.nn.speedup`; the report has the figures; layers that run as one GEMM are judged
             as one). All layers stay in BF16 if together they are too little work to hide the longer launches of FP8,
             and where FP8 is emulated or has no GEMM; that is no error. On an unknown GPU the layers are timed first.
-        tokens: with `only_if_faster`, the rows of a layer's input in a forward pass: batch x sequence.
+        tokens: with `only_if_faster`, the rows of each layer's input in a forward pass: batch x sequence.
+        batch: an input of the model, in place of `tokens`: a tensor, a sequence of positional arguments, or a mapping
+            of keyword arguments. A forward pass is traced without memory or arithmetic. It gives the rows of each
+            layer, and for the report the FLOPs of each parameter. Layers that are read and never called are skipped.
         device: where the model will run, which decides the GEMMs. By default the device of its weights; for a model on
             the meta device, this machine's accelerator, or else the CPU.
 
     Returns:
         The report: which layers were converted, which were skipped and why, the backend of each GEMM, and the
-        parameters that stay in high precision, with their share of the model.
+        parameters that stay in high precision, with their shares of the model's FLOPs and parameters.
 
     Raises:
         TypeError: `model` is not a module, or `recipe` neither a name nor a `Recipe`.
-        ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, or a GPU
-            without the GEMMs of the recipe.
+        ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, a GPU
+            without the GEMMs of the recipe, or a `batch` with which the model cannot be traced.
+        RuntimeError: the forward pass fails with `batch`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -79,9 +94,9 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
-    experts = find_experts(model)
-    layers = select_linears(model, skip, list(experts))
-    first = next((layers[0].module if layers else next(iter(experts.values()))).parameters())
+    experts, products = find_experts(model), find_products(model)
+    layers = select_linears(model, skip, [*experts, *products])
+    first = next(next(iter([*(layer.module for layer in layers), *experts.values(), *products.values()])).parameters())
     device = _execution_device(first) if device is None else torch.device(device)
     recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
     if emulate:
@@ -89,14 +104,21 @@ def convert(
     backends = gemm_backends(recipe, device)
     if not recipe.emulate and not only_if_faster:
         _check_backends(recipe, backends)
+    forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_decoder_layers(model)
-    rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
+    rows, others = _planned_rows(model, layers, products, skip, forward)
     speedup_source = ""
     if only_if_faster:
-        shapes = gemm_shapes(model, rows, recipe, tokens)
+        both = (*rows, *others)
+        shapes = gemm_shapes(
+            model, both, recipe, {row.name: _rows_of(model, row.name, tokens, forward) for row in both}
+        )
         speedups = find_speedups(recipe, backends, device, set(shapes.values()))
-        rows, speedup_source = skip_slower(rows, shapes, speedups), speedups.source
+        both, speedup_source = skip_slower(both, shapes, speedups), speedups.source
+        others = both[len(rows) :]
+        rows = follow_attention(both[: len(rows)], products, chosen_products(products, others))
+    convert_products(products, recipe, chosen_products(products, others))
     for layer, row in zip(layers, rows, strict=True):
         if row.reason:
             restore_linear(layer.module)  # an earlier conversion may have changed it
@@ -111,9 +133,33 @@ def convert(
         if name in chosen:
             to_fp8_experts(module, recipe, name)
     leave_fast_paths(model)
+    rows = (*rows, *others)
     quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
-    coverage = find_coverage(model, quantized)
+    coverage = find_coverage(model, quantized, forward)
     return Conversion(recipe, rows, backends, coverage, speedup_source, _fused_modules(model), stacks)
+
+
+def _planned_rows(
+    model: nn.Module,
+    layers: Sequence[SelectedLayer],
+    products: Mapping[str, nn.Module],
+    skip: Sequence[str],
+    forward: ForwardPass | None,
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows of linear layers, and those of attention and convolutions, before speed decides."""
+    rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
+    if forward is not None:
+        rows = skip_uncalled(model, rows, forward)
+    others = product_rows(products, skip)
+    return follow_attention(rows, products, chosen_products(products, others)), others
+
+
+def _rows_of(model: nn.Module, name: str, tokens: int, forward: ForwardPass | None) -> int:
+    """The rows that a layer, or an input weight of attention, multiplies in a forward pass."""
+    if forward is None:
+        return tokens
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return forward.rows_of(parameters[name] if name in parameters else parameters[f"{name}.weight".lstrip(".")])
 
 
 def _execution_device(weight: Tensor) -> torch.device:

@@ -12,7 +12,7 @@ from octavo.words import plural
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer, or one stack of the matrices of experts, in a conversion.
+    """One linear layer, convolution, weight of attention, or stack of the matrices of experts, in a conversion.
 
     Args:
         shape: [N, K], or [E, N, K].
@@ -32,9 +32,11 @@ class Conversion:
 
     Args:
         recipe: of the converted layers.
-        rows: one for each linear layer of the model.
+        rows: one for each linear layer of the model, then one for each input weight of `nn.MultiheadAttention`, under
+            the name of the parameter, and one for each convolution that is a matrix product.
         backends: the backends of "y", "dx" and "dw".
-        coverage: the share of the parameters that FP8 computes, and each matrix that stays in high precision.
+        coverage: the shares of the FLOPs and the parameters that FP8 computes, and each matrix that stays in high
+            precision.
         speedup_source: where the predicted speedups come from; "" without `only_if_faster`.
         experts: one row for each stack of the matrices of experts; its name is that of the parameter.
         fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.

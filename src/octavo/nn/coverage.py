@@ -1,8 +1,11 @@
-"""The share of a model that FP8 computes, and the matrices that stay in high precision.
+"""The shares of a model's FLOPs and parameters that FP8 computes, and the matrices that stay in high precision.
 
 Every parameter belongs to one of four groups: weights that FP8 GEMMs read; other parameters that a GEMM or a
 convolution reads, listed by name; embeddings; norms, biases and other vectors. A parameter that two modules share
 counts once. Only shapes are read, so the model may be on the meta device.
+
+FLOPs are those of a traced forward pass (`octavo.tracing.forward_pass`). Without one, each parameter of the first two
+groups counts by its size, as if all were multiplied by the same rows, and products of activations do not count.
 """
 
 import math
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from octavo.tracing.forward_pass import ForwardPass
 
 _COMPUTED, _EMBEDDING, _OTHER = "computed", "embedding", "other"
 
@@ -39,6 +44,7 @@ class Leftover:
         shape: of one parameter.
         count: how many there are.
         share: their share of the model's parameters, 0 to 1.
+        flops: their share of the FLOPs, 0 to 1.
         tied: whether an embedding shares the parameter.
     """
 
@@ -47,6 +53,7 @@ class Leftover:
     shape: tuple[int, ...]
     count: int
     share: float
+    flops: float
     tied: bool = False
 
     def __str__(self) -> str:
@@ -57,14 +64,16 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The shares of a model's parameters by group; each is 0 to 1, and they add up to 1.
+    """The shares of a model's parameters by group, and of its FLOPs; each is 0 to 1.
 
     Args:
         parameters: the number of parameters of the model.
-        computed: the share that FP8 GEMMs read.
-        left: the other parameters that a GEMM or a convolution reads, the largest share first.
+        computed: the share of the parameters that FP8 GEMMs read.
+        left: the other parameters that a GEMM or a convolution reads, those of the most FLOPs first.
         embeddings: the share of embeddings and learned positions.
         other: the share of norms, biases and other vectors.
+        flops: the share of the FLOPs of a forward pass that FP8 computes.
+        activations: the share of products of activations, such as attention; None where no pass was traced.
     """
 
     parameters: int
@@ -72,20 +81,28 @@ class Coverage:
     left: tuple[Leftover, ...]
     embeddings: float
     other: float
+    flops: float
+    activations: float | None = None
 
     def __str__(self) -> str:
         totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
         rest = ", ".join(f"{name} {_percent(share)}" for name, share in totals if share)
-        lines = [f"FP8 computes {_percent(self.computed)} of the parameters; left in high precision:"]
-        return "\n  ".join([*lines, *map(str, self.left), rest or "nothing else"])
+        by = "of the batch" if self.activations is not None else "of products with parameters, counted by parameters"
+        shares = f"{_percent(self.flops)} of the FLOPs ({by}) and {_percent(self.computed)} of the parameters"
+        lines = [f"FP8 computes {shares}; left in high precision:"]
+        if self.activations:
+            lines.append(f"{_percent(self.activations)} of the FLOPs: products of activations, such as attention")
+        lines += [f"{_percent(each.flops)} of the FLOPs: {each}" for each in self.left]
+        return "\n  ".join([*lines, f"no FLOPs: {rest}" if rest else "nothing else"])
 
 
-def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
+def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardPass | None = None) -> Coverage:
     """The coverage of `model` if FP8 computes the layers `computed`.
 
     Args:
         model: on any device, meta included.
-        computed: names of the linear layers whose `weight`, and of the stacks of experts that, FP8 GEMMs read.
+        computed: names of the layers whose `weight`, and of the parameters that, FP8 GEMMs read.
+        forward: a pass of `model`, for the FLOPs.
     """
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
     uses: dict[int, tuple[str, str, Tensor]] = {}
@@ -99,31 +116,41 @@ def find_coverage(model: nn.Module, computed: Collection[str]) -> Coverage:
         known = uses.get(id(parameter))
         if known is None or _rank(kind) < _rank(known[1]):
             uses[id(parameter)] = name, kind, parameter
-    return _sum_up(uses.values(), embedded)
+    return _sum_up(uses.values(), embedded, forward)
 
 
-def _sum_up(uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int]) -> Coverage:
+def _sum_up(
+    uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int], forward: ForwardPass | None
+) -> Coverage:
+    if forward is None:
+        work = {id(p): float(p.numel()) for _, kind, p in uses if _rank(kind) <= 1}
+        flops = sum(work.values()) or 1
+    else:
+        work, flops = forward.flops_by_parameter([p for _, _, p in uses]), forward.flops or 1
     sizes: Counter[str] = Counter()
-    groups: defaultdict[tuple[str, str, tuple[int, ...], bool], list[str]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, tuple[int, ...], bool], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, kind, parameter in uses:
         sizes[kind] += parameter.numel()
         if _rank(kind) == 1:
-            groups[_pattern(name), kind, tuple(parameter.shape), id(parameter) in embedded].append(name)
+            groups[_pattern(name), kind, tuple(parameter.shape), id(parameter) in embedded].append((name, parameter))
     total = max(sum(sizes.values()), 1)
     left = [
         Leftover(
-            pattern if len(names) > 1 else names[0],
-            kind,
-            shape,
-            len(names),
-            len(names) * math.prod(shape) / total,
-            tied,
+            name=pattern if len(found) > 1 else found[0][0],
+            kind=kind,
+            shape=shape,
+            count=len(found),
+            share=len(found) * math.prod(shape) / total,
+            flops=sum(work[id(parameter)] for _, parameter in found) / flops,
+            tied=tied,
         )
-        for (pattern, kind, shape, tied), names in groups.items()
+        for (pattern, kind, shape, tied), found in groups.items()
     ]
-    left.sort(key=lambda entry: -entry.share)
+    left.sort(key=lambda entry: (-entry.flops, -entry.share))
     shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
-    return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2])
+    in_fp8 = sum(work[id(p)] for _, kind, p in uses if kind == _COMPUTED) / flops
+    activations = None if forward is None else sum(p.flops for p in forward.products if not p.parameters) / flops
+    return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2], in_fp8, activations)
 
 
 def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:

@@ -3,11 +3,12 @@
 PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8. So
 an encoder layer that has one becomes a subclass of its class, with the same name, in which the conditions of the fast
 path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are.
+A converted `nn.MultiheadAttention` has a forward of its own, without a fast path.
 """
 
 from torch import nn
 
-from octavo.nn.linear import Linear
+from octavo.nn.linear import RecipeLayer
 from octavo.nn.mixed_class import mix_classes
 
 
@@ -24,7 +25,7 @@ class CallingEncoder:
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make every encoder layer of `model` that has a converted linear layer call it; idempotent."""
+    """Make every encoder layer of `model` that has a converted layer call it; idempotent."""
     for module in list(model.modules()):
         if isinstance(module, nn.TransformerEncoderLayer) and _is_converted(module):
             _mix(CallingEncoderLayer, module)
@@ -34,7 +35,7 @@ def leave_fast_paths(model: nn.Module) -> None:
 
 
 def _is_converted(layer: nn.TransformerEncoderLayer) -> bool:
-    return isinstance(layer.linear1, Linear) or isinstance(layer.linear2, Linear)
+    return any(isinstance(module, RecipeLayer) for module in layer.modules())
 
 
 def _mix(ours: type, module: nn.Module) -> None:

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
+from octavo.nn.mixed_class import mix_classes
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import Parallel
 from octavo.nn.precomputed import PrecomputedProjections
@@ -136,7 +138,9 @@ class Linear(RecipeLayer, nn.Linear):
 def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
     """Change `linear`, called `name` in its model, in place into a layer that computes by `recipe`."""
     layer: Any = linear
-    layer.__class__ = Linear
+    if not isinstance(linear, Linear):
+        is_output = type(linear) is NonDynamicallyQuantizableLinear  # of multi-head attention
+        layer.__class__ = mix_classes(Linear, type(linear)) if is_output else Linear
     layer.prepare(recipe, name, linear.weight.device)
     converted: Linear = layer
     return converted

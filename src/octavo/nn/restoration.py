@@ -9,6 +9,7 @@ from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.parallel import ParallelLinear
+from octavo.nn.product_conversion import restore_product
 from octavo.nn.transformers_fusion import DecoderLayer
 from octavo.nn.weight_cache import shards
 
@@ -53,15 +54,16 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def _restore(module: nn.Module) -> bool:
-    return restore_linear(module) or restore_experts(module) or _unmix(module)
+    return any(undo(module) for undo in (restore_product, restore_linear, restore_experts, _unmix))
 
 
 def restore_linear(module: nn.Module) -> bool:
     """Undo the conversion of a linear layer, and return whether `module` was one. Other modules stay as they are."""
-    if type(module) is not Linear:
+    if not isinstance(module, Linear) or parts_of(type(module))[0] is not Linear:
         return restore_conv1d(module)
+    (own,) = parts_of(type(module))[1:] or (nn.Linear if module.parallel is None else ParallelLinear,)
     module.release()
-    object.__setattr__(module, "__class__", nn.Linear if module.parallel is None else ParallelLinear)
+    object.__setattr__(module, "__class__", own)
     return True
 
 

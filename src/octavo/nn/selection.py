@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.coverage import find_coverage
@@ -16,9 +15,13 @@ from octavo.ops.checks import FLOATS
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
-    "lm_head", "*.lm_head", "head", "*.head", "score", "*.score", "classifier", "*.classifier", "embed_out",
-    "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate", "*.shared_expert_gate",
+    "lm_head", "*.lm_head", "head", "*.head", "head.fc", "*.head.fc", "score", "*.score", "classifier",
+    "*.classifier", "embed_out", "*.embed_out", "router", "*.router", "*.router.*", "gate", "*.gate",
+    "*.shared_expert_gate",
 )  # fmt: skip
+
+
+ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 
 
 class SelectedLayer(NamedTuple):
@@ -29,7 +32,7 @@ class SelectedLayer(NamedTuple):
     reason: str
 
 
-def select_linears(model: nn.Module, skip: Sequence[str] = (), experts: Sequence[str] = ()) -> list[SelectedLayer]:
+def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[str] = ()) -> list[SelectedLayer]:
     """Every `nn.Linear` and `Conv1D` of `model`, in the order of its modules, with the reason why it is skipped.
 
     Output heads and routers (`DEFAULT_SKIP`) are skipped, layers that `skip` matches, and layers whose weight is an
@@ -38,22 +41,23 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), experts: Sequence
 
     Args:
         model: converted or not.
-        skip: globs of names of linear layers, or of `experts`.
-        experts: names of modules of experts. Where there are some, no linear layer need be left.
+        skip: globs of names of linear layers, or of `others`.
+        others: names of other modules that can be converted. Where there are some, no linear layer need be left.
 
     Raises:
         ValueError: `model` has no linear layer, every one is skipped, or a glob of `skip` matches none.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
-    if not linears and not experts:
+    if not linears and not others:
         raise ValueError(
             f"{type(model).__name__} has no linear layer to convert: FP8 is for models with linear layers. "
             f"{_other_matrices(model)}"
         )
-    check_globs(skip, [*linears, *experts])
+    check_globs(skip, [*linears, *others])
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied)) for name, m in linears.items()]
-    if all(layer.reason for layer in selected) and not experts:
+    read = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied, read)) for name, m in linears.items()]
+    if all(layer.reason for layer in selected) and not others:
         reasons = "\n".join(f"  {layer.name}: {layer.reason}" for layer in selected)
         raise ValueError(
             f"every linear layer of {type(model).__name__} is skipped, nothing would change:\n{reasons}\n"
@@ -78,7 +82,7 @@ def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
             raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
 
 
-def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int]) -> str:
+def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int], read: set[int]) -> str:
     """Why this layer is skipped, or "" where it is not."""
     weight: Any = module.weight
     outputs, inputs = shape_of(module)
@@ -90,8 +94,8 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
     if shards(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "multi-head attention reads its weight directly and never calls it"
+    if id(module) in read:
+        return ATTENTION_OUTPUT
     if type(module) not in (nn.Linear, Linear, ParallelLinear) and not is_conv1d(module):
         return f"a {type(module).__name__}, whose forward is its own"
     if weight.dtype not in FLOATS:

@@ -171,7 +171,7 @@ def _is_recomputed_by_compiler(module: Any) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
+    return isinstance(module, nn.Linear) or is_conv1d(module)  # attention and convolutions are not watched
 
 
 def _plain(name: str) -> str:

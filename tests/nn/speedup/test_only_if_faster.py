@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from speedup_examples import NATIVE, UNKNOWN, table_of
-from torch import nn
+from torch import Tensor, nn
 
 import octavo
 from octavo.nn import conversion
@@ -94,3 +94,24 @@ def test_a_gpu_without_the_gemm_is_left_in_bf16(pretend: Callable, monkeypatch: 
 def test_a_model_whose_every_layer_is_skipped_is_still_an_error() -> None:
     with pytest.raises(ValueError, match="every linear layer"):
         octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), only_if_faster=True)
+
+
+def test_the_batch_gives_the_tokens_of_each_layer(pretend: Callable) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many, self.few, self.never = (nn.Linear(2048, 2048, device="meta") for _ in range(3))
+
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            return self.few(self.many(x)[:, 0]) * scale
+
+    pretend(UNKNOWN)
+    write_table(cache_path(UNKNOWN), table_of(lambda m, k, n: {2048: 0.8, 8192: 1.0, 32768: 1.2}[m]))
+    batch = {"x": torch.empty(2048, 16, 2048, device="meta"), "scale": 0.5}
+    report = octavo.convert(Two(), only_if_faster=True, tokens=8192, batch=batch)
+    assert {row.name: row.speedup for row in report.rows} == {
+        "many": pytest.approx(1.2),
+        "few": pytest.approx(0.8),
+        "never": None,
+    }
+    assert report.skipped == {"few": "0.80x: left in BF16", "never": "the batch does not reach it: left in BF16"}

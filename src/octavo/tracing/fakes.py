@@ -1,5 +1,8 @@
 """Fake tensors in place of a model's parameters and inputs: shapes and dtypes without memory or arithmetic."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,11 +29,11 @@ class Fakes:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if hasattr(parameter, "device_mesh"):
                 raise ValueError(
-                    f"dtype_flow takes a model that is not sharded, and {name} is a DTensor: give the model before "
+                    f"a trace takes a model that is not sharded, and {name} is a DTensor: give the model before "
                     "fully_shard, on the meta device if it is large"
                 )
             if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(f"{name} has no shape yet: run the lazy module once before dtype_flow")
+                raise ValueError(f"{name} has no shape yet: run the lazy module once before a trace")
             found[name] = self.fake(parameter)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             found[name] = self.fake(buffer)
@@ -62,3 +65,23 @@ class Fakes:
                 fake.requires_grad_()
             self._known[id(tensor)] = tensor, fake
         return self._known[id(tensor)][1]
+
+
+@contextmanager
+def clear_errors(model: nn.Module) -> Iterator[None]:
+    """Say in an error that it comes from a trace of `model`; PyTorch logs none of its own about fake tensors."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    logger, name = logging.getLogger("torch._subclasses.fake_tensor"), type(model).__name__
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{name} cannot be traced: its code depends on the values of a tensor ({error}), and a trace has shapes "
+            "only. Give it inputs for which it looks at no values (no mask, fixed lengths), or trace a part of it"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} fails in a trace with these inputs and dtypes: {error}") from error
+    finally:
+        logger.disabled = disabled

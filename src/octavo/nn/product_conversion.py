@@ -1,0 +1,82 @@
+"""The modules other than linear layers that `convert` changes: attention, and convolutions that are products.
+
+Each becomes a subclass of its class with a forward of ours: parameters, `state_dict`, hooks and `isinstance` stay as
+they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from octavo.nn.attention import input_weights, is_convertible, restore_attention, to_fp8_attention
+from octavo.nn.conversion_report import Row
+from octavo.nn.convolution import gemm_shape, is_gemm, restore_convolution, to_fp8_convolution
+from octavo.nn.selection import ATTENTION_OUTPUT, skipped_by_name
+from octavo.nn.weight_cache import shards
+from octavo.ops.checks import FLOATS
+from octavo.recipe import Recipe
+
+
+def find_products(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention and the convolutions of `model` that can run in FP8, by name."""
+    return {name: module for name, module in model.named_modules() if _is_convertible(module)}
+
+
+def _is_convertible(module: nn.Module) -> bool:
+    known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
+    return known and not shards(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
+
+
+def product_rows(products: Mapping[str, nn.Module], skip: Sequence[str]) -> tuple[Row, ...]:
+    """A row of the report for each weight of attention, under the name of the parameter, and for each convolution."""
+    return tuple(
+        Row(weight, shape, skipped_by_name(name, *shape, skip))
+        for name, module in products.items()
+        for weight, shape in _weights(name, module).items()
+    )
+
+
+def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
+    """The shapes [N, K] of the weights by the names of their rows."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return {name: gemm_shape(module)}
+    return {f"{name}.{leaf}".lstrip("."): (w.shape[0], w.shape[1]) for leaf, w in input_weights(module).items()}
+
+
+def chosen_products(products: Mapping[str, nn.Module], rows: Sequence[Row]) -> set[str]:
+    """The names of the modules whose rows are all to be converted."""
+    skipped = {row.name for row in rows if row.reason}
+    return {name for name, module in products.items() if skipped.isdisjoint(_weights(name, module))}
+
+
+def follow_attention(rows: Sequence[Row], products: Mapping[str, nn.Module], chosen: set[str]) -> tuple[Row, ...]:
+    """The rows of linear layers, in which the output layer of attention is converted only where its attention is."""
+    outputs = {
+        f"{name}.out_proj".lstrip("."): name in chosen
+        for name, module in products.items()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return tuple(_follow(row, called=outputs.get(row.name)) for row in rows)
+
+
+def _follow(row: Row, *, called: bool | None) -> Row:
+    if called and row.reason == ATTENTION_OUTPUT:
+        return replace(row, reason="")
+    return replace(row, reason=ATTENTION_OUTPUT) if called is False and not row.reason else row
+
+
+def restore_product(module: nn.Module) -> bool:
+    """Undo the conversion of attention or of a convolution, and return whether `module` was one."""
+    return restore_attention(module) or restore_convolution(module)
+
+
+def convert_products(products: Mapping[str, nn.Module], recipe: Recipe, chosen: set[str]) -> None:
+    """Convert the modules `chosen`, and restore the others."""
+    for name, module in products.items():
+        restore_product(module)
+        if name in chosen and isinstance(module, nn.MultiheadAttention):
+            to_fp8_attention(module, recipe, name)
+        elif name in chosen:
+            to_fp8_convolution(module, recipe, name)
