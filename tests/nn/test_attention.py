@@ -147,3 +147,16 @@ def test_masks_that_do_not_fit_are_refused(call: partial, error: str) -> None:
     x = torch.randn(2, 5, 32)
     with pytest.raises(ValueError, match=error):
         call(x, x, x)
+
+
+def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    octavo.convert(layer, "delayed")
+    x = torch.randn(2, 5, 32)
+    watch = octavo.watch(layer, interval=1)
+    layer(x).sum().backward()
+    watch.step()
+    watch.close()
+    octavo.update_scales(layer)
+    assert octavo.scale_state(layer)["self_attn.histories.x.scale"] > 0
+    assert torch.isfinite(layer(x)).all()
