@@ -80,6 +80,20 @@ def test_a_line_can_be_hidden(browser: Browser, page: Path) -> None:
     assert "rowwise 3." not in browser.wait_for("#loss .readout", "bf16 3.")
 
 
+def test_a_chart_can_be_logarithmic(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    linear = browser.run("document.querySelector('#loss canvas').toDataURL()")
+    browser.find("#loss .legend button").click()
+    browser.find("#loss .legend input").click()
+    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert browser.run("document.querySelectorAll('#loss canvas').length") == 1
+    assert browser.run("document.querySelector('#loss canvas').toDataURL()") != linear
+    browser.point("#loss .u-over", 0.5, 0.5)
+    assert "rowwise 3." not in browser.wait_for("#loss .readout", "bf16 3.")  # it is hidden as before
+    browser.theme("dark")
+    browser.check()
+
+
 def test_the_filter_hides_layers_everywhere(browser: Browser, page: Path) -> None:
     browser.open(page)
     browser.find("#filter").send_keys("layers.1. MLP")

@@ -16,6 +16,7 @@ from octavo.report.runs import RunData, Series
 from octavo.telemetry.schema import BINADES, Event
 from octavo.telemetry.storage import Watched
 from octavo.train.records import different_settings
+from octavo.verification.report import Section, without_blanks
 
 _POINTS = 4000  # of a line
 _COLUMNS = 500  # of a heat map
@@ -155,7 +156,8 @@ def _what_ran_where(run: RunData, *, alone: bool) -> str:
     title = "What ran where" if alone else f"What ran where: {run.name}"
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
     places = [Place(run.name, row[0]) for row in rows] if run.watched is not None else []
-    return table(columns, rows, title=title, remark=remark, places=places)
+    section = without_blanks(Section(title, columns, rows))
+    return table(section.columns, section.rows, title=title, remark=remark, places=places)
 
 
 def _events(runs: Sequence[RunData]) -> str:

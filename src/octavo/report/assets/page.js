@@ -68,7 +68,9 @@
   function plot(box, height, options, values) {
     const size = () => ({ width: Math.max(box.clientWidth, 240), height: height() });
     const made = new uPlot({ ...size(), legend: { show: false }, ...options }, values, box);
-    new ResizeObserver(() => made.width === size().width || made.setSize(size())).observe(box);
+    const observer = new ResizeObserver(() => made.width === size().width || made.setSize(size()));
+    observer.observe(box);
+    made.hooks.destroy = [() => { observer.disconnect(); plots.splice(plots.indexOf(made), 1); }];
     plots.push(made);
     return made;
   }
@@ -103,14 +105,15 @@
     const named = chart.names.length > 0;
     const at = (i) => (named ? chart.names[values[0][i]] : `${chart.x_label} ${number(values[0][i])}`);
     const text = (y) => (y === undefined ? "" : y === null ? NO_NUMBER : number(y));
-    let cursor = -1;
+    const shown = chart.lines.map(() => true);
+    let made = null, cursor = -1;
 
     const say = (u) => {
       const i = u.cursor.idx;
       if (i === null || i === undefined) return;
       const left = u.valToPos(values[0][i], "x");
-      const shown = chart.lines.map((line, k) => [line.name, values[k + 1][i], u.series[k + 1].show]);
-      const texts = shown.filter(([, y, on]) => on && y !== undefined).map(([name, y]) => `${name} ${text(y)}`);
+      const here = chart.lines.map((line, k) => [line.name, shown[k] ? values[k + 1][i] : undefined]);
+      const texts = here.filter(([, y]) => y !== undefined).map(([name, y]) => `${name} ${text(y)}`);
       const near = chart.marks.filter(([x]) => Math.abs(u.valToPos(x, "x") - left) < 5).slice(0, 3);
       readout.textContent = [`${at(i)}:`, texts.join(", "), ...near.map((mark) => `– ${mark[1]}`)].join(" ");
     };
@@ -127,10 +130,10 @@
       [named ? "" : chart.x_label, ...chart.lines.map((line) => line.name)],
       ...values[0].map((x, i) => [named ? chart.names[x] : String(x), ...chart.lines.map((_, k) => text(values[k + 1][i]))]),
     ];
-    const series = (line) => {
+    const series = (line, k) => {
       const stroke = () => css(`--series-${line.colour % 6}`), alone = chart.points ? { paths: () => null } : {};
       const points = { show: chart.points || line.dashed || line.x.length < 40, size: 6, fill: stroke };
-      return { stroke, width: 1.6, dash: line.dashed ? [3, 3] : DASHES[(line.colour + Math.floor(line.colour / 6)) % 6], points, ...alone };
+      return { show: shown[k], stroke, width: 1.6, dash: line.dashed ? [3, 3] : DASHES[(line.colour + Math.floor(line.colour / 6)) % 6], points, ...alone };
     };
 
     const legend = make("div", { class: "legend" });
@@ -139,25 +142,34 @@
     const { box, readout } = parts(figure, label, press, rows);
     const names = { values: (u, all) => all.map((x) => short(chart.names[x] ?? "", 20)), space: 140 };
     const sync = chart.cursors ? { sync: { key: chart.cursors, setSeries: false } } : {};
-    const made = plot(box, () => 260, {
-      series: [{}, ...chart.lines.map(series)],
-      scales: { x: { time: false } },
-      axes: [
-        axis(named ? "" : chart.x_label, { size: 34, ...(named ? names : {}) }),
-        axis(chart.y_label, { values: (u, all) => all.map((y) => number(y)), size: 70 }),
-      ],
-      cursor: { drag: { x: true, y: false }, y: false, ...sync },
-      hooks: { setCursor: [say], draw: [(u) => drawMarks(u, chart.marks)] },
-    }, values);
+    const build = (distr) => { // 1: a linear y axis, 3: a logarithmic one
+      made?.destroy();
+      made = plot(box, () => 260, {
+        series: [{}, ...chart.lines.map(series)],
+        scales: { x: { time: false }, y: { distr } },
+        axes: [
+          axis(named ? "" : chart.x_label, { size: 34, ...(named ? names : {}) }),
+          axis(chart.y_label, { values: (u, all) => all.map((y) => (y === null ? "" : number(y))), size: 70 }),
+        ],
+        cursor: { drag: { x: true, y: false }, y: false, ...sync },
+        hooks: { setCursor: [say], draw: [(u) => drawMarks(u, chart.marks)] },
+      }, values);
+    };
+    build(1);
 
     for (const [k, line] of chart.lines.entries()) {
       const key = make("span", { class: line.dashed ? "key dashed" : "key" });
       key.style.borderColor = `var(--series-${line.colour % 6})`;
       const toggle = (event) => {
-        made.setSeries(k + 1, { show: !made.series[k + 1].show });
-        event.currentTarget.setAttribute("aria-pressed", made.series[k + 1].show);
+        shown[k] = !shown[k];
+        made.setSeries(k + 1, { show: shown[k] });
+        event.currentTarget.setAttribute("aria-pressed", shown[k]);
       };
       legend.append(make("button", { type: "button", "aria-pressed": "true", onclick: toggle }, key, line.name));
+    }
+    if (chart.lines.every((line) => line.y.every((y) => y === null || y > 0))) {
+      const box = make("input", { type: "checkbox", onchange: (event) => build(event.currentTarget.checked ? 3 : 1) });
+      legend.append(make("label", {}, box, " logarithmic"));
     }
   }
 
