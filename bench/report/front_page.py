@@ -1,17 +1,18 @@
 """The gains that README shows: speeds over compiled BF16 and over torchao, with the accuracy beside them."""
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from bench.gpu.modes import BASE, FP8_CACHE, FUSED, SERVE, SERVE_TORCHAO
 from bench.gpu.sharded import OURS, TORCHAO
 from bench.report import generation
 from bench.report.performance import by_mode, serve_medians
-from bench.report.scaling import rows_of
+from bench.report.scaling import rows_of, runs
 from bench.report.tables import Result, Row, number, ratio
 from octavo.speed.programs import OCTAVO
 
-FSDP = "gpu_fsdp_16_layers_2_gpus"
+TENSOR_PARALLEL = "gpu_tensor_parallel_2_gpus"
 SPEEDUP = "tokens_per_second_speedup"
 
 
@@ -73,15 +74,29 @@ def gains(results: dict[str, Result]) -> list[Gain]:
     ]
 
 
-def sharded(results: dict[str, Result]) -> list[Gain]:
-    """The row of FSDP2, once it is measured."""
-    if FSDP not in results:
-        return []
-    speeds = by_mode(list(rows_of(results[FSDP]).values()), "ratio")
-    gpus = f"two {gpu(results[FSDP])}s"
-    what = f"Train 16 layers, embedding and head with FSDP2 on {gpus}, weights gathered in FP8"
-    to_torchao = ratio(speeds[OURS], speeds.get(TORCHAO))
-    return [Gain(what, speeds[OURS], to_torchao, "weights have the bytes and scales of one GPU", "scaling.md")]
+def sharded(results: dict[str, Result]) -> Iterator[Gain]:
+    """The rows of FSDP2 and tensor parallelism on two GPUs, once they are measured."""
+    accuracy, link = "weights have the bytes and scales of one GPU", "scaling.md"
+    on_two = [run for run in runs(results) if run["setting"]["world"] == 2]
+    for run in on_two[-1:]:
+        speeds, others = speeds_of(run), [(each["setting"]["layers"], speeds_of(each)[OURS]) for each in on_two[:-1]]
+        fewer = "".join(f"; {layers} layers {speed:.2f}x" for layers, speed in others)
+        layers = f"{run['setting']['layers']} layers"
+        what = f"Train Llama-3-8B, {layers}, with FSDP2 on two {gpu(run)}s, weights gathered in FP8{fewer}"
+        yield Gain(what, speeds[OURS], ratio(speeds[OURS], speeds.get(TORCHAO)), accuracy, link)
+    if TENSOR_PARALLEL in results:
+        result = results[TENSOR_PARALLEL]
+        speeds = speeds_of(result)
+        ours, torchao = (
+            max((v for k, v in speeds.items() if k.startswith(name)), default=None) for name in ("octavo", "torchao")
+        )
+        what = f"Train blocks of Llama-3-70B's shape, tensor parallel on two {gpu(result)}s"
+        yield Gain(what, ours, ratio(ours, torchao), accuracy, f"{link}#tensor-parallelism")
+
+
+def speeds_of(result: Result) -> dict[str, float]:
+    """Mode to its speed as a multiple of that of BF16."""
+    return by_mode(list(rows_of(result).values()), "ratio")
 
 
 def generated(results: dict[str, Result], llama: str) -> list[Gain]:

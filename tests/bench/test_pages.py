@@ -81,7 +81,7 @@ def test_a_table_has_the_headings_of_all_its_rows():
 def test_readme_gets_its_rows_between_the_markers():
     begin, end = pages.MARKERS
     text = pages.with_gains(f"before\n{begin}\nold\n{end}\nafter", RESULTS)
-    assert len(re.findall(r"^\| .* \|$", text, re.MULTILINE)) == 2 + 6
+    assert len(re.findall(r"^\| .* \|$", text, re.MULTILINE)) == 2 + 7
     assert "old" not in text
     assert text.startswith(f"before\n{begin}\n")
     assert text.endswith(f"\n{end}\nafter")
