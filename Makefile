@@ -26,7 +26,7 @@ lint: .venv/installed  ## run ruff and mypy
 	$(BIN)/mypy
 
 test: lint  ## run lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal  # the tests of a file share its fixtures
 
 test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... names a python with a CUDA build of torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

@@ -14,6 +14,7 @@ from octavo.train.blocks import prepare_blocks
 from octavo.train.config import Config
 
 TOKENS, WIDTH, VOCABULARY = 512, 128, 64
+PARTITION = "aot_eager_decomp_partition"  # decides what to save as Inductor does, and compiles no C++
 
 
 def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
@@ -25,7 +26,8 @@ def prepared(kind: str, recipe: str, mode: str, layers: int, *, compiled: bool =
     torch.manual_seed(0)
     model = build(sizes(kind, layers))
     octavo.convert(model, recipe)
-    prepare_blocks(model, Config().change(**{"activation_checkpointing.mode": mode, "compile.blocks": compiled}))
+    settings = {"activation_checkpointing.mode": mode, "compile.blocks": compiled, "compile.backend": PARTITION}
+    prepare_blocks(model, Config().change(**settings))
     return model
 
 
