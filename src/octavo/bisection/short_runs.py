@@ -35,7 +35,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.loop import Trainer
 from octavo.train.processes import mean_of_ranks, on_first
 from octavo.train.ranks import rank
-from octavo.train.start import prepare_run
+from octavo.train.start import RunData, prepare_run, read_data
 
 BF16 = Part(())
 
@@ -95,6 +95,7 @@ class ShortRuns:
         self.config, self.out, self.steps, self.checkpoint, self.whole = config, out, steps, checkpoint, whole
         self._on_run = on_run
         self._runs: dict[tuple[Part, int], ShortRun] = {}
+        self._data: RunData | None = None
         self._lock = ExitStack()
 
     def __enter__(self) -> "ShortRuns":
@@ -173,8 +174,10 @@ class ShortRuns:
         return self.config.change(**changes)
 
     def _prepare(self, config: Config) -> Trainer:
-        folder = self.out if self.checkpoint is None else self.checkpoint.parent
-        trainer = prepare_run(config, RunFolder(folder), ExitStack(), Console(quiet=True))
+        run = RunFolder(self.out if self.checkpoint is None else self.checkpoint.parent)
+        if self._data is None:
+            self._data = read_data(config, run, Console(quiet=True))
+        trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
         if self.checkpoint is not None:
             load_into_other_recipe(self.checkpoint, trainer.state)
         return trainer

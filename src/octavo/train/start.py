@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -143,8 +144,21 @@ def _describe(trainer: Trainer) -> None:
         raise write_error(run.path, error) from error
 
 
+class RunData(NamedTuple):
+    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
+
+    tokenizer: Tokenizer
+    read: ReadReport
+    corpus: Corpus
+
+
 def prepare_run(
-    config: Config, run: RunFolder, lock: ExitStack, console: Console, checkpoint: Path | None = None
+    config: Config,
+    run: RunFolder,
+    lock: ExitStack,
+    console: Console,
+    checkpoint: Path | None = None,
+    data: RunData | None = None,
 ) -> Trainer:
     """The run of `config` at step 0, of which nothing is written. Every rank of a process group must call this.
 
@@ -154,6 +168,7 @@ def prepare_run(
         lock: what the run holds until `Trainer.run` ends.
         console: for the header.
         checkpoint: that the caller will load: it is checked before memory is taken.
+        data: that `read_data` gave for the same settings of data; None reads it.
     """
     with same_outcome():
         degrees = find_degrees(config.parallel, world_size())
@@ -167,7 +182,7 @@ def prepare_run(
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
-    tokenizer, read, corpus = on_first(lambda: _read_data(config, run, console))
+    tokenizer, read, corpus = read_data(config, run, console) if data is None else data
     draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
     validation = Batches(corpus.validation, config.context, config.batch, None, share)
@@ -207,9 +222,14 @@ def _open_calibration(config: Config) -> Calibration:
     return found
 
 
-def _read_data(config: Config, run: RunFolder, console: Console) -> tuple[Tokenizer, ReadReport, Corpus]:
-    tokenizer, reading = open_data(config, run.model)
-    for line in reading.report.lines():
-        print_line(console, line)
-    corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
-    return tokenizer, reading.report, corpus
+def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
+    """The data of a run. Rank 0 reads it for all; every rank of a process group must call this."""
+
+    def read() -> RunData:
+        tokenizer, reading = open_data(config, run.model)
+        for line in reading.report.lines():
+            print_line(console, line)
+        corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
+        return RunData(tokenizer, reading.report, corpus)
+
+    return on_first(read)
