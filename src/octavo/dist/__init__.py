@@ -1,5 +1,6 @@
-"""Training on many devices with PyTorch's own engine: sharded weights (FSDP2) and tensor parallelism."""
+"""Training on many devices with PyTorch's own engine: sharded weights (FSDP2), tensor and expert parallelism."""
 
+from octavo.dist.expert_parallelism import expert_parallel
 from octavo.dist.fsdp_gather import fp8_all_gather
 from octavo.dist.gather_report import GatherReport, GatherRow
 from octavo.dist.tensor_parallelism.architectures import tensor_parallel
@@ -11,6 +12,7 @@ __all__ = [
     "GatherRow",
     "NormParallel",
     "RowParallel",
+    "expert_parallel",
     "fp8_all_gather",
     "tensor_parallel",
 ]

@@ -55,18 +55,23 @@ def expert_rows(
     return tuple(rows)
 
 
-def to_fp8_experts(module: Any, recipe: Recipe, name: str) -> None:
-    """Change a module of `find_experts` in place so that it computes by `recipe`."""
+def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
+    """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
     if not _is_ours(module):
         module.__class__ = mix_classes(Experts, type(module))
     module.recipe, module.name = recipe, name
 
 
 def restore_experts(module: Any) -> bool:
-    """Undo the conversion of a module of experts, and return whether `module` was one."""
+    """Undo the conversion of a module of experts, and return whether `module` was one.
+
+    Experts that ranks share keep our class: their own code cannot compute a part of them.
+    """
     if not _is_ours(module) or module.recipe is None:
         return False
     del module.recipe, module.name
+    if "parallel" in vars(module):
+        return True
     if theirs := parts_of(type(module))[1:]:
         (module.__class__,) = theirs
     return True

@@ -5,7 +5,7 @@
 Every token is computed, however many of them choose one expert: nothing is dropped, and no expert is padded.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,12 @@ from octavo.nn.grouped_linear import grouped_call, plain_grouped_linear
 from octavo.nn.linear import compute_dtype
 from octavo.ops import Rows, sort_by_expert
 from octavo.recipe import Recipe
+
+
+class ParallelExperts(Protocol):
+    """The computation of a layer of experts of which each rank has some: `octavo.dist.expert_parallel`."""
+
+    def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class Experts(nn.Module):
@@ -33,6 +39,7 @@ class Experts(nn.Module):
 
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
+    parallel: ParallelExperts | None = None  # set where each rank has some of the experts
     matrices: ClassVar[tuple[str, str]] = ("gate_up_proj", "down_proj")
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -55,19 +62,25 @@ class Experts(nn.Module):
         Raises:
             ValueError: index and weights have another shape.
         """
-        x, dtype = hidden_states, compute_dtype(hidden_states)
+        x = hidden_states
         if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != x.shape[:1]:
             raise ValueError(
                 f"need the experts and weights [T, top_k] of x {list(x.shape)}, got {list(top_k_index.shape)} and "
                 f"{list(top_k_weights.shape)}"
             )
-        w_in, w_out = self.gate_up_proj, self.down_proj
+        if self.parallel is not None:
+            return self.parallel(self, x, top_k_index, top_k_weights)
+        return self.compute(x, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+
+    def compute(self, x: Tensor, index: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        """The output of `forward` for the experts with the matrices `w_in` and `w_out`."""
+        dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
-        rows = sort_by_expert(top_k_index, w_in.shape[0])
+        rows = sort_by_expert(index, w_in.shape[0])
         if self.recipe is None:
-            return _plain(x.to(dtype), top_k_weights, rows, w_in, w_out)
-        return experts_mlp(x, top_k_weights, rows, w_in, w_out, grouped_call(self, x, w_in, w_out))
+            return _plain(x.to(dtype), weight, rows, w_in, w_out)
+        return experts_mlp(x, weight, rows, w_in, w_out, grouped_call(self, x, w_in, w_out))
 
     def extra_repr(self) -> str:
         e, k, f = self.down_proj.shape
@@ -78,15 +91,24 @@ class Experts(nn.Module):
 def _plain(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
     """The experts in the dtype of x, by PyTorch's grouped GEMMs."""
     slot, row, offsets = rows
-    n: Tensor = _Gather.apply(x, slot, row)  # type: ignore[no-untyped-call]
-    gate, up = plain_grouped_linear(n, w_in, offsets).chunk(2, 1)
-    y: Tensor = _Scatter.apply(plain_grouped_linear(F.silu(gate) * up, w_out, offsets), slot, row)  # type: ignore[no-untyped-call]
+    gate, up = plain_grouped_linear(gather_rows(x, slot, row), w_in, offsets).chunk(2, 1)
+    y = scatter_rows(plain_grouped_linear(F.silu(gate) * up, w_out, offsets), slot, row)
     return (y.float() * weight.float().unsqueeze(2)).sum(1).to(x.dtype)
 
 
-class _Gather(torch.autograd.Function):
-    """The rows [M, K] of the experts, from tokens [T, K]. Its gradient is a gather too, without atomic additions."""
+def gather_rows(x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+    """The rows [M, K] of the experts, from tokens [T, K]. The gradient is a gather too, without atomic additions."""
+    rows: Tensor = _Gather.apply(x, slot, row)  # type: ignore[no-untyped-call]
+    return rows
 
+
+def scatter_rows(y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+    """The outputs [T, top_k, K] of the slots, from the rows [M, K] of the experts."""
+    slots: Tensor = _Scatter.apply(y, slot, row)  # type: ignore[no-untyped-call]
+    return slots
+
+
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(row)
@@ -99,8 +121,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The outputs [T, top_k, K] of the slots, from the rows [M, K] of the experts."""
-
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
