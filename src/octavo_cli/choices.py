@@ -20,13 +20,13 @@ SETTINGS = (
     "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
     "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
     "parallel.tp", "parallel.fp8-all-gather", "parallel.gather-dtype", "parallel.async-tp", "parallel.timeout", "out",
-    "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "sample",
-    "watch.on-warning", "watch.on-spike", "watch.rollbacks",
+    "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "wandb", "sample",
+    "watch.interval", "watch.rows", "watch.on-warning", "watch.on-spike", "watch.rollbacks",
 )  # fmt: skip
 # Settings that became tables, which the command line still takes; they are true or false.
 FORMER_SETTINGS = ("checkpoint-activations", "compile")
 # The settings that are true or false: --no-tied stands for --tied false.
 FLAGS = (
     "tied", "bias", "only-if-faster", "emulate", "optimizer.offload", "deterministic", "compile.blocks",
-    "parallel.fp8-all-gather", "parallel.async-tp", "tensorboard",
+    "parallel.fp8-all-gather", "parallel.async-tp", "tensorboard", "wandb",
 )  # fmt: skip

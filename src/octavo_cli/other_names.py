@@ -37,6 +37,7 @@ _SAME = {
     "activation-checkpointing.mode": ("gradient-checkpointing", "activation-checkpointing"),
     "compile.blocks": ("torch-compile",),
     "parallel.dp-shard": ("fsdp", "data-parallel-shard-degree", "dp-shard"),
+    "wandb": ("wandb-log",),
     "watch.on-warning": ("on-warning",),
     "watch.on-spike": ("on-spike",),
     "parallel.tp": ("tp", "tensor-parallel-size", "tensor-parallel-degree"),
@@ -62,6 +63,5 @@ OTHER_NAMES = {theirs: ours for ours, names in _SAME.items() for theirs in names
     "budget-kl": "A budget is given as --budget kl=0.01.",
     "budget-ppl": "A budget is given as --budget ppl=0.5%.",
     "budget-cosine": "A budget is given as --budget cosine=0.999.",
-    "wandb-log": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
-    "report-to": "octavo train writes metrics.jsonl, and TensorBoard's events with --tensorboard.",
+    "report-to": "octavo train writes metrics.jsonl, TensorBoard's events with --tensorboard, and more with --wandb.",
 }

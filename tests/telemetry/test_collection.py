@@ -172,15 +172,14 @@ def test_the_first_step_and_each_interval_are_sampled():
         assert [operands["step"][0] for operands, _ in watch.take()] == [16]
 
 
-def test_a_step_that_is_repeated_and_a_run_that_goes_back(tmp_path):
+def test_a_run_that_goes_back(tmp_path):
     model = one_layer()
     with octavo.watch(model, interval=1, folder=tmp_path) as watch:
-        for number in (1, 2, 3, 2):
-            train(model)
-            watch.step(number)
+        train(model, 3, watch=watch)
         watch.go_back(1)
-        train(model)
-        watch.step(2)
+        assert (watch.done, watch.latest().step) == (1, 1)
+        train(model, watch=watch)
+        assert [operands["step"][0] for operands, _ in watch.take()] == [1, 2]
     assert octavo.telemetry.read_watch(tmp_path).operands["step"].tolist() == [1, 1, 1, 2, 2, 2]
 
 

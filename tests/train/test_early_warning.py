@@ -2,7 +2,7 @@
 
 import json
 import math
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -238,7 +238,7 @@ def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches
 
 
 def test_a_run_goes_back_so_often_and_then_no_more(plant, records):
-    trainer = plant(spikes([33, 44]), **LONG, watch={"on_spike": "rollback", "rollbacks": 1})
+    trainer = plant(spikes([33, 44]), **LONG, watch={"interval": 0, "on_spike": "rollback", "rollbacks": 1})
     assert trainer.run().step == 50
     assert len(actions(trainer)["rollbacks"]) == 1
     assert records(trainer.run_folder.path, "warnings") == {30: {"loss_spike": 1}, 46: {"loss_spike": 1}}
@@ -250,12 +250,27 @@ def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(plant, recor
     assert records(trainer.run_folder.path, "warnings") == {35: {"loss_spike": 1}}
 
 
-def test_events_go_to_the_watch(begin, found, tmp_path):
+def test_events_go_to_the_watch(begin, found, monkeypatch):
     trainer = begin(steps=10, watch={"on_warning": "promote"})
     seen = []
-    trainer.watch = SimpleNamespace(
-        layers=[], take=list, refresh=lambda: seen.append("refresh"), write_event=seen.append, go_back=None
-    )
+
+    class Watch:
+        layers, take, go_back = (), list, None
+        done = property(lambda self: trainer.state.step)
+
+        def step(self):
+            pass
+
+        def read_gradients(self):
+            pass
+
+        def refresh(self):
+            seen.append("refresh")
+
+        def write_event(self, event):
+            seen.append(event)
+
+    monkeypatch.setattr("octavo.train.loop.watched", lambda *args: nullcontext(Watch()))
     found(10, event(DOWN), event("lm_head"))
     trainer.run()
     assert [(e.layer, e.action) if isinstance(e, Event) else e for e in seen] == [

@@ -87,7 +87,7 @@ def test_gradient_norm_is_that_of_all_gradients_before_clipping(begin, records):
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(WHOLE)
-    with Metrics(path, tensorboard=False, resumed_at=2) as metrics:
+    with Metrics(path, resumed_at=2) as metrics:
         metrics.write(3, loss=0.25)
     assert steps(path) == [1, 1, 2, 2, 3]
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3, "loss": 0.25}
@@ -98,7 +98,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, cut):
     """Wherever it was cut, just before its end of line included."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(WHOLE[:-cut])
-    with Metrics(path, tensorboard=False, resumed_at=3) as metrics:
+    with Metrics(path, resumed_at=3) as metrics:
         metrics.write(4, loss=0.25)
     found = steps(path)
     assert found[-1] == 4
@@ -108,7 +108,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, cut):
 def test_a_new_run_starts_from_nothing(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(WHOLE)
-    with Metrics(path, tensorboard=False, resumed_at=0):
+    with Metrics(path, resumed_at=0):
         pass
     assert path.read_text() == ""
 
@@ -117,7 +117,7 @@ def test_a_new_run_starts_from_nothing(tmp_path):
 def test_what_is_no_number_is_null(tmp_path, value):
     """JSON has no word for it, and a reader other than Python's stops there."""
     path = tmp_path / "metrics.jsonl"
-    with Metrics(path, tensorboard=False, resumed_at=0) as metrics:
+    with Metrics(path, resumed_at=0) as metrics:
         metrics.write(1, gradient_norm=value, loss=1.5)
     assert path.read_text() == '{"step": 1, "gradient_norm": null, "loss": 1.5}\n'
 
@@ -177,7 +177,7 @@ class FullDisk(io.StringIO):
 
 
 def test_a_record_that_cannot_be_written_says_why(tmp_path, monkeypatch):
-    with Metrics(tmp_path / "metrics.jsonl", tensorboard=False, resumed_at=0) as metrics:
+    with Metrics(tmp_path / "metrics.jsonl", resumed_at=0) as metrics:
         with monkeypatch.context() as patch:
             patch.setattr(metrics, "_file", FullDisk())
             with pytest.raises(WriteError, match=r"could not write run/metrics.jsonl: the disk is full .*: make room"):

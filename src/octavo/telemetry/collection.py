@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,8 @@ class Watch:
     Attributes:
         layers: as they ran in the last sample, by the number that records have for them.
         interval: the steps between samples now.
+        done: the steps of the optimizer that are done.
+        listeners: called with each sample, a step after it was taken, in the thread of the training.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Watch:
         self._layers = Layers(model)
         if not self._layers.modules:
             raise ValueError("the model has no linear layer to watch")
-        self._rows, self._dtype, self.interval, self._done = rows, dtype, interval, resumed_at
+        self._rows, self._dtype, self.interval, self.done = rows, dtype, interval, resumed_at
         self._seen: list[set[str]] = [set() for _ in self._layers.modules]
         self.layers: Sequence[WatchedLayer] = self._layers.describe(dtype, self._seen)
         self._writer: WatchWriter | None = None
@@ -123,6 +125,7 @@ class Watch:
         self._layers.attach(self._device)
         self._weights = WeightStatistics(self._layers.modules, gate_and_up(model), rows, self._device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
+        self.listeners: list[Callable[[Sample], None]] = []
         self._pending: Future[tuple[Sample, int]] | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
         self._hooks = [
@@ -132,17 +135,9 @@ class Watch:
         self._sampled, self._taken = False, resumed_at
         self._arm(first=True)
 
-    def step(self, number: int | None = None) -> None:
-        """End a training step, after the step of the optimizer.
-
-        Args:
-            number: of the optimizer steps that are done; None counts the calls. A number that is not larger than the
-                last one repeats that step: its records are dropped.
-        """
-        number = self._done + 1 if number is None else number
-        if number <= self._done:
-            self._drop_after(number - 1)
-        self._done = number
+    def step(self) -> None:
+        """End a training step, after the step of the optimizer."""
+        self.done += 1
         self._receive()
         if self._sampled:
             self._send()
@@ -176,9 +171,13 @@ class Watch:
             self._writer.write_event(event)
 
     def go_back(self, step: int) -> None:
-        """Drop the records of the steps after `step`, to which the run went back."""
-        self._drop_after(step)
-        self._done = step
+        """Drop the records of the steps after `step`, to which the run went back. The next step is the one after it."""
+        self._receive()
+        self._samples = deque((sample for sample in self._samples if sample.step <= step), _KEPT)
+        self._taken = min(self._taken, step)
+        if self._writer is not None:
+            self._writer.drop_after(step)
+        self.done = step
         self._arm()
 
     def close(self) -> None:
@@ -202,7 +201,7 @@ class Watch:
 
     def _arm(self, *, first: bool = False) -> None:
         """Decide whether the next step is sampled."""
-        self._sampled = first or (self._done + 1) % self.interval == 0
+        self._sampled = first or (self.done + 1) % self.interval == 0
         if self._sampled:
             for stats in self._layers.stats:
                 clear_statistics(stats)
@@ -223,7 +222,7 @@ class Watch:
         nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)  # no layer may be converted
         operands, weights = torch.cat([nothing, *self._layers.stats]), self._weights.stats()
         tables = (operands, len(MAXIMA)), (weights, len(LAYER_MAXIMA))
-        self._pending = self._thread.submit(self._finish, self._done, Transfer(tables, self.interval))
+        self._pending = self._thread.submit(self._finish, self.done, Transfer(tables, self.interval))
 
     def _finish(self, step: int, transfer: Transfer) -> tuple[Sample, int]:
         """In the thread: the records of a step, which are written, and the interval of rank 0."""
@@ -251,6 +250,11 @@ class Watch:
             return
         self.interval = max(interval, self.interval)
         self._samples.append(sample)
+        self._note_what_ran(sample)
+        for listener in self.listeners:
+            listener(sample)
+
+    def _note_what_ran(self, sample: Sample) -> None:
         for record in sample.operands:
             seen = {OPERANDS[record["operand"]]} | ({"recomputed"} if record["flags"] & RECOMPUTED else set())
             self._seen[record["layer"]] |= seen
@@ -262,13 +266,6 @@ class Watch:
             self.layers = layers
             if self._writer is not None:
                 self._writer.write_layers(layers)
-
-    def _drop_after(self, step: int) -> None:
-        self._receive()
-        self._samples = deque((sample for sample in self._samples if sample.step <= step), _KEPT)
-        self._taken = min(self._taken, step)
-        if self._writer is not None:
-            self._writer.drop_after(step)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -130,6 +130,7 @@ class Config:
     save_every: int = setting(100, "steps between checkpoints", POSITIVE)
     keep: int = setting(3, "newest checkpoints to keep", POSITIVE)
     tensorboard: bool = setting(False, "write TensorBoard events as well")
+    wandb: bool = setting(False, "send the numbers to Weights & Biases as well")
     sample: int = setting(0, "tokens to sample at each evaluation", NOT_NEGATIVE)
     watch: WatchSettings = table(WatchSettings)
 

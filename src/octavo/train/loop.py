@@ -33,6 +33,7 @@ from octavo.generation.text import stream_texts
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import update_scales
 from octavo.nn.delayed import histories
+from octavo.telemetry import Watch
 from octavo.text import ReadReport
 from octavo.train.actions import Actions
 from octavo.train.blocks import eager
@@ -55,7 +56,7 @@ from octavo.train.recent_steps import RecentSteps
 from octavo.train.remedies import Remedies, WeightCaches
 from octavo.train.schedule import learning_rate
 from octavo.train.utilization import flops_per_token, mfu
-from octavo.train.warning_report import Source
+from octavo.train.watching import watched
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Trainer:
         self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model, self.loss = state.model, loss
         self.actions, self.recent = Actions() if actions is None else actions, RecentSteps()
-        self.watch: Source | None = None
+        self.watch: Watch | None = None
         self.delayed = next(histories(state.model), None) is not None
         self.flops_per_token = flops_per_token(state.model, config.context)
 
@@ -101,7 +102,8 @@ class Trainer:
         with (
             self.lock,
             delay_interrupts() as stop,
-            open_metrics(self.run_folder.metrics, tensorboard=config.tensorboard, resumed_at=state.step) as metrics,
+            open_metrics(config, self.run_folder.metrics, state.step) as metrics,
+            watched(config, state, self.run_folder, metrics) as self.watch,
             WeightCaches(self.model) as caches,
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
         ):
@@ -133,14 +135,19 @@ class Trainer:
                         evaluation = self._evaluate_and_sample(metrics)
                     if saves:
                         checkpoints.save(state)
+        self.watch = None
         return Result(state.step, evaluation, signal)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step: the mean loss of this rank's sequences and the norm of the gradient, 0-dim tensors."""
         config, state = self.config, self.state
+        if self.watch is not None and self.watch.done != state.step:  # a step is repeated
+            self.watch.go_back(state.step)
         set_learning_rate(state.optimizer, learning_rate(state.step, config))
         loss = self.passes(state.step)
         state.scaler.unscale_(state.optimizer)
+        if self.watch is not None:
+            self.watch.read_gradients()  # before they are clipped
         limit = config.clip if config.clip > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         scale = state.scaler.get_scale()
@@ -151,6 +158,8 @@ class Trainer:
         if not (self.delayed and self.recent.bad):  # the scales stay with the weights; delayed scaling waits anyway
             update_scales(self.model)
         state.step += 1
+        if self.watch is not None:
+            self.watch.step()
         self.recent.note(state.step, loss, norm)
         return loss, norm
 
@@ -213,7 +222,7 @@ class Trainer:
             left = seconds / steps * (config.steps - state.step)
             show_progress(self.console, state.step, config.steps, record, left)
             metrics.write(state.step, **record)
-            if config.tensorboard:
+            if metrics.boards:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
                 metrics.draw(state.step, {f"scales/{name}": value for name, value in scales_of(self.model).items()})
 

@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl, TensorBoard on request, and one line per logged step on the terminal.
+"""The records of a run: metrics.jsonl, boards on request, and one line per logged step on the terminal.
 
 A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
 
@@ -18,7 +18,7 @@ A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,22 +27,29 @@ from typing import Any, Self
 from rich.console import Console
 
 from octavo.artifact.atomic_folder import write_error
-from octavo.extras import import_extra
+from octavo.train.boards import Board, TensorBoard, WeightsAndBiases
+from octavo.train.config import Config
 from octavo.train.ranks import rank
 
 
 class Metrics:
-    """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice."""
+    """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice.
 
-    def __init__(self, path: Path, *, tensorboard: bool, resumed_at: int) -> None:
-        self._path, self._tensorboard = path, tensorboard
+    Args:
+        path: of metrics.jsonl.
+        resumed_at: the step at which the run begins.
+        open_boards: opens the boards of the run, which continue after a step.
+    """
+
+    def __init__(
+        self, path: Path, *, resumed_at: int, open_boards: Callable[[int], Sequence[Board]] = lambda step: ()
+    ) -> None:
+        self._path, self._open_boards = path, open_boards
         path.touch()
         self._open(resumed_at)
 
     def _open(self, step: int) -> None:
-        purge_step = step + 1 if step else None
-        folder = self._path.parent / "tensorboard"
-        self._board = event_writer()(folder, purge_step=purge_step) if self._tensorboard else None
+        self.boards = self._open_boards(step)
         os.truncate(self._path, _length_until(self._path, step))
         self._file = self._path.open("a")
 
@@ -52,7 +59,7 @@ class Metrics:
         self._open(step)
 
     def write(self, step: int, **record: Any) -> None:
-        """Append {"step": step, ...}; its numbers go to TensorBoard too. inf and NaN, which JSON lacks, become null."""
+        """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
         record = {name: None if _no_number(value) else value for name, value in record.items()}
         try:
             self._file.write(json.dumps({"step": step, **record}) + "\n")
@@ -62,11 +69,15 @@ class Metrics:
         self.draw(step, record)
 
     def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Write the numbers among the values to TensorBoard, if the run uses it."""
-        if self._board is not None:
-            for name, value in numbers.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
+        """Draw the numbers among the values on the boards."""
+        drawn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+        for board in self.boards:
+            board.numbers(step, drawn)
+
+    def draw_histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        """Draw counts [n] between edges [n + 1] on the boards."""
+        for board in self.boards:
+            board.histogram(step, name, edges, counts)
 
     def __enter__(self) -> Self:
         return self
@@ -78,15 +89,15 @@ class Metrics:
 
     def _close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self.boards:
+            board.close()
 
 
 class _NoMetrics(Metrics):
     """The records of a rank that writes none."""
 
     def __init__(self) -> None:
-        self._board = None
+        self.boards = ()
 
     def write(self, step: int, **record: Any) -> None: ...
 
@@ -95,9 +106,14 @@ class _NoMetrics(Metrics):
     def __exit__(self, *error: object) -> None: ...
 
 
-def open_metrics(path: Path, *, tensorboard: bool, resumed_at: int) -> Metrics:
-    """The records of a run, which rank 0 writes."""
-    return Metrics(path, tensorboard=tensorboard, resumed_at=resumed_at) if rank() == 0 else _NoMetrics()
+def open_metrics(config: Config, path: Path, resumed_at: int) -> Metrics:
+    """The records of a run, which rank 0 writes, and the boards that its settings name."""
+
+    def open_boards(step: int) -> list[Board]:
+        boards: list[Board] = [TensorBoard(path.parent, step)] if config.tensorboard else []
+        return boards + ([WeightsAndBiases(path.parent, config.to_dict())] if config.wandb else [])
+
+    return Metrics(path, resumed_at=resumed_at, open_boards=open_boards) if rank() == 0 else _NoMetrics()
 
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
@@ -112,11 +128,6 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
         highlight=False,
         soft_wrap=True,
     )
-
-
-def event_writer() -> Any:
-    """TensorBoard's SummaryWriter; an ImportError names the extra that has it."""
-    return import_extra("torch.utils.tensorboard", "tensorboard", "--tensorboard needs tensorboard").SummaryWriter
 
 
 def _length_until(path: Path, step: int) -> int:

@@ -18,6 +18,7 @@ from octavo.nn import seed_scales
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
 from octavo.train.actions import Actions
+from octavo.train.boards import event_writer, wandb
 from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
@@ -26,7 +27,6 @@ from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.mesh import check_async_tp, check_parallel, find_degrees
-from octavo.train.metrics import event_writer
 from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
 from octavo.train.optimizer import make_optimizer
 from octavo.train.parallel_model import make_parallel_model, make_trained_model
@@ -177,6 +177,8 @@ def prepare_run(
             get_recipe(config.recipe)
         if config.tensorboard:
             event_writer()
+        if config.wandb:
+            wandb()
         device = own_device(config.device)
         check_async_tp(config, degrees, device)
     if config.deterministic:  # cuBLAS reads this when it is first used

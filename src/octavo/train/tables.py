@@ -85,8 +85,10 @@ class Compile:
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What a run does about the faults that it finds in itself (docs/warnings.md)."""
+    """How a run watches its layers (docs/watch.md), and what it does about faults that it finds (docs/warnings.md)."""
 
+    interval: int = setting(50, "steps between samples of the layers; 0 does not watch them", NOT_NEGATIVE)
+    rows: int = setting(64, "rows of each operand that a sample reads", POSITIVE)
     on_warning: str = setting(
         "log",
         "log; promote: the layer moves to BF16, or its gradients to e5m2; stop: save and end",
