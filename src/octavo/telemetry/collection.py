@@ -96,6 +96,7 @@ class Watch:
         layers: as they ran in the last sample, by the number that records have for them.
         interval: the steps between samples now.
         done: the steps of the optimizer that are done.
+        sampled: whether the step that comes next, or that runs now, is sampled.
         listeners: called with each sample, a step after it was taken, in the thread of the training.
     """
 
@@ -132,20 +133,20 @@ class Watch:
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
-        self._sampled, self._taken = False, resumed_at
+        self.sampled, self._taken = False, resumed_at
         self._arm(first=True)
 
     def step(self) -> None:
         """End a training step, after the step of the optimizer."""
         self.done += 1
         self._receive()
-        if self._sampled:
+        if self.sampled:
             self._send()
         self._arm()
 
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
-        if self._sampled:
+        if self.sampled:
             self._weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
@@ -201,19 +202,19 @@ class Watch:
 
     def _arm(self, *, first: bool = False) -> None:
         """Decide whether the next step is sampled."""
-        self._sampled = first or (self.done + 1) % self.interval == 0
-        if self._sampled:
+        self.sampled = first or (self.done + 1) % self.interval == 0
+        if self.sampled:
             for stats in self._layers.stats:
                 clear_statistics(stats)
             self._weights.clear()
-        Sampling.request(self, self._rows if self._sampled else 0)
+        Sampling.request(self, self._rows if self.sampled else 0)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self._sampled:
+        if self.sampled:
             self._weights.before_update(_parameters(optimizer))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self._sampled:
+        if self.sampled:
             self._weights.after_update(_parameters(optimizer))
 
     @torch.no_grad()

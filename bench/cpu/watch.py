@@ -1,0 +1,77 @@
+"""The cost of `octavo.watch` in the demo on a CPU: training steps of two runs, one of them watched, in turn.
+
+A machine that does other work disturbs each step by another amount. So the steps alternate one by one, and each figure
+is a median of differences between neighbours. The limit is 5 % of a step at the default interval.
+
+    python -m bench.cpu.watch [--steps 150]
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import record
+from examples import demo
+from octavo.telemetry import watch
+from octavo.train.config import Config
+from octavo.train.loop import Trainer
+from octavo.train.start import start_run
+
+INTERVAL = 50
+
+
+def begin(out: Path, *overrides: str) -> Trainer:
+    config = Config.load(
+        None, [*demo.SETTINGS, "--recipe", "rowwise", "--device", "cpu", "--out", str(out), *overrides]
+    )
+    return start_run(config, Console(quiet=True))
+
+
+def milliseconds(trainer: Trainer) -> float:
+    began = time.perf_counter()
+    trainer.step()
+    return (time.perf_counter() - began) * 1e3
+
+
+def measure(steps: int, *overrides: str) -> dict[str, Any]:
+    """Median milliseconds of steps, and the share of a step that the watch costs at the default interval.
+
+    Args:
+        steps: of each run: half of them sampled, half of them not.
+        overrides: settings of the demo as `--key value`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plain, watched = (begin(Path(folder) / name, *overrides) for name in ("plain", "watched"))
+        for trainer in (plain, watched):
+            trainer.step()
+        differences: dict[str, list[float]] = {"sampled": [], "not sampled": []}
+        base = []
+        with watch(watched.model, folder=Path(folder), interval=2, resumed_at=watched.state.step) as found:
+            watched.watch = found
+            for _ in range(steps):
+                before, kind = milliseconds(plain), "sampled" if found.sampled else "not sampled"
+                middle, after = milliseconds(watched), milliseconds(plain)
+                base += [before, after]
+                differences[kind].append(middle - (before + after) / 2)
+        for trainer in (plain, watched):
+            trainer.lock.__exit__(None, None, None)
+    step = statistics.median(base)
+    extra = {kind: statistics.median(found) for kind, found in differences.items()}
+    overhead = (extra["not sampled"] * (INTERVAL - 1) + extra["sampled"]) / INTERVAL / step
+    return {"step_ms": step, "extra_ms": extra, "interval": INTERVAL, "overhead": overhead, "steps": steps}
+
+
+def main() -> None:
+    result = measure(int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else 150)
+    print(f"a step {result['step_ms']:.1f} ms; more when sampled, and when not: {result['extra_ms']} ms")
+    print(f"at interval {INTERVAL}: {result['overhead']:.2%}")
+    print(record.write("cpu_watch", result))
+
+
+if __name__ == "__main__":
+    main()
