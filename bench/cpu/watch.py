@@ -1,7 +1,8 @@
 """The cost of `octavo.watch` in the demo on a CPU: training steps of two runs, one of them watched, in turn.
 
-A machine that does other work disturbs each step by another amount. So the steps alternate one by one, and each figure
-is a median of differences between neighbours. The limit is 5 % of a step at the default interval.
+Times are those that the processor worked for this process, its threads together, so that other programs disturb them
+little. The steps alternate one by one, and each figure is a median of differences between neighbours. The limit is 5 %
+of a step at the default interval.
 
     python -m bench.cpu.watch [--steps 150]
 """
@@ -26,20 +27,18 @@ INTERVAL = 50
 
 
 def begin(out: Path, *overrides: str) -> Trainer:
-    config = Config.load(
-        None, [*demo.SETTINGS, "--recipe", "rowwise", "--device", "cpu", "--out", str(out), *overrides]
-    )
-    return start_run(config, Console(quiet=True))
+    words = [*demo.SETTINGS, "--recipe", "rowwise", "--device", "cpu", "--out", str(out), *overrides]
+    return start_run(Config.load(None, words), Console(quiet=True))
 
 
 def milliseconds(trainer: Trainer) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     trainer.step()
-    return (time.perf_counter() - began) * 1e3
+    return (time.process_time() - began) * 1e3
 
 
 def measure(steps: int, *overrides: str) -> dict[str, Any]:
-    """Median milliseconds of steps, and the share of a step that the watch costs at the default interval.
+    """Median milliseconds of steps, in processor time, and the share of a step that the watch costs at the default interval.
 
     Args:
         steps: of each run: half of them sampled, half of them not.
