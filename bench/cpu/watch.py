@@ -38,7 +38,7 @@ def milliseconds(trainer: Trainer) -> float:
 
 
 def measure(steps: int, *overrides: str) -> dict[str, Any]:
-    """Median milliseconds of steps, in processor time, and the share of a step that the watch costs at the default interval.
+    """Median processor time of steps, and the share of a step that the watch costs at the default interval.
 
     Args:
         steps: of each run: half of them sampled, half of them not.
