@@ -13,6 +13,7 @@ from rich.console import Console
 
 from octavo.train.config import Config
 from octavo.train.declaration import flatten
+from octavo.train.early_warning import EarlyWarning
 from octavo.train.start import resume_run, start_run
 
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
@@ -102,6 +103,14 @@ def wait_for():
         assert condition(), process.communicate() if process.poll() is not None else "it takes too long"
 
     return wait
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """found(step, *events): the events that the rules over samples find at the check of that step."""
+    at = {}
+    monkeypatch.setattr(EarlyWarning, "_judge_samples", lambda warning: at.pop(warning._state.step, []))
+    return lambda step, *events: at.__setitem__(step, list(events))
 
 
 def _refuse(constant):

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
 
 from octavo.nn.linear import Linear
 from octavo.telemetry.schema import Event
-from octavo.train.early_warning import EarlyWarning, TrainingError
+from octavo.train.early_warning import TrainingError
 from octavo.train.finished import open_run
 
 QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
@@ -40,41 +41,8 @@ def eager():
         yield
 
 
-@pytest.fixture
-def found(monkeypatch):
-    """found(step, *events): the events that the rules over samples find at the check of that step."""
-    at = {}
-
-    def judge(self):
-        return at.pop(self._state.step, [])
-
-    monkeypatch.setattr(EarlyWarning, "_judge_samples", judge)
-    return lambda step, *events: at.__setitem__(step, list(events))
-
-
-def event(layer, rule="saturation_spike", operand="x", step=10):
-    return Event(step, rule, layer, operand, 0.5, 0.001, "much is wrong")
-
-
 def actions(trainer):
     return json.loads((trainer.run_folder.path / "actions.json").read_text())
-
-
-def layer_of(model, name="mlp.down_proj"):
-    return model.model.layers[1].get_submodule(name)
-
-
-DOWN, UP = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
-
-
-def breaks_in_fp8(trainer, first=13):
-    """From step `first` on, the output of a layer overflows while it runs in FP8."""
-    layer = layer_of(trainer.model)
-
-    def overflow(module, args, y):
-        return y * math.inf if module.recipe.quantized and trainer.state.step >= first - 1 else y
-
-    layer.register_forward_hook(overflow)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
