@@ -40,9 +40,10 @@
     return share ? `${text} %` : unit ? `${text} ${unit}` : text;
   }
 
-  function short(name, most) { // the number of the block and the end of a layer's name say more than its beginning
-    const tail = name.length > most ? name.replace(/^.*?(?=\d)/, "") : name;
-    return tail.length > most ? `…${tail.slice(1 - most)}` : tail;
+  function shorten(names, most) { // the number of the block and the end of a layer's name say more than its beginning
+    if (names.every((name) => name.length <= most)) return names;
+    const tails = names.map((name) => name.replace(/^.*?(?=\d)/, ""));
+    return tails.map((tail) => (tail.length > most ? `…${tail.slice(1 - most)}` : tail));
   }
 
   const decode = (() => { // base64 to an array, when it is first shown
@@ -140,7 +141,7 @@
     figure.append(legend);
     const label = `${chart.title}: ${chart.lines.map((line) => line.name).join(", ")}. Arrow keys move the cursor.`;
     const { box, readout } = parts(figure, label, press, rows);
-    const names = { values: (u, all) => all.map((x) => short(chart.names[x] ?? "", 20)), space: 140 };
+    const names = { values: (u, all) => shorten(all.map((x) => chart.names[x] ?? ""), 20), space: 140 };
     const sync = chart.cursors ? { sync: { key: chart.cursors, setSeries: false } } : {};
     const build = (distr) => { // 1: a linear y axis, 3: a logarithmic one
       made?.destroy();
@@ -309,7 +310,7 @@
       splits: (u, axis, low, high, every) => Array.from({ length: Math.ceil((high - low) / every) }, (_, i) => low + i * every + 0.5),
       grid: { show: false },
     };
-    const names = (u, all) => all.map((y) => short(view.run.layers[view.rows[y - 0.5]]?.name ?? "", narrow ? 12 : 26));
+    const names = (u, all) => shorten(all.map((y) => view.run.layers[view.rows[y - 0.5]]?.name ?? ""), narrow ? 12 : 26);
     const made = plot(box, height, {
       series: [{}, { paths: () => null, points: { show: false } }],
       scales: { x: { time: false, range: () => [0, columns().length] }, y: { range: () => [0, Math.max(view.rows.length, 1)], dir: -1 } },
