@@ -25,6 +25,7 @@ pytestmark = [
 
 NATIVE = ["bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise"]
 EMULATED = ["mxfp8", "groupwise"]
+PARTLY = [get_recipe(name).in_bf16(gemm) for name in ("rowwise", "delayed") for gemm in ("y", "dx", "dw")]
 LEAST = 45.0  # dB, between two devices
 TWO_QUANTIZATIONS_DB = 22
 
@@ -60,7 +61,7 @@ def test_native_recipes_run_on_the_tensor_cores() -> None:
     ids=["autocast", "bf16", "fp16", "fp32"],
 )
 @pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (33, 17, 5), (512, 384, 640)])
-@pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED, "tensorwise_rotated"])
+@pytest.mark.parametrize("recipe", [*NATIVE, *EMULATED, "tensorwise_rotated", *PARTLY])
 def test_y_dx_and_dw_are_the_cpus(recipe, t: int, k: int, n: int, dtype: torch.dtype, autocast: bool) -> None:
     on_cpu, on_gpu = on_both_devices(recipe, k, n)
     for _ in range(3):  # the second and third pass of `delayed` scale by its history

@@ -67,8 +67,8 @@ class Gap:
 def pooled_half_width(gaps: Iterable[Gap]) -> float:
     """Half of the interval around the mean of one gap, from the spread that all `gaps` share.
 
-    Each gap has the noise of the same few seeds, and several gaps together tell more about it: the variance is the mean
-    of theirs, with the sum of their degrees of freedom. A large gap spreads more than a small one, which makes the
+    Each gap has the noise of the same few seeds. Several gaps together tell more about it: the variance is the mean of
+    theirs, with the sum of their degrees of freedom. A large gap spreads more than a small one, which makes the
     interval of the small one too wide and not too narrow.
     """
     finite = [gap.by_seed for gap in gaps if not math.isinf(gap.mean)]

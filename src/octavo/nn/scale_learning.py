@@ -36,9 +36,9 @@ class Calibrated(Protocol):
 
 @contextmanager
 def learn_scales(model: nn.Module) -> Iterator[None]:
-    """Let delayed scaling record the amax of what it sees in evaluation mode too, while the block lasts.
+    """Let delayed scaling record amax values in evaluation mode too, while the block lasts.
 
-    `octavo.update_scales` turns what was recorded into scales, as in training.
+    `octavo.update_scales` turns these values into scales, as in training.
 
     Example:
         >>> with octavo.learn_scales(model.eval()):
@@ -59,8 +59,8 @@ def learn_scales(model: nn.Module) -> Iterator[None]:
 def freeze_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     """Run `model` on some batches, and make the scales of its linear layers' inputs constant.
 
-    The layers of a model that was converted with the recipe `delayed` keep the scale of the largest amax of the
-    batches, with the margin of the recipe, and that of their weights. In training too these scales no longer change.
+    A layer that was converted with the recipe `delayed` takes the scale of the largest amax of the batches, with the
+    margin of the recipe, and that of its weight. These scales no longer change, not in training either.
     The layers of a packed model (`octavo.load`) become those of the scheme static: a weight with finer scales is cast
     again, with one scale. Freeze a model before it generates: CUDA graphs would keep the former scales.
 
