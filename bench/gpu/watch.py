@@ -4,7 +4,7 @@ Two models with the same weights, one of them watched, take turns: a step that i
 many steps in a row as the default interval has. Outputs and gradients must be equal bit for bit. The limits are 2 % of
 a step at the default interval, and 1 % of the peak memory.
 
-    python -m bench.gpu.watch [--quick]
+    python -m bench.gpu.watch [--quick]         2 minutes, or 1.5: most of it compiles
 """
 
 import statistics
@@ -80,9 +80,11 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
     sampled, unsampled, usual = watched.every(1), watched.every(NEVER), watched.every(INTERVAL)
     peaks |= {SAMPLED: peak(sampled, before), UNSAMPLED: peak(unsampled, before)}
     equal = all(torch.equal(a, b) for a, b in zip(plain.gradients(), watched.gradients(), strict=True))
+    long = max(rounds // 3, 2)
+    turns = ((UNSAMPLED, unsampled, rounds, repeat), (SAMPLED, sampled, rounds, repeat), (DEFAULT, usual, long, many))
     times = {
-        name: interleaved({PLAIN: plain.step, name: step}, rounds=rounds, repeat=count, warmup=2)
-        for name, step, count in ((UNSAMPLED, unsampled, repeat), (SAMPLED, sampled, repeat), (DEFAULT, usual, many))
+        name: interleaved({PLAIN: plain.step, name: step}, rounds=count, repeat=each, warmup=2)
+        for name, step, count, each in turns
     }
     watched.watch.close()
     extra = {name: _median(found[name]) - _median(found[PLAIN]) for name, found in times.items()}

@@ -151,3 +151,9 @@ def test_nothing_is_recorded_in_other_steps():
     observe(stats, 0, "x", [matrix()], [])
     torch.ops.octavo.observe(stats, 0, "x", [matrix()], [], None, None, "", None, None, None, None)
     assert torch.equal(stats, empty())
+
+
+def test_rows_of_a_transposed_matrix():
+    """As `Conv1D` stores its weight."""
+    x = matrix()
+    check(observed(x.t().contiguous().t(), Cast()), describe(x.numpy(), Cast()))

@@ -55,7 +55,7 @@ def tensor_statistics(x: Tensor) -> Found:
     finite = x.isfinite()
     x = torch.where(finite, x, 0)
     largest = torch.maximum(x.amax(1), -x.amin(1))  # of each row
-    wide = x.double().view(-1)
+    wide = x.double().flatten()
     square = wide * wide
     return {
         "amax": largest.amax(),
@@ -67,7 +67,7 @@ def tensor_statistics(x: Tensor) -> Found:
         "nonfinite": x.numel() - finite.sum(),
         "rows": largest.new_full((), x.shape[0]),
         "zero_rows": (largest == 0).sum(),
-        "exponents": _histogram((x.view(torch.int32).view(-1) >> 23) & 0xFF),
+        "exponents": _histogram((x.view(torch.int32).flatten() >> 23) & 0xFF),
     }
 
 
@@ -80,7 +80,7 @@ def quantization_statistics(x: Tensor, codes: Tensor, scale: Tensor, fmt: Format
     """
     numbers = widen(codes)
     magnitude = x.abs()
-    error = (x - numbers * scale).double().view(-1).nan_to_num(0, 0, 0)
+    error = (x - numbers * scale).double().flatten().nan_to_num(0, 0, 0)
     return {
         "saturated": ((magnitude > scale * (fmt.max * _ROUNDING)) & magnitude.isfinite()).sum(),
         "flushed": ((numbers == 0) & (magnitude > 0)).sum(),
