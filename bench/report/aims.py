@@ -15,6 +15,7 @@ from bench.gpu.modes import (
     SERVE_FP8_CACHE,
     SERVE_GRAPH,
     SERVE_TORCHAO,
+    speedup,
 )
 from bench.report.generation import eager_speed, figure, graph_share, start_time
 from bench.report.performance import COPY_SHARE, ONLY_IF_FASTER, best_torchao, by_mode, layer_speedups, serve_medians
@@ -49,8 +50,16 @@ class Aim(NamedTuple):
         return "met" if SIGNS[self.sign](self.value, self.bound) else "**missed**"
 
 
+def experts(results: dict[str, Result]) -> Iterator[Aim]:
+    """A layer of experts of Mixtral's shape with its routing."""
+    cell = results["gpu_moe"]["mixtral"]
+    for other, bound in (("bf16", 1.4), ("torchao", 1.15)):
+        value = speedup(cell, "ours", other) if other in cell["rounds"] else None
+        yield Aim(f"experts, Mixtral's shape: speed vs {other}", value, "≥", bound)
+
+
 def aims(results: dict[str, Result]) -> list[Aim]:
-    parts = (generation, stack, kernels, layer, parity, serving, cache)
+    parts = (generation, stack, kernels, layer, experts, parity, serving, cache)
     return [aim for part in parts for aim in part(results)]
 
 

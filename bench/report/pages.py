@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, generation, performance, plan, plots, pretraining, scaling
+from bench.report import accuracy, experts, generation, performance, plan, plots, pretraining, scaling
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -21,7 +21,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance),
+    "performance": (generation, performance, experts),
     "accuracy": (accuracy,),
     "plan": (plan,),
 }  # the modules of their tables

@@ -18,7 +18,8 @@ from transformers import (
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
-from octavo.nn.expert_conversion import find_experts, to_fp8_experts
+from octavo.nn.expert_conversion import expert_rows, find_experts, to_fp8_experts
+from octavo.recipe import rowwise
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -109,7 +110,7 @@ def test_copies_compute_the_same(copied):
     [
         ({"recipe": "tensorwise"}, "the recipe tensorwise has no grouped GEMM: rowwise has one"),
         ({"skip": ["*.experts"]}, r"skip='*.experts'"),
-        ({"only_if_faster": True}, "the speed of experts is in no table: left in BF16"),
+        ({"only_if_faster": True}, "FP8 is emulated here: left in BF16"),
     ],
     ids=["recipe", "skip", "only if faster"],
 )
@@ -157,3 +158,15 @@ def test_a_gpu_without_the_kernel_leaves_experts_in_high_precision(monkeypatch):
     with torch.device("meta"):
         uneven = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 40))
     assert "no multiples of 16" in octavo.convert(uneven, device="cuda").skipped["1.weight"]
+
+
+def test_narrow_experts_are_slower_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with torch.device("meta"):
+        narrow, wide = (nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 2048, n)) for n in (768, 4096))
+    assert "with sides below 2048 they are slower" in octavo.convert(narrow, device="cuda").summary()
+    assert "slower" not in octavo.convert(wide, device="cuda").summary()
+    rows = [
+        expert_rows(find_experts(m), rowwise(), torch.device("cuda"), (), only_if_faster=True) for m in (narrow, wide)
+    ]
+    assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower: left in BF16", ""]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import PROMOTED, ROUNDOFF, on_gpu, row_norm
-from gpu_memory import poison
+from gpu_memory import no_waits, poison
 from grouped_examples import exact, exact_dw, offsets_of, operands
 from hopper import ONLY_HOPPER
 
@@ -71,9 +71,6 @@ def test_sizes_that_the_kernel_refuses_are_named():
 def test_no_step_waits_for_the_device():
     a, b, offsets = operands(SIZES[0], 48, 80)
     gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)
         aligned_groups(gpu_offsets, len(a.data))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,8 @@
-"""Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance."""
+"""Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance; waits for the device."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -13,3 +17,15 @@ def poison() -> None:
     ]
     torch.cuda.synchronize()
     del blocks
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise an error if the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.train.config import ConfigError
+from octavo.train.instrument import precision_of
 
 MIXTURE = {"model": "mixture", "mlp_width": 48, "steps": 24, "experts": {"count": 4, "top_k": 2, "balance": 0.01}}
 
@@ -63,6 +64,13 @@ def test_a_run_continues_with_the_same_bits(begin, go_on, tmp_path):
     rest.run()
     for one, two in zip(whole.state.model.parameters(), rest.state.model.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_record_of_a_run_counts_experts_among_fp8(begin):
+    trainer = begin(**(MIXTURE | {"steps": 3}))
+    found = precision_of(trainer.state.model, torch.device("cpu"))
+    assert found["fp8_share"] > 0.5
+    assert not [name for name in found["high_precision"] if "experts." in name]
 
 
 def test_more_experts_a_token_than_there_are_is_an_error(settings):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from octavo.nn.coverage import Coverage
+from octavo.nn.grouped_linear import LEAST_SIDE
 from octavo.ops import Backend
 from octavo.recipe import Recipe
 from octavo.words import plural
@@ -65,7 +66,7 @@ class Conversion:
         layers, skipped = sum(not row.reason for row in self.rows), sum(bool(row.reason) for row in self.rows)
         lines = [f"{self.recipe.name}: {plural(layers, 'linear layer')} converted, {skipped} skipped"]
         for reason, count in Counter(row.reason for row in self.experts).items():
-            outcome = f"left in high precision: {reason}" if reason else "converted"
+            outcome = f"left in high precision: {reason}" if reason else f"converted{self._slow_experts()}"
             lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
@@ -74,6 +75,13 @@ class Conversion:
         if self.recipe.quantized:
             lines += [f"  {line}" for line in str(self.coverage).splitlines()]
         return "\n".join(lines)
+
+    def _slow_experts(self) -> str:
+        """What is known about the speed of the converted experts."""
+        narrow = any(min(row.shape[1:]) < LEAST_SIDE for row in self.experts if not row.reason)
+        if not narrow or self.backends["y"].name == "emulated":
+            return ""
+        return f"; with sides below {LEAST_SIDE} they are slower than in BF16 (only_if_faster=True leaves them there)"
 
     def __str__(self) -> str:
         rows = (*self.rows, *self.experts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.conversion_report import Row
 from octavo.nn.experts import Experts
-from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.grouped_linear import LEAST_SIDE, GroupedLinear
 from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.nn.transformers_fusion import SILU
 from octavo.nn.weight_cache import class_name, shards
@@ -42,17 +42,25 @@ def expert_rows(
 
     Args:
         skip: globs of names of modules to leave as they are.
-        only_if_faster: leave all, since no table has the speed of experts.
+        only_if_faster: leave those that FP8 does not speed up on the GPU, and all where it is emulated.
     """
     rows = []
     for name, module in experts.items():
         weights = {leaf: p for leaf, p in module.named_parameters(recurse=False) if p.ndim == 3}
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
         reason = reason or _reason(module, list(weights.values()), recipe, device)
-        if not reason and only_if_faster and recipe.quantized:
-            reason = "the speed of experts is in no table: left in BF16"
+        if not reason and only_if_faster and device.type != "cuda":
+            reason = "FP8 is emulated here: left in BF16"
+        elif not reason and only_if_faster and min(size for w in weights.values() for size in w.shape[1:]) < LEAST_SIDE:
+            reason = f"a side below {LEAST_SIDE}, where FP8 is slower: left in BF16"
         rows += [Row(f"{name}.{leaf}".lstrip("."), tuple(p.shape), reason) for leaf, p in weights.items()]
     return tuple(rows)
+
+
+def computed_stacks(model: nn.Module) -> list[str]:
+    """The names of the stacks of experts' matrices that run in FP8."""
+    found = {name: m for name, m in find_experts(model).items() if getattr(m, "recipe", None) is not None}
+    return [f"{name}.{leaf}".lstrip(".") for name, m in found.items() for leaf, p in m.named_parameters(recurse=False)]
 
 
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:

@@ -12,6 +12,10 @@ from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
 from octavo.recipe import Recipe
 
+# PyTorch's grouped GEMM in FP8 is slower than that in BF16 where a matrix has a shorter side, as 768 x 2048 (H200,
+# docs/performance.md): such sizes take its smaller tiles, whose promoted sums spill registers.
+LEAST_SIDE = 2048
+
 
 class GroupedLinear(nn.Module):
     """y[m] = x[m] @ weight[e]^T for the rows m of group e: plain PyTorch, until `octavo.convert` gives it a recipe.

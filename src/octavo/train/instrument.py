@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo.nn.backends import gemm_backends
 from octavo.nn.coverage import find_coverage
 from octavo.nn.delayed import histories
+from octavo.nn.expert_conversion import computed_stacks
 from octavo.nn.linear import RecipeLayer
 
 
@@ -30,7 +31,8 @@ def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
     for name, layer in layers.items():
         entry = recipes.setdefault(layer.recipe.name, _backends(layer, device) | {"layers": []})
         entry["layers"].append(name)
-    coverage = find_coverage(model, [name for name, layer in layers.items() if layer.recipe.quantized])
+    computed = [name for name, layer in layers.items() if layer.recipe.quantized]
+    coverage = find_coverage(model, [*computed, *computed_stacks(model)])
     rest = {left.name: left.share for left in coverage.left}
     high = rest | {"embeddings": coverage.embeddings, "other": coverage.other}
     return {

@@ -1,0 +1,45 @@
+"""The tables of docs/performance.md on layers of experts."""
+
+from collections.abc import Iterable
+
+from bench.gpu.modes import speedup
+from bench.report.tables import MISSING, Result, Row
+
+NAMES = {"mixtral": "Mixtral's", "small experts": "small experts"}
+
+
+def expert_modes(results: dict[str, Result]) -> Iterable[Row]:
+    """The modes of each shape: milliseconds, speed and SQNR."""
+    for key, name in NAMES.items():
+        cell = results["gpu_moe"][key]
+        shape = cell["shape"]
+        for mode, ms in cell["ms"].items():
+            db = cell["db"].get(mode, {})
+            yield {
+                "experts": f"{name}: {shape['experts']} of {shape['width']:,} x {shape['mlp_width']:,}, "
+                f"top {shape['top_k']}",
+                "rows": f"{shape['tokens'] * shape['top_k']:,}",
+                "mode": mode,
+                "ms": f"{ms:.2f}",
+                "vs BF16": f"{cell['speedup'][mode]:.3f}x",
+                "SQNR of y, dx, both dw": ", ".join(f"{value:.1f}" for value in db.values()) or MISSING,
+            }
+
+
+def expert_gemms(results: dict[str, Result]) -> Iterable[Row]:
+    """TFLOP/s of the three grouped GEMMs of the inner layer."""
+    for key, name in NAMES.items():
+        rates = results["gpu_moe"][key]["gemm_tflops"]
+        for which in ("y", "dx", "dw"):
+            ways = {way: f"{rates[f'{which}, {way}']:,.0f}" for way in ("bf16", "promoted", "fast")}
+            yield {"experts": name, "GEMM": which, **ways}
+
+
+def expert_layer_sqnr(results: dict[str, Result]) -> str:
+    """The SQNR of one grouped linear layer."""
+    found = results["gpu_moe"]["mixtral"]["one_layer_db"]
+    return ", ".join(f"{found[which]:.1f}" for which in ("y", "dx", "dw"))
+
+
+def expert_vs_torchao(results: dict[str, Result]) -> str:
+    return f"{speedup(results['gpu_moe']['mixtral'], 'ours', 'torchao'):.3f}x"
