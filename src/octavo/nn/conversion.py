@@ -27,6 +27,7 @@ from octavo.nn.product_conversion import (
 from octavo.nn.restoration import restore_linear
 from octavo.nn.selection import SelectedLayer, select_linears
 from octavo.nn.speedup.lookup import find_speedups
+from octavo.nn.timm_fusion import fuse_vision_blocks, mark_saved_inputs
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.ops import Backend
 from octavo.recipe import Recipe, get_recipe
@@ -53,10 +54,11 @@ def convert(
     The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
     fusable recipe (`rowwise`), `NormLinear`, `SwiGLU` and `GELU` quantize in the pass that computes the norm or the
     activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.nn.transformers_fusion`). With such a recipe the experts of a mixture run grouped GEMMs in FP8:
-    `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others
-    (`octavo.nn.expert_conversion`). `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are
-    convolutions that are matrix products: those of size 1, and those of disjoint patches (`octavo.nn.convolution`).
+    (`octavo.nn.transformers_fusion`) and the blocks of timm's vision transformers (`octavo.nn.timm_fusion`). With such
+    a recipe the experts of a mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and those of
+    transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others (`octavo.nn.expert_conversion`).
+    `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are convolutions that are matrix products:
+    those of size 1, and those of disjoint patches (`octavo.nn.convolution`).
     `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:
@@ -107,6 +109,7 @@ def convert(
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_decoder_layers(model)
+        fuse_vision_blocks(model)
     rows, others = _planned_rows(model, layers, products, skip, forward)
     speedup_source = ""
     if only_if_faster:
@@ -132,6 +135,7 @@ def convert(
         restore_experts(module)
         if name in chosen:
             to_fp8_experts(module, recipe, name)
+    mark_saved_inputs(model)
     leave_fast_paths(model)
     rows = (*rows, *others)
     quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]

@@ -29,6 +29,7 @@ class RecipeLayer(nn.Module):
     name: str
     histories: ScaleHistories | None
     weight_cache: WeightCache
+    input_is_saved: bool = False  # by the operation before, as attention saves its output: see `LinearCall`
     observer: Observer | None = None
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
@@ -52,6 +53,7 @@ class RecipeLayer(nn.Module):
         """Delete the attributes that `prepare` set."""
         for name in ("recipe", "name", "weight_cache", "histories"):
             delattr(self, name)
+        self.__dict__.pop("input_is_saved", None)
 
     def compute(self, x: Tensor, w: Tensor, bias: Tensor | None, cached: QTensor | None) -> Tensor:
         """y [..., N] of x [..., K] and w [N, K] with any strides; `cached` is w, quantized, if there is a cache."""
@@ -65,7 +67,8 @@ class RecipeLayer(nn.Module):
             x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
         x_history, w_history, dy_history = histories
-        call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self))
+        saved = self.input_is_saved and not self.recipe.rotate
+        call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self), input_is_saved=saved)
         return linear(x, w, bias, call, cached)
 
     @property

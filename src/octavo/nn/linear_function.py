@@ -31,6 +31,7 @@ from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import hadamard, hadamard_gradient
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
+from octavo.ops.checks import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
 R = TypeVar("R", Recipe, FusableRecipe)
@@ -46,6 +47,7 @@ class LinearCall(Generic[R]):
         x_history, w_history, dy_history: the histories of delayed scaling.
         observer: where statistics of the operands are recorded; None records none.
         outer_observer: in an MLP, where those of the layer after the activation are recorded.
+        input_is_saved: whether another operation saves x for its backward pass, so that saving it here takes no memory.
     """
 
     recipe: R
@@ -55,6 +57,7 @@ class LinearCall(Generic[R]):
     dy_history: ScaleHistory | None = None
     observer: Observer | None = None
     outer_observer: Observer | None = None
+    input_is_saved: bool = False
 
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
@@ -170,12 +173,15 @@ def _by_row(gemm: Gemm | None) -> bool:
 
 
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
-    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
+    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose.
+
+    x itself, with the scales of its bytes, also where another operation saves it: then it takes no memory here.
+    """
     gemm = call.recipe.dw
     if gemm is None:
         return x.to(call.dtype), None
     if call.recipe.quantizes_x_once and x_q is not None:
-        return x_q.data, x_q.scale
+        return x if call.input_is_saved and gemm.b.rounding == "nearest" else x_q.data, x_q.scale
     x_t = quantize_transposed(x, gemm.b)
     return x_t.data, x_t.scale
 
@@ -223,9 +229,12 @@ def _dw(
     recipe, gemm = call.recipe, call.recipe.dw
     if gemm is None:
         return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
-    x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
-    if recipe.quantizes_x_once:
-        x_t = transposed(x_t)
+    if recipe.quantizes_x_once and x.dtype in FLOATS:  # x itself was saved: cast again, as a weight is
+        x_t = weight_transposed([x], None, s_x, gemm.b, dy if g is None else g.data)
+    elif recipe.quantizes_x_once:
+        x_t = transposed(QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity))
+    else:
+        x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
     if g is not None and gemm.b.granularity == ROW:
         dy_t = dw_operand(g, s_x, s_w)
     elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:

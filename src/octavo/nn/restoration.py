@@ -10,6 +10,7 @@ from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
 from octavo.nn.parallel import ParallelLinear
 from octavo.nn.product_conversion import restore_product
+from octavo.nn.timm_fusion import VisionBlock
 from octavo.nn.transformers_fusion import DecoderLayer
 from octavo.nn.weight_cache import shards
 
@@ -17,6 +18,7 @@ from octavo.nn.weight_cache import shards
 _ADDED: dict[type, tuple[str, ...]] = {
     DecoderLayer: ("qkv",),
     SwiGLU: ("weight_cache",),
+    VisionBlock: ("fused_qkv", "fused_mlp"),
     CallingEncoderLayer: (),
     CallingEncoder: (),
 }

@@ -1,0 +1,78 @@
+"""Blocks of timm's vision transformers whose norms and MLPs are fused with quantization, once they are converted.
+
+    q, k, v = attn.qkv(norm1(x))                           one pass: `NormLinear`
+    z = x + drop_path1(ls1(attn.proj(attention(q, k, v))))
+    y = z + drop_path2(ls2(mlp(norm2(z))))                 the MLP with its norm in one pass: `GELU`
+
+As in `octavo.nn.transformers_fusion`, a block becomes a subclass of its class with the same name, and the attention is
+timm's own code. Saved for the backward pass are x, z, q, k, v, the output of the attention, and the input of the GELU.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.nn.linear import Linear
+from octavo.nn.mixed_class import mix_classes
+from octavo.nn.mlp import GELU
+from octavo.nn.norm_linear import NormLinear, child, watched
+from octavo.nn.precomputed import PrecomputedProjections
+from octavo.nn.weight_cache import class_name
+
+
+def fuse_vision_blocks(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of timm's blocks; idempotent."""
+    for module in list(model.modules()):
+        if not isinstance(module, VisionBlock) and is_known(module):
+            any_module: Any = module
+            any_module.fused_qkv = NormLinear(module, "norm1", "attn.qkv")
+            any_module.fused_mlp = GELU(any_module.mlp, "fc1", "fc2")
+            module.__class__ = mix_classes(VisionBlock, type(module))
+
+
+def mark_saved_inputs(model: nn.Module) -> None:
+    """Tell the output layers of fused blocks that PyTorch's attention saves their input for its backward pass."""
+    for module in model.modules():
+        attn: Any = getattr(module, "attn", None) if isinstance(module, VisionBlock) else None
+        if attn is not None and isinstance(attn.proj, Linear) and attn.fused_attn and type(attn.norm) is nn.Identity:
+            attn.proj.input_is_saved = True
+
+
+def is_known(block: Any) -> bool:
+    """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
+    parts = [(block, "Block")]
+    if _is_of_timm(*parts[0]):
+        parts += [(block.attn, "Attention"), (block.mlp, "Mlp")]
+    if len(parts) == 1 or not all(_is_of_timm(*part) for part in parts):
+        return False
+    attn, mlp = block.attn, block.mlp
+    exact = type(mlp.act).__name__ == "GELU" and getattr(mlp.act, "approximate", "none") == "none"
+    plain = type(getattr(mlp, "norm", None)) in (type(None), nn.Identity) and mlp.drop1.p == mlp.drop2.p == 0
+    linears = all(isinstance(layer, nn.Linear) for layer in (attn.qkv, attn.proj, mlp.fc1, mlp.fc2))
+    return exact and plain and linears and getattr(attn, "gate", None) is None
+
+
+def _is_of_timm(module: nn.Module, name: str) -> bool:
+    return type(module).__module__.startswith("timm.") and class_name(module) == name
+
+
+class VisionBlock(nn.Module):
+    """A block of timm that runs norm and projections, and norm and MLP, in one pass each."""
+
+    fused_qkv: NormLinear
+    fused_mlp: GELU
+    ls1: nn.Module
+    ls2: nn.Module
+    drop_path1: nn.Module
+    drop_path2: nn.Module
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own forward: x [B, T, K] to [B, T, K]; other arguments go to the attention."""
+        attend, qkv = child(self, "attn"), child(self, "fused_qkv")
+        fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
+        if fused is None:
+            return super().forward(x, *args, **kwargs)
+        attention = attend(PrecomputedProjections(x, qkv.linears, fused[0]), *args, **kwargs)
+        attention = self.drop_path1(self.ls1(attention))
+        y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
+        return total + self.drop_path2(self.ls2(y))
