@@ -70,6 +70,20 @@ def test_a_frozen_row_gives_the_same_bits_in_every_call_and_batch():
     assert (dynamic(x) - dynamic(torch.cat([x, rows(1000.0)]))[: len(x)]).abs().max() > 1e-3
 
 
+def test_what_saturates_is_counted():
+    model = make(History())
+    with pytest.raises(ValueError, match="no layer of Sequential holds a scale of its input"):
+        octavo.saturation(model, [rows(1.0)])
+    x = rows(1.0)
+    octavo.freeze_scales(model, [x])
+    assert octavo.saturation(model, [x, x[:2]]) == {"0": 0, "2": 0}
+    limit = float(x.abs().max())
+    wide = 3 * x
+    expected = int((wide.abs() > limit).sum()) / (2 * wide.numel())
+    assert octavo.saturation(model, [x, wide])["0"] == pytest.approx(expected)
+    assert model.training
+
+
 def test_batches_are_tensors_tuples_or_mappings():
     class Model(nn.Module):
         def __init__(self):

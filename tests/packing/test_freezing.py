@@ -81,6 +81,9 @@ def test_a_packed_folder_is_frozen_as_its_model_in_memory(
         name: float(scale) for name, scale in scales.items()
     }
     assert torch.equal(outputs(model), outputs(octavo.load(tmp_path / "out")))
+    clipped = octavo.saturation(model, batches(bf16, data))
+    assert clipped.keys() == scales.keys()
+    assert max(clipped.values()) < 1e-4  # not 0: static layers give the layers after them other inputs
     theirs = open_theirs(tmp_path / "out", torch.float32)
     assert distance(outputs(model.float()), outputs(theirs)) < 1e-2
     with pytest.raises(ValueError, match="has no layer whose scales can be frozen"):

@@ -9,7 +9,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.mlp import GELU, FusedMLP, SwiGLU
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.restoration import restore
-from octavo.nn.scale_learning import freeze_scales, learn_scales, seed_scales
+from octavo.nn.scale_learning import freeze_scales, learn_scales, saturation, seed_scales
 from octavo.nn.selection import DEFAULT_SKIP, select_linears
 from octavo.nn.weight_cache import cast_once
 
@@ -29,6 +29,7 @@ __all__ = [
     "learn_scales",
     "load_scale_state",
     "restore",
+    "saturation",
     "scale_state",
     "seed_scales",
     "select_linears",

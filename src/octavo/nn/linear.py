@@ -21,6 +21,8 @@ from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import hadamard
 from octavo.recipe import Recipe
 
+ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
+
 
 class RecipeLayer(nn.Module):
     """Base of the converted layers: computes y = x @ w^T + bias by a recipe."""
@@ -75,6 +77,12 @@ class RecipeLayer(nn.Module):
     def freezable(self) -> bool:
         """Whether y scales its input by a history."""
         return self.recipe.y is not None and self.recipe.y.a.history is not None
+
+    @property
+    def input_limit(self) -> Tensor | None:
+        """The largest magnitude of x, 0-dim, that the scale of its history holds; None without such a scale."""
+        x = None if self.histories is None or not self.freezable else self.histories.of("x")
+        return None if x is None or not x.ready else x.scale.view(()) * x.cast.fmt.max * ROUNDED
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""

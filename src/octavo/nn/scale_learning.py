@@ -4,11 +4,12 @@
                               -> seed_scales     histories begin with the amax values of a calibration
                               -> freeze_scales   scales from some batches, constant from then on
     octavo.load(packed)       -> freeze_scales   the scheme becomes static
+    either, with scales       -> saturation      the share of the inputs that these scales clip
 
 With constant scales an input is quantized to the same bytes in every call, whatever else is in its batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +20,16 @@ from octavo.nn.delayed import histories, weight_amax
 
 
 @runtime_checkable
-class Freezable(Protocol):
-    """A layer whose scale of the input can be made constant."""
+class ScalesInput(Protocol):
+    """A layer that scales its input by the input's own amax, or by a scale that it holds."""
+
+    @property
+    def freezable(self) -> bool:
+        """Whether `freeze_input` can make the scale constant."""
+
+    @property
+    def input_limit(self) -> Tensor | None:
+        """The largest magnitude, 0-dim, that does not saturate; None where the input's own amax gives the scale."""
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Take the scale, float32 [1], that follows from `amax` of the input, 0-dim, from now on; return it."""
@@ -79,8 +88,7 @@ def freeze_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]
         >>> octavo.convert(model, "delayed")
         >>> scales = octavo.freeze_scales(model, prompts)
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Freezable)}
-    layers = {name: layer for name, layer in layers.items() if getattr(layer, "freezable", True)}
+    layers = {name: layer for name, layer in _layers(model).items() if layer.freezable}
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layer whose scales can be frozen: octavo.convert(model, 'delayed') first, "
@@ -104,31 +112,44 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, Any], batches: Iterabl
     """
     seen: dict[str, Tensor] = {}
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["input"]
-            if x.numel():
-                amax = x.detach().abs().amax().float()
-                seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
+    def note(name: str, x: Tensor) -> None:
+        amax = x.abs().amax().float()
+        seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
 
-        return hook
-
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        model.eval()
-        for batch in batches:
-            _call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
+    _run(model, layers, note, batches)
     if missing := [name for name in layers if name not in seen]:
         raise ValueError(f"{missing[0]} ({len(missing)} such layers) saw no input: give batches that use every layer")
     if wrong := [name for name, amax in seen.items() if not bool(amax.isfinite() & (amax > 0))]:
         raise ValueError(f"the input of {wrong[0]} holds inf or NaN, or zeros alone: no scale follows from that")
     return seen
+
+
+@torch.no_grad()
+def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """Run `model` in evaluation mode on `batches`, and count the elements of inputs that saturate.
+
+    Args:
+        model: converted with the recipe `delayed`, after a step or frozen; or packed with the scheme static.
+        batches: see `freeze_scales`.
+
+    Returns:
+        The share of the elements, 0 to 1, of the input of each layer that holds its scale, by the layer's name.
+
+    Raises:
+        ValueError: no layer holds a scale of its input.
+    """
+    limits = {name: layer.input_limit for name, layer in _layers(model).items()}
+    layers = {name: model.get_submodule(name) for name, limit in limits.items() if limit is not None}
+    if not layers:
+        raise ValueError(f"no layer of {type(model).__name__} holds a scale of its input: see octavo.freeze_scales")
+    counts = {name: (torch.zeros((), dtype=torch.int64), 0) for name in layers}
+
+    def note(name: str, x: Tensor) -> None:
+        above, total = counts[name]
+        counts[name] = above.to(x.device) + (x.abs() > limits[name]).sum(), total + x.numel()
+
+    _run(model, layers, note, batches)
+    return {name: int(above) / max(total, 1) for name, (above, total) in counts.items()}
 
 
 def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
@@ -156,6 +177,36 @@ def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
         for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
             if (history := layer.histories.of(operand)) is not None:
                 history.seed(amax)
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, ScalesInput)}
+
+
+def _run(
+    model: nn.Module, layers: Mapping[str, Any], note: Callable[[str, Tensor], None], batches: Iterable[Any]
+) -> None:
+    """Run `model` in evaluation mode on `batches`, and call note(name, input) for each call of one of `layers`."""
+
+    def hook_of(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if x.numel():
+                note(name, x.detach())
+
+        return hook
+
+    modes = {module: module.training for module in model.modules()}
+    hooks = [layer.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        model.eval()
+        for batch in batches:
+            _call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
 
 
 def _call(model: nn.Module, batch: Any) -> None:

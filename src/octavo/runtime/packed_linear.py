@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, STATIC, Scheme
-from octavo.nn.linear import compute_dtype
+from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.numerics import TENSOR, QTensor, scale_from_amax
 from octavo.ops import quantize, scaled_mm
@@ -122,6 +122,12 @@ class PackedLinear(PackedModule):
     def freezable(self) -> bool:
         """Whether the scale of the input is computed in each call."""
         return not self.scheme.static
+
+    @property
+    def input_limit(self) -> Tensor | None:
+        """The largest magnitude of x, 0-dim, that the stored scale holds; None where the scale is not stored."""
+        scale = self.input_scale
+        return None if scale is None else scale.view(()) * self.scheme.inputs.fmt.max * ROUNDED
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Become a layer of the scheme static, whose scale of the input follows from `amax`, 0-dim; returns it, [1]."""
