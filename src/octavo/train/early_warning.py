@@ -117,8 +117,6 @@ class EarlyWarning:
         report.warn(bad.step, [event], done)
         if not done:
             raise TrainingError(self._hopeless(bad, place))
-        if self._watch is not None:
-            self._watch.go_back(self._state.step)
 
     def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
         self._remedies.wait()

@@ -28,7 +28,6 @@ class Source(Protocol):
     def take(self) -> list[tuple[Records, Records]]: ...
     def refresh(self) -> None: ...
     def write_event(self, event: Event) -> None: ...
-    def go_back(self, step: int) -> None: ...
 
 
 class Report:
@@ -59,10 +58,8 @@ class Report:
         self._metrics.write(step, **record)
 
     def go_back(self, spike: Event, rollback: Rollback) -> None:
-        """Report that the run went back to a checkpoint. The records of later steps are dropped."""
+        """Report that the run went back to a checkpoint. The metrics of later steps are dropped."""
         self._metrics.go_back(rollback.to)
-        if self._watch is not None:
-            self._watch.go_back(rollback.to)
         self._write(replace(spike, action="rollback"))
         self._print(spike, f"; back to the checkpoint of step {rollback.to}, with the batches after these")
         self._metrics.write(rollback.to, warnings={spike.rule: 1}, rolled_back_from=rollback.step)

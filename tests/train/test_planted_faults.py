@@ -1,0 +1,148 @@
+"""Faults that are planted into real runs: each rule finds its own within ten steps, at the layer that has it.
+
+The steps before the planting are clean: the rules are silent there.
+"""
+
+import math
+from contextlib import suppress
+
+import pytest
+import torch
+
+from octavo.telemetry.storage import read_watch
+from octavo.train.early_warning import TrainingError
+
+RUN = {"mlp_width": 256, "log_every": 100, "evaluate_every": 100, "save_every": 100}
+
+
+def layer(trainer, name):
+    return trainer.model.get_submodule(f"model.layers.1.{name}")
+
+
+def amax_jump(trainer):
+    layer(trainer, "input_layernorm").weight.data.mul_(50)
+
+
+def kurtosis_growth(trainer):
+    """One column of the input of down is large, for the half of the tokens whose gate is open."""
+    gate, up = (layer(trainer, f"mlp.{name}").weight.data for name in ("gate_proj", "up_proj"))
+    up[0] *= 300
+    gate[0] = up[0]
+
+
+def swiglu_alignment(trainer):
+    layer(trainer, "mlp.up_proj").weight.data.copy_(-layer(trainer, "mlp.gate_proj").weight.data)
+
+
+def gradient_of(trainer, name, change):
+    layer(trainer, name).register_full_backward_pre_hook(lambda module, dy: (change(dy[0].float()).to(dy[0].dtype),))
+
+
+def underflow(trainer):
+    """A third of the columns of dy of o_proj are far below the others."""
+    gradient_of(trainer, "self_attn.o_proj", lambda dy: dy * torch.where(torch.arange(32) % 3 == 0, 1e-8, 1.0))
+
+
+def underflow_in_dw(trainer):
+    """Three quarters of the tokens of v_proj have tiny gradients: each row has a scale, but dw has one exponent."""
+    gradient_of(trainer, "self_attn.v_proj", lambda dy: dy * torch.where(torch.arange(32) % 4 == 0, 1.0, 1e-9)[:, None])
+
+
+def scale(trainer, name, value):
+    """Hold the scale of x."""
+    history = layer(trainer, name).histories.of("x")
+    history.scale.fill_(value * float(history.scale))
+    history.update = lambda **_: history.pending.zero_()
+
+
+def saturation_spike(trainer):
+    scale(trainer, "self_attn.q_proj", 1 / 64)
+
+
+def dead_scale(trainer):
+    scale(trainer, "mlp.gate_proj", 1e20)
+
+
+def scale_gap(trainer):
+    scale(trainer, "self_attn.o_proj", 2**10)
+
+
+def non_finite(trainer):
+    layer(trainer, "self_attn.k_proj").register_forward_hook(lambda module, args, y: y * math.nan)
+
+
+def loss_spike(trainer):
+    trainer.model.model.norm.weight.data.mul_(20)
+
+
+FAULTS = {
+    amax_jump: ("rowwise", "self_attn.q_proj", "x"),
+    kurtosis_growth: ("rowwise", "mlp.down_proj", "x"),
+    swiglu_alignment: ("rowwise", "mlp.gate_proj", None),
+    underflow: ("rowwise", "self_attn.o_proj", "dy"),
+    underflow_in_dw: ("rowwise", "self_attn.v_proj", "dy"),
+    saturation_spike: ("delayed", "self_attn.q_proj", "x"),
+    dead_scale: ("delayed", "mlp.gate_proj", "x"),
+    scale_gap: ("delayed", "self_attn.o_proj", "x"),
+    non_finite: ("tensorwise", "self_attn.k_proj", "y"),
+    loss_spike: ("bf16", None, None),
+}
+
+
+@pytest.fixture
+def events(begin):
+    """events(recipe, faults, after): those of a run of ten steps more in which the faults are planted after some."""
+
+    def run(recipe, faults, after):
+        trainer = begin(
+            recipe=recipe,
+            **RUN,
+            steps=after + 10,
+            watch={"interval": 100 if faults in ([non_finite], [loss_spike]) else 2},
+        )
+        step = trainer.step
+
+        def faulty():
+            if trainer.state.step == after:
+                for fault in faults:
+                    fault(trainer)
+            return step()
+
+        trainer.step = faulty
+        with suppress(TrainingError):
+            trainer.run()
+        return read_watch(trainer.run_folder.path).events
+
+    return run
+
+
+GROUPS = [
+    (12, [amax_jump, underflow, kurtosis_growth]),
+    (12, [swiglu_alignment, underflow_in_dw]),
+    (12, [saturation_spike, dead_scale, scale_gap]),
+    (17, [non_finite]),
+    (27, [loss_spike]),
+]
+
+
+@pytest.mark.parametrize(
+    ("after", "faults"), GROUPS, ids=[" ".join(f.__name__ for f in faults) for _, faults in GROUPS]
+)
+def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, faults):
+    recipes = {FAULTS[fault][0] for fault in faults}
+    found = events(*recipes, faults, after)
+    assert min(event.step for event in found) > after, found
+    for fault in faults:
+        _, name, operand = FAULTS[fault]
+        name = name and f"model.layers.1.{name}"
+        rule = fault.__name__.removesuffix("_in_dw")
+        assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_the_rules_are_silent_in_a_clean_run(events, recipe):
+    assert events(recipe, [], 40) == []
+
+
+def test_every_fault_is_planted():
+    assert {fault for _, group in GROUPS for fault in group} == FAULTS.keys()
