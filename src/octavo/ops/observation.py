@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
-from octavo.numerics.codec import widen
 from octavo.numerics.scaling import SMALLEST_SCALE, split_scale
 from octavo.ops.inductor import operation
 from octavo.ops.statistics import (
     FIELD,
     Found,
     add_statistics,
+    numbers_of,
     quantization_statistics,
     sampled_scale,
     scale_statistics,
@@ -131,12 +131,10 @@ def _observe(
     start = 0
     for i, size in enumerate(sizes or [x.shape[1]]):
         columns = slice(start, start := start + size)
-        found = tensor_statistics(part := x[:, columns])
+        finite, found = tensor_statistics(x[:, columns])
         if quantized is not None:
-            folded = None if column_scale is None else column_scale[columns].t(), row_scale
-            found |= quantized.statistics(part, index, columns, *folded)
-            if shift_scale is not None:
-                found |= quantized.lost(index, columns, shift_scale)
+            factors = None if column_scale is None else column_scale[columns].t(), row_scale
+            found |= quantized.statistics(finite, index, columns, *factors, shift_scale)
         add_statistics(stats[slot + i], found)
 
 
@@ -161,49 +159,53 @@ class _Quantized:
             else replace(self, data=self.data[rows], scale=self.scale[rows])
         )
 
-    def codes(self, index: Tensor, columns: slice) -> Tensor:
-        return self.data.view(torch.uint8)[index, columns].view(self.data.dtype)
-
     def statistics(
-        self, x: Tensor, index: Tensor, columns: slice, column_scale: Tensor | None, row_scale: Tensor | None
+        self,
+        x: Tensor,
+        index: Tensor,
+        columns: slice = slice(None),
+        column_scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        shift_scale: Tensor | None = None,
     ) -> Found:
         """The errors of the sampled rows x = operand[index, columns], and the range of the scales.
 
         Args:
             column_scale, row_scale: [1, K'] and [M, 1], multiplied into the operand before it was quantized. They are
-                taken out of the scales: x ≈ codes * scale / (row_scale * column_scale).
+                taken out of the scales: x ≈ numbers * scale / (row_scale * column_scale).
+            shift_scale: [M, 1]: the exponents of c = 2^e * s_g take bytes from h (`scale_folding.dw_operand`).
         """
+        numbers = self._numbers(index, columns)
         scale = sampled_scale(self.scale, index, self.cast.granularity, x.shape[1])
+        all_scales = self.scale
         if row_scale is not None:
-            scale = scale / row_scale[index]
+            scale, all_scales = scale / row_scale[index], self.scale / row_scale
         if column_scale is not None:
             scale = scale / column_scale
-        found = quantization_statistics(x, self.codes(index, columns), scale, self.cast.fmt)
-        all_scales = self.scale if row_scale is None else self.scale.float() / row_scale
-        return found | scale_statistics(all_scales, column_scale) | self._of_amax(column_scale)
+        found = quantization_statistics(x, numbers, scale, self.cast.fmt) | scale_statistics(all_scales, column_scale)
+        if shift_scale is not None:
+            exponent = split_scale(shift_scale)[1] + split_scale(self.scale)[1]
+            found |= shift_statistics(numbers, exponent.amax() - exponent[index], self.cast.fmt)
+        return found | self._of_amax(found["scale"], folded=column_scale is not None or row_scale is not None)
 
     def of_bytes(self, index: Tensor) -> Found:
         """The statistics of a tensor of which there are only bytes: its errors are unknown."""
         scale = sampled_scale(self.scale, index, self.cast.granularity, self.data.shape[1])
-        x = widen(self.codes(index, slice(None))) * scale
-        unknown = torch.full((), torch.nan, device=x.device)
+        x, scales = self._numbers(index, slice(None)) * scale, scale_statistics(self.scale, None)
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=x.device)
         errors = dict.fromkeys(("saturated", "flushed", "noise"), unknown)
-        return tensor_statistics(x) | errors | scale_statistics(self.scale, None) | self._of_amax(None)
+        return tensor_statistics(x)[1] | errors | scales | self._of_amax(scales["scale"], folded=False)
 
-    def lost(self, index: Tensor, columns: slice, shift_scale: Tensor) -> Found:
-        """What the exponents of c = 2^e * s_g take from the bytes of g in h (`octavo.nn.scale_folding.dw_operand`)."""
-        exponent = split_scale(shift_scale)[1] + split_scale(self.scale)[1]
-        shift = (exponent.amax() - exponent)[index]
-        return shift_statistics(self.codes(index, columns), shift, self.cast.fmt)
+    def _numbers(self, index: Tensor, columns: slice) -> Tensor:
+        return numbers_of(self.data.view(torch.uint8)[:, columns][index].view(self.data.dtype))
 
-    def _of_amax(self, column_scale: Tensor | None) -> Found:
+    def _of_amax(self, scale: Tensor, *, folded: bool) -> Found:
         """The amax of all rows, where the quantization found it, and the gap between a scale known before and it."""
         if self.amax is not None:
             expected = self.scale * self.cast.fmt.max
             return {"all_amax": self.amax.amax(), "minus_gap": torch.log2(self.amax / expected).amax()}
-        if self.cast.scale == "fp32" and column_scale is None:
-            largest = torch.where(self.scale > SMALLEST_SCALE, self.scale, 0).amax()  # NaN compares as false
-            return {"all_amax": largest * self.cast.fmt.max}
+        if self.cast.scale == "fp32" and not folded:
+            return {"all_amax": torch.where(scale > SMALLEST_SCALE, scale * self.cast.fmt.max, 0)}
         return {}
 
 
@@ -218,10 +220,9 @@ def _add_weights(stats: Tensor, source: list[Tensor], sizes: list[int], quantize
             assert part is not None
             found = part.of_bytes(index)
         else:
-            x = source[i][index].float()
-            found = tensor_statistics(x)
+            x, found = tensor_statistics(source[i][index].float())
             if part is not None:
-                found |= part.statistics(x, index, slice(None), None, None)
+                found |= part.statistics(x, index)
         add_statistics(stats[i], found)
         start += size
 

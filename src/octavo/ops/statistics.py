@@ -7,6 +7,9 @@ The moments are sums of powers. In float64 the fourth power of a gradient of 1e-
 histogram counts the exponents of float32 as they are: it is shifted when the amax of all samples is known.
 """
 
+import math
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ WIDTH = FIELD["exponents"] + EXPONENTS
 # A scale computed from the amax maps it onto the largest code, up to a rounding of float32: that is no saturation.
 _ROUNDING = 1 + 2.0**-20
 
-Found = dict[str, Tensor]
+Found = dict[str, Tensor]  # maxima float32 and sums float64, without dimensions; exponents [EXPONENTS]
 
 
 def clear_statistics(stats: Tensor) -> Tensor:
@@ -40,50 +43,46 @@ def clear_statistics(stats: Tensor) -> Tensor:
 
 def add_statistics(stats: Tensor, found: Found) -> None:
     """Add what the functions below found to `stats` [WIDTH], in place."""
-    nothing = torch.zeros((), dtype=torch.float64, device=stats.device)
-    maxima = torch.stack([found[name].double() if name in found else nothing - torch.inf for name in MAXIMA])
-    sums = torch.stack([found[name].double() if name in found else nothing for name in SUMS])
-    n = len(MAXIMA)
-    stats[:n] = torch.maximum(stats[:n], maxima)
+    n, lowest, zero = len(MAXIMA), _constant(-torch.inf, stats.device), _constant(0, stats.device)
+    maxima = torch.stack([found.get(name, lowest) for name in MAXIMA])
+    sums = torch.stack([found.get(name, zero) for name in SUMS])
+    torch.maximum(stats[:n], maxima, out=stats[:n])
     stats[n : WIDTH - EXPONENTS] += sums
-    if "exponents" in found:
-        stats[WIDTH - EXPONENTS :] += found["exponents"]
+    stats[WIDTH - EXPONENTS :] += found["exponents"]
 
 
-def tensor_statistics(x: Tensor) -> Found:
-    """The statistics of the finite elements of sampled rows [R, K], float32, and the count of the others."""
-    finite = x.isfinite()
-    x = torch.where(finite, x, 0)
-    largest = torch.maximum(x.amax(1), -x.amin(1))  # of each row
-    wide = x.double().flatten()
+def tensor_statistics(x: Tensor) -> tuple[Tensor, Found]:
+    """Sampled rows [R, K], float32, with zeros in place of inf and NaN; and the statistics of the finite elements."""
+    finite = x.nan_to_num(0, 0, 0)
+    magnitude = finite.abs()
+    largest = magnitude.amax(1)  # of each row
+    wide = finite.double().flatten()
     square = wide * wide
-    return {
+    return finite, {
         "amax": largest.amax(),
-        "elements": largest.new_full((), x.numel()),
+        "elements": _constant(x.numel(), x.device),
         "x1": wide.sum(),
         "x2": square.sum(),
         "x3": square.dot(wide),
         "x4": square.dot(square),
-        "nonfinite": x.numel() - finite.sum(),
-        "rows": largest.new_full((), x.shape[0]),
-        "zero_rows": (largest == 0).sum(),
-        "exponents": _histogram((x.view(torch.int32).flatten() >> 23) & 0xFF),
+        "nonfinite": _count(finite != x),
+        "rows": _constant(x.shape[0], x.device),
+        "zero_rows": _count(largest == 0),
+        "exponents": _histogram(magnitude.view(torch.int32) >> 23),
     }
 
 
-def quantization_statistics(x: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Found:
-    """The errors of sampled rows x [R, K], float32.
+def quantization_statistics(x: Tensor, numbers: Tensor, scale: Tensor, fmt: Format) -> Found:
+    """The errors of sampled rows x [R, K], float32 and finite.
 
     Args:
-        codes: the bytes [R, K] that x became.
-        scale: float32, broadcasts against x: x ≈ codes * scale.
+        numbers: [R, K], float32, those of the bytes.
+        scale: float32, broadcasts against x: x ≈ numbers * scale.
     """
-    numbers = widen(codes)
-    magnitude = x.abs()
-    error = (x - numbers * scale).double().flatten().nan_to_num(0, 0, 0)
+    error = (x - numbers * scale).double().flatten().nan_to_num_(0, 0, 0)
     return {
-        "saturated": ((magnitude > scale * (fmt.max * _ROUNDING)) & magnitude.isfinite()).sum(),
-        "flushed": ((numbers == 0) & (magnitude > 0)).sum(),
+        "saturated": _count(x.abs() > scale * (fmt.max * _ROUNDING)),
+        "flushed": _count((numbers == 0) & (x != 0)),
         "noise": error.dot(error),
     }
 
@@ -94,37 +93,52 @@ def scale_statistics(scale: Tensor, column_scale: Tensor | None) -> Found:
     `column_scale` was multiplied into the tensor before it was quantized, and is taken out of the scales.
     """
     scale = scale.float()
-    low = torch.where(scale > SMALLEST_SCALE, scale, torch.inf).amin()  # NaN compares as false
-    high = torch.where(scale.isnan(), -torch.inf, scale).amax()
+    minus_low = torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf).amax()  # NaN compares as false
+    high = scale.nan_to_num(-torch.inf).amax()
     if column_scale is not None:
-        low, high = low / column_scale.amax(), high / column_scale.amin()
+        minus_low, high = minus_low / column_scale.amax(), high / column_scale.amin()
     return {
         "scale": high,
-        "minus_smallest_scale": -low,
-        "scales": high.new_full((), scale.numel()),
-        "nan_scales": scale.isnan().sum(),
+        "minus_smallest_scale": minus_low,
+        "scales": _constant(scale.numel(), scale.device),
+        "nan_scales": _count(scale.isnan()),
     }
 
 
-def shift_statistics(codes: Tensor, shift: Tensor, fmt: Format) -> Found:
-    """The bytes of g, sampled rows [R, N], that are not zero, and those that are when divided by 2^shift[R, 1]."""
-    numbers = widen(codes).abs()
-    lost = numbers * torch.exp2(-shift.clamp(max=100).float()) <= fmt.smallest_subnormal / 2  # a tie rounds to zero
-    return {"codes": (numbers > 0).sum(), "lost": ((numbers > 0) & lost).sum()}
+def shift_statistics(numbers: Tensor, shift: Tensor, fmt: Format) -> Found:
+    """The numbers of g, sampled rows [R, N], that are not zero, and those that are when divided by 2^shift[R, 1]."""
+    least = torch.exp2(shift.clamp(max=100).float()) * (fmt.smallest_subnormal / 2)  # a tie rounds to zero
+    given = numbers != 0
+    return {"codes": _count(given), "lost": _count(given & (numbers.abs() <= least))}
 
 
 def sampled_scale(scale: Tensor, index: Tensor, granularity: Granularity, columns: int) -> Tensor:
     """The scales of the rows `index` [R], float32, such that they broadcast against the rows [R, columns]."""
     if granularity.rows is None:
         return scale.float()
-    rows = scale.float()[index // granularity.rows]
+    rows = scale.float()[index if granularity.rows == 1 else index // granularity.rows]
     if granularity.cols is None:
         return rows
     return rows.repeat_interleave(granularity.cols, 1)[:, :columns]
 
 
+def numbers_of(codes: Tensor) -> Tensor:
+    """Bytes of an eight-bit format as float32. A GPU converts them in one operation."""
+    return codes.float() if codes.is_cuda else widen(codes)
+
+
+def _count(holds: Tensor) -> Tensor:
+    return holds.sum(dtype=torch.float64)
+
+
 def _histogram(exponents: Tensor) -> Tensor:
     if not exponents.is_cuda:
-        return torch.bincount(exponents, minlength=EXPONENTS)
-    counts = torch.zeros(EXPONENTS, dtype=torch.float64, device=exponents.device)  # bincount would wait for the device
-    return counts.scatter_add_(0, exponents.long(), torch.ones_like(exponents, dtype=torch.float64))
+        return torch.bincount(exponents.flatten(), minlength=EXPONENTS)
+    return torch.histc(exponents.float(), EXPONENTS, 0, EXPONENTS)  # bincount would wait for the device
+
+
+@lru_cache(maxsize=1024)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number on the device, float64; float32 if it is not finite, as for maxima."""
+    dtype = torch.float64 if math.isfinite(value) else torch.float32
+    return torch.full((), value, dtype=dtype, device=device)

@@ -105,7 +105,7 @@ class WeightStatistics:
 def _gradient(g: Tensor, rows: int) -> dict[str, Tensor]:
     if not g.numel():
         return {}
-    sample = tensor_statistics(g[_rows(g, rows)].float())
+    _, sample = tensor_statistics(g[_rows(g, rows)].float())
     low, high = torch.aminmax(g)
     return {
         "gradient_amax": torch.maximum(-low, high),
