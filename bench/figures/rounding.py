@@ -31,9 +31,11 @@ def grey_ramp(axes: Any, noise: Tensor) -> None:
     levels = (ramp + noise).floor().clamp(max=LEVELS)
     for row in range(rows):
         starts = [0, *((levels[row].diff() != 0).nonzero().flatten() + 1).tolist()]
-        for left, right in zip(starts, [*starts[1:], columns], strict=True):  # a rectangle for a run of equal cells
+        for left, right in zip(
+            starts, [*starts[1:], columns], strict=True
+        ):  # a rectangle for a run; rows overlap, without a seam
             shade = str(min(float(levels[row, left]) / LEVELS, 0.996))  # white that is not the paper's
-            axes.add_patch(Rectangle((left, row), right - left, 1, facecolor=shade, antialiased=False))
+            axes.add_patch(Rectangle((left, row), right - left, 1.2, facecolor=shade, linewidth=0))
     axes.set_xlim(0, columns)
     axes.set_ylim(0, rows)
     axes.set_xticks([])
