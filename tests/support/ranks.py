@@ -10,6 +10,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SECONDS = 180  # for a call; a collective that waits longer fails
 # A server that has imported these once for all tests forks the processes: a rank starts in some 50 ms, not in seconds.
 PRELOADED = [
@@ -22,7 +24,12 @@ PRELOADED = [
 
 
 def use_server() -> Any:
-    """The context of `multiprocessing` whose processes the server forks."""
+    """The context of `multiprocessing` whose processes the server forks; with GPUs, processes that begin anew.
+
+    A forked process cannot use CUDA once an import has initialized it in the server.
+    """
+    if torch.cuda.device_count():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -75,7 +82,6 @@ def _results(receivers: list[Any]) -> list[Any]:
 
 
 def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[..., Any], args: Any) -> None:
-    import torch
     from torch import distributed
 
     warnings.simplefilter("error")
