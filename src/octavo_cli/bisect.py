@@ -153,12 +153,19 @@ def _verdict(found: Bisection, seeds: int) -> list[str]:
 
 
 def _remedies(found: Bisection) -> list[str]:
-    """The settings that keep the causes in BF16."""
-    finding, lines = found.finding, []
-    if len(finding.gemms) < len(finding.whole.part.gemms):
-        lines.append(f"--bf16-gemms {' '.join(finding.gemms)} keeps {_words(finding.gemms)} in BF16 in all layers")
-    if len(found.causes) < len(found.layers):
-        lines.append(f"--skip {' '.join(found.causes)} keeps these layers in BF16")
+    """The settings that keep the causes in BF16, and the gap that is left with them."""
+    from octavo.bisection.search import Part
+
+    finding, gemms = found.finding, found.finding.whole.part.gemms
+    gaps = {trial.part: f"{trial.gap.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
+    others = tuple(name for name in gemms if name not in finding.gemms)
+    rest = tuple(name for name in found.layers if name not in found.causes)
+    lines = []
+    if others:
+        keeps = f"--bf16-gemms {' '.join(finding.gemms)} keeps {_words(finding.gemms)} in BF16 in all layers"
+        lines.append(f"{keeps}: {gaps[Part(others)]}")
+    if rest:
+        lines.append(f"--skip {' '.join(found.causes)} keeps these layers in BF16: {gaps[Part(gemms, rest)]}")
     return lines
 
 

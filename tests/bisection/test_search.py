@@ -35,7 +35,7 @@ def causes(found):
 def test_one_gemm_of_one_layer_is_found(gemm, layer):
     found = search(lambda gemms, layers: 0.1 * (gemm in gemms and layer in layers))
     assert (found.verdict, found.gemms, causes(found)) == ("found", (gemm,), [(layer,)])
-    assert len(found.trials) <= 1 + 3 + 2 * math.log2(len(LAYERS)) + 2
+    assert len(found.trials) <= 1 + 3 + 2 * math.log2(len(LAYERS)) + 3
     whole, remedies = found.whole.gap, found.trials[-2:]
     assert whole.mean == pytest.approx(0.1)
     assert {trial.part.gemms for trial in remedies} == {tuple(g for g in GEMMS if g != gemm), GEMMS}
@@ -47,6 +47,15 @@ def test_two_layers_far_apart_are_both_found():
     found = search(lambda gemms, layers: 0.05 * len(bad & layers))
     assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
     assert found.gemms == GEMMS  # each GEMM alone has the whole effect
+
+
+def test_two_layers_each_of_which_has_the_whole_effect_are_both_found():
+    """The first half explains the gap, so that the second is tried only among the layers that are left."""
+    bad = {LAYERS[2], LAYERS[29]}
+    found = search(lambda gemms, layers: 0.1 * bool(bad & layers))
+    assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
+    assert set(found.trials[-1].part.layers) == set(LAYERS) - bad
+    assert found.trials[-1].gap.mean == pytest.approx(0)
 
 
 def test_two_gemms_that_raise_the_loss_together_are_found():

@@ -6,14 +6,13 @@ A trial runs some GEMMs of some layers in FP8, and all else in BF16.
     layers   with these GEMMs: one half of the layers, then the other, and so on into each half that causes the gap. If
              neither does, the layers are halved by kind (all q_proj, all down_proj, ...) instead of by depth.
 
-A part *causes* the gap if its own gap is resolved (`pooled_half_width`) and at least a fourth of the whole. So a cause
-in a few layers is followed to each of them, and a cause that is spread evenly ends in groups of layers, with their
-shares. Where the first half has three fourths of what both have, the second is not tried. Source of the search: group
-testing by halves, as in delta debugging (Zeller and Hildebrandt, 2002), with a measured share in place of pass and
-fail.
+A part *causes* the gap if its own gap is resolved and at least a fourth of the whole. So a cause in a few layers is
+followed to each of them, and a cause that is spread evenly ends in groups of layers, with their shares. Where the first
+half has three fourths of what both have, the second is not tried yet: in the end the layers that were not found run in
+FP8, and if they cause a gap, the search goes on among them. Source of the search: group testing by halves, as in delta
+debugging (Zeller and Hildebrandt, 2002), with a measured share in place of pass and fail.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -34,7 +33,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """The gap of the runs in which only `part` is in FP8, and half of its interval, from all trials until then."""
+    """The gap of the runs in which only `part` is in FP8, and half of its interval.
+
+    Of the two intervals from its own spread and from that of all trials until then (`pooled_half_width`), the narrower.
+    """
 
     part: Part
     gap: Gap
@@ -92,8 +94,7 @@ class Search:
         if not whole.resolved or whole.gap.mean < self._least:
             return Finding(whole, (), (), tuple(self._trials.values()))
         gemms = self._find_gemms(whole)
-        of_gemms = self._try(Part(gemms))
-        found = tuple(self._find_layers(replace(of_gemms, part=Part(gemms, self._layers)), of_gemms))
+        found = tuple(self._find_all_layers(gemms))
         self._try_remedies(gemms, {name for trial in found for name in trial.part.layers or ()})
         return Finding(whole, gemms, found, tuple(self._trials.values()))
 
@@ -106,6 +107,21 @@ class Search:
             if causes:
                 return max(causes, key=lambda gemms: self._try(Part(gemms)).gap.share_of(whole.gap))
         return self._gemms
+
+    def _find_all_layers(self, gemms: tuple[str, ...]) -> Iterator[Trial]:
+        """The groups of layers that cause the gap, until the layers that are left cause none."""
+        whole = self._try(Part(gemms))
+        group, left = replace(whole, part=Part(gemms, self._layers)), self._layers
+        while True:
+            found = list(self._find_layers(group, whole))
+            yield from found
+            named = {name for trial in found for name in trial.part.layers or ()}
+            left = tuple(name for name in left if name not in named)
+            if not left:
+                return
+            group = self._try(Part(gemms, left))
+            if not self._causes(group, whole):
+                return
 
     def _find_layers(self, group: Trial, whole: Trial) -> Iterator[Trial]:
         """The smallest groups within `group` that cause the gap."""
@@ -138,7 +154,7 @@ class Search:
         if part not in self._trials:
             gap = self._measure(part)
             known = [trial.gap for trial in self._trials.values()]
-            self._trials[part] = Trial(part, gap, 0.0 if math.isinf(gap.mean) else pooled_half_width([*known, gap]))
+            self._trials[part] = Trial(part, gap, min(gap.half_width, pooled_half_width([*known, gap])))
         return self._trials[part]
 
 
