@@ -160,7 +160,7 @@ def test_a_warning_may_stop_the_run_with_a_checkpoint(begin, found):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
-def test_compiled_blocks_go_on_with_promoted_layers(begin, found):
+def test_compiled_blocks_go_on_with_promoted_layers(begin, go_on, found):
     torch._dynamo.reset()
     blocks = {"blocks": True, "backend": "eager"}
     trainer = begin(compile=blocks, layers=1, steps=20, watch={"on_warning": "promote"}, **QUIET)
@@ -168,6 +168,8 @@ def test_compiled_blocks_go_on_with_promoted_layers(begin, found):
     with torch._dynamo.config.patch(recompile_limit=8):
         assert trainer.run().step == 20
         assert torch._dynamo.config.recompile_limit == 9
+        go_on(trainer.run_folder.path).lock.close()
+        assert torch._dynamo.config.recompile_limit == 10
 
 
 def spikes(steps):

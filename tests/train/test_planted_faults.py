@@ -23,6 +23,10 @@ def amax_jump(trainer):
     layer(trainer, "input_layernorm").weight.data.mul_(50)
 
 
+def amax_jump_of_gradient(trainer):
+    gradient_of(trainer, "self_attn.k_proj", lambda dy: 1e6 * dy)
+
+
 def kurtosis_growth(trainer):
     """One column of the input of down is large, for the half of the tokens whose gate is open."""
     gate, up = (layer(trainer, f"mlp.{name}").weight.data for name in ("gate_proj", "up_proj"))
@@ -77,6 +81,7 @@ def loss_spike(trainer):
 
 FAULTS = {
     amax_jump: ("rowwise", "self_attn.q_proj", "x"),
+    amax_jump_of_gradient: ("rowwise", "self_attn.k_proj", "dy"),
     kurtosis_growth: ("rowwise", "mlp.down_proj", "x"),
     swiglu_alignment: ("rowwise", "mlp.gate_proj", None),
     underflow: ("rowwise", "self_attn.o_proj", "dy"),
@@ -118,7 +123,7 @@ def events(begin):
 
 GROUPS = [
     (12, [amax_jump, underflow, kurtosis_growth]),
-    (12, [swiglu_alignment, underflow_in_dw]),
+    (12, [swiglu_alignment, underflow_in_dw, amax_jump_of_gradient]),
     (12, [saturation_spike, dead_scale, scale_gap]),
     (17, [non_finite]),
     (27, [loss_spike]),
@@ -135,7 +140,7 @@ def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, 
     for fault in faults:
         _, name, operand = FAULTS[fault]
         name = name and f"model.layers.1.{name}"
-        rule = fault.__name__.removesuffix("_in_dw")
+        rule = fault.__name__.removesuffix("_in_dw").removesuffix("_of_gradient")
         assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
 
 

@@ -62,6 +62,15 @@ def eager() -> AbstractContextManager[Any]:
     return stance
 
 
+def allow_compilations(count: int) -> None:
+    """Let Dynamo compile the code of a block so many times more: beyond its limit it runs the code as it is.
+
+    All blocks share their code. A block with a promoted layer is compiled by itself.
+    """
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit += count
+
+
 def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     options: dict[str, Any] = {} if mode == "full" else {"context_fn": _selective}
 

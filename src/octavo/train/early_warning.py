@@ -13,6 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from octavo.artifact.run import RunFolder
+from octavo.telemetry import Watch
 from octavo.telemetry.rules import LossRule, SampleRules
 from octavo.telemetry.rules.losses import NEW
 from octavo.telemetry.schema import OPERANDS, Event
@@ -23,7 +24,7 @@ from octavo.train.nonfinite import Place, find_nonfinite
 from octavo.train.ranks import gather
 from octavo.train.recent_steps import RecentSteps, StepNumbers
 from octavo.train.remedies import Remedies
-from octavo.train.warning_report import Report, Source, describe
+from octavo.train.warning_report import Report, describe
 
 CHECK_EVERY = 10  # steps
 
@@ -52,7 +53,7 @@ class EarlyWarning:
         run: RunFolder,
         recent: RecentSteps,
         remedies: Remedies,
-        watch: Source | None,
+        watch: Watch | None,
         passes: Callable[[int], object],
     ) -> None:
         self._config, self._state, self._run, self._recent = config.watch, state, run, recent

@@ -3,9 +3,7 @@
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
 
-import torch
 from torch import nn
 
 from octavo.artifact.atomic_folder import partial_folder
@@ -15,6 +13,7 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.promotion import e5m2_gradients, promote
 from octavo.telemetry.schema import Event
 from octavo.train.actions import Actions, Promotion, Rollback, recipe_layers
+from octavo.train.blocks import allow_compilations
 from octavo.train.checkpoint import TrainState, load_checkpoint
 from octavo.train.checkpoint_writer import CheckpointWriter
 from octavo.train.ranks import gather, rank
@@ -74,9 +73,7 @@ class Remedies:
         if done:
             for promotion in done.values():
                 promote(layers[promotion.layer], promotion.to)
-            # Each change may compile a block once more. At the limit, Dynamo would run it without compiling it.
-            config: Any = torch._dynamo.config
-            config.recompile_limit += len(done)
+            allow_compilations(len(done))
             self._caches.renew()
             self.actions.promotions.extend(done.values())
             self._write()

@@ -18,6 +18,7 @@ from octavo.nn import seed_scales
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
 from octavo.train.actions import Actions
+from octavo.train.blocks import allow_compilations
 from octavo.train.boards import event_writer, wandb
 from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
 from octavo.train.config import Config, ConfigError
@@ -88,6 +89,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         check_same(config)
         trainer = prepare_run(config, run, lock, console, newest)
         trainer.actions.apply(trainer.model)
+        allow_compilations(len(trainer.actions.promotions))
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
             write_settings(config, run)

@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from octavo.artifact.run import RunFolder
-from octavo.telemetry.rules.sample import Records
-from octavo.telemetry.schema import Event, WatchedLayer
+from octavo.telemetry import Event, Watch
 from octavo.train.actions import Promotion, Rollback
 from octavo.train.checkpoint import TrainState
 from octavo.train.instrument import precision_of
@@ -20,21 +19,11 @@ _SHOWN = 5  # warnings of a check that are printed
 _ACTIONS = {"bf16": "promote", "e5m2": "e5m2"}
 
 
-class Source(Protocol):
-    """The part of `octavo.telemetry.Watch` that the early warning uses."""
-
-    layers: Sequence[WatchedLayer]
-
-    def take(self) -> list[tuple[Records, Records]]: ...
-    def refresh(self) -> None: ...
-    def write_event(self, event: Event) -> None: ...
-
-
 class Report:
     """Writes warnings to all three places; events only where the run is watched."""
 
     def __init__(
-        self, metrics: Metrics, console: Console, watch: Source | None, run: RunFolder, state: TrainState
+        self, metrics: Metrics, console: Console, watch: Watch | None, run: RunFolder, state: TrainState
     ) -> None:
         self._metrics, self._console, self._watch, self._run, self._state = metrics, console, watch, run, state
 
@@ -49,13 +38,15 @@ class Report:
             print_line(
                 self._console, f"warning: {len(events) - _SHOWN} more of step {step}, in {self._run.path / 'watch'}"
             )
-        record: dict[str, Any] = {"warnings": dict(Counter(event.rule for event in events))}
+        found = Counter(event.rule for event in events)
+        record: dict[str, Any] = {"warnings": dict(found)}
         if done:
             record["promoted"] = {promotion.layer: promotion.to for promotion in done.values()}
             record["precision"] = precision_of(self._state.model, self._state.device)
             if self._watch is not None:
                 self._watch.refresh()
         self._metrics.write(step, **record)
+        self._metrics.draw(step, {f"warnings/{rule}": count for rule, count in found.items()})
 
     def go_back(self, spike: Event, rollback: Rollback) -> None:
         """Report that the run went back to a checkpoint. The metrics of later steps are dropped."""
