@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.plan.families import describe_architecture
 from octavo.plan.models import find_architecture, model_presets
 from octavo.train.config import Config
@@ -94,6 +94,18 @@ def test_settings_give_octavos_own_model():
     with torch.device("meta"):
         model = build(LlamaConfig(512, 3, 64, 4, 2, 128, config.context))
     assert find_architecture("", config).parameters == count(model)
+
+
+@pytest.mark.parametrize("shared", [0, 48])
+def test_settings_give_octavos_mixture(shared):
+    sizes = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 32}
+    experts = {"count": 4, "top_k": 2, "shared_width": shared}
+    config = Config.from_dict(sizes | {"model": "mixture", "experts": experts, "tokenizer": "bpe", "vocabulary": 512})
+    described = MixtureConfig(**sizes, vocabulary=512, context=config.context, experts=4, top_k=2, shared_width=shared)
+    with torch.device("meta"):
+        parameters = count(build(described))
+    assert find_architecture("", config).parameters == parameters
+    assert describe_architecture("ours", described.to_hf()).parameters == parameters
 
 
 def test_an_unknown_name_gets_the_nearest_presets():

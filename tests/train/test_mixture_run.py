@@ -4,7 +4,10 @@ import json
 
 import pytest
 import torch
+from metrics import sqnr
 
+import octavo
+from octavo.packing import pack
 from octavo.train.config import ConfigError
 from octavo.train.instrument import precision_of
 
@@ -71,6 +74,21 @@ def test_the_record_of_a_run_counts_experts_among_fp8(begin):
     found = precision_of(trainer.state.model, torch.device("cpu"))
     assert found["fp8_share"] > 0.5
     assert not [name for name in found["high_precision"] if "experts." in name]
+
+
+@pytest.mark.parametrize("shared", [0, 32])
+@pytest.mark.filterwarnings("ignore:.* is an expert in FP8")
+def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
+    trainer = begin(**(MIXTURE | {"experts": {"count": 4, "shared_width": shared}}))
+    trainer.run()
+    report = pack(trainer.run_folder.path, tmp_path / "packed", experts=True)
+    assert sum(".experts." in name for name in report.packed) == 2 * 4 * 3
+    model = octavo.load(tmp_path / "packed")
+    ids = torch.randint(256, (1, 12))
+    with torch.no_grad():
+        exact, found = trainer.state.model.eval()(ids), model(ids).logits
+    assert sqnr(exact, found) > 15
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 16)
 
 
 def test_more_experts_a_token_than_there_are_is_an_error(settings):

@@ -71,7 +71,9 @@ def left_padding(
     A mask other than left padding is an error. Reading the mask on the host would make every decoding step on a GPU
     wait; there, such a mask gives -1 instead, and attention returns NaN.
     """
-    causal = mask_function is causal_mask_function or (local_size is not None and kv_length <= local_size)
+    # Qwen2-MoE without a sliding window has one of 0, and asks for its mask although no layer reads it.
+    whole = local_size is not None and (kv_length <= local_size or local_size == 0)
+    causal = mask_function is causal_mask_function or whole
     if use_vmap or not causal:
         raise UnservedError(
             "the attention 'octavo' is causal over all tokens, without sliding windows, chunks or packed sequences: "

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture, model_presets
@@ -60,7 +61,7 @@ class Case:
         """The model's layers, and the settings with the defaults of a plan."""
         if self.model.endswith(".toml") or (self.model in PRESETS and self.model not in model_presets()):
             config = Config.load(self.model, self.settings)
-            return find_architecture("" if config.model in ("llama", "gpt2") else config.model, config), config
+            return find_architecture("" if config.model in BUILT_IN_MODELS else config.model, config), config
         config = Config.load(None, self.settings)
         model, given = find_architecture(self.model, config), _names(self.settings)
         values: dict[str, object] = {}

@@ -48,6 +48,8 @@ def _llama(name: str, f: Fields) -> Architecture:
     if experts:
         used = f["num_experts_per_tok"]
         layers += (Layer("router", width, experts), *_swiglu(width, hidden, copies=experts, active=used))
+        if shared := f.get("shared_expert_intermediate_size"):
+            layers += (Layer("router", width, 1), *_swiglu(width, shared))
     else:
         layers += _swiglu(width, hidden, bias=f.get("mlp_bias", False))
     block = Block(f["num_hidden_layers"], layers, attention, gated=True, others=2 * width + heads_norms)
@@ -59,7 +61,8 @@ def _grouped_query(f: Fields) -> tuple[Attention, tuple[Layer, ...]]:
     width, heads = f["hidden_size"], f["num_attention_heads"]
     head = f.get("head_dim") or width // heads
     q, kv = heads * head, (f.get("num_key_value_heads") or heads) * head
-    bias = f.get("attention_bias", False) or f["model_type"] == "qwen2"
+    always = f["model_type"] == "qwen2" or (f["model_type"] == "qwen2_moe" and f.get("qkv_bias", True))
+    bias = f.get("attention_bias", False) or always
     projections = (Layer("qkv", width, q, bias), Layer("qkv", width, kv, bias), Layer("qkv", width, kv, bias))
     return Attention(heads, q, kv, kv, q), (*projections, Layer("o", q, width, f.get("attention_bias", False)))
 
@@ -177,7 +180,7 @@ def _dit(name: str, f: Fields) -> Architecture:
 
 
 FAMILIES: dict[str, Callable[[str, Fields], Architecture]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), _llama),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), _llama),
     "deepseek_v3": _deepseek,
     "gpt2": _gpt2,
     "opt": _opt,

@@ -23,7 +23,7 @@ def find_architecture(model: str, config: Config) -> Architecture:
     """The architecture of `model`.
 
     Args:
-        model: a preset, llama or gpt2 of the sizes in `config`, a Hugging Face folder, or a config.json.
+        model: a preset, "" for Octavo's own model of the sizes in `config`, a Hugging Face folder, or a config.json.
         config: the settings of training.
 
     Raises:
@@ -66,4 +66,11 @@ def _built_in(config: Config) -> Architecture:
     }  # fmt: skip
     if config.model == "gpt2":
         return describe_architecture("gpt2", sizes | {"model_type": "opt", "ffn_dim": 4 * config.width})
+    if config.model == "mixture":
+        experts = {
+            "model_type": "qwen2_moe", "intermediate_size": config.mlp_width, "num_experts": config.experts.count,
+            "moe_intermediate_size": config.mlp_width, "num_experts_per_tok": config.experts.top_k,
+            "shared_expert_intermediate_size": config.experts.shared_width, "qkv_bias": False,
+        }  # fmt: skip
+        return describe_architecture("mixture", sizes | experts)
     return describe_architecture("llama", sizes | {"model_type": "llama", "intermediate_size": config.mlp_width})

@@ -140,7 +140,7 @@ def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[s
     if experts:
         warnings.warn(
             f"{experts[0]} ({len(experts)} such layers) is an expert in FP8: its weight is widened to BF16, since "
-            "Octavo has no FP8 GEMM of stacked experts yet",
+            "Octavo runs the experts of an opened folder in BF16",
             stacklevel=2,
         )
 
