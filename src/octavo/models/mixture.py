@@ -6,9 +6,9 @@
 Source: Mixtral (arXiv:2401.04088), and with a shared expert Qwen2-MoE (arXiv:2407.10671). Names and mathematics are
 those of `MixtralForCausalLM` and `Qwen2MoeForCausalLM` in transformers, so a state_dict travels both ways unchanged.
 
-Without a penalty a router may send all tokens to few experts. The loss of a block, E * sum over e of f[e] * mean(p[e]),
-with f[e] the experts' shares of the slots, is 1 where both are even (Switch Transformer, arXiv:2101.03961, section
-2.2).
+Without a penalty a router may send all tokens to few experts. So each block adds E * sum over e of f[e] * mean(p[e])
+to the loss, where f[e] is the share of the slots that expert e gets. It is 1 if both are even (Switch Transformer,
+arXiv:2101.03961, section 2.2).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The choice of the implementation that a grouped GEMM runs on.
 
 PyTorch's `scaled_grouped_mm` with row scales is a CUTLASS kernel for Hopper (ScaledGroupMM.cu). Both its operands are
-E4M3, and its result is BF16. Its dispatch for other GPUs has not been measured here: they emulate, where that is asked
-for.
+E4M3, and its result is BF16. On other GPUs it has not been measured, so it is not used there: a call raises an error,
+or computes in float32 if the caller allows emulation.
 """
 
 import torch
