@@ -123,8 +123,8 @@ class EarlyWarning:
         self._remedies.wait()
         saved = self._run.checkpoints()
         return (
-            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}. {_found(place)}. Lower "
-            "learning_rate, clip, or keep sensitive layers in BF16 with skip; "
+            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. Lower "
+            "learning_rate, clip, keep sensitive layers in BF16 with skip, or set watch.on_warning to promote; "
             + (f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet")
         )
 
