@@ -133,6 +133,13 @@ def test_what_cannot_be_bisected(settings, tmp_path):
         bisect(settings(batch=2), out, seeds=2, steps=1)
     with pytest.raises(ConfigError, match="other settings: steps is 1 there and 2 here"):
         bisect(settings(), out, seeds=2, steps=2)
+    log = out / "runs.jsonl"
+    log.write_text('{"gemms": ["y"]}\n' + log.read_text())
+    with pytest.raises(ArtifactError, match=r"runs.jsonl, line 1 is damaged .* remove that line"):
+        bisect(settings(), out, seeds=2, steps=1)
+    (out / "bisect.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"bisect.json"):
+        bisect(settings(), out, seeds=2, steps=1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="is not empty and has no short runs"):

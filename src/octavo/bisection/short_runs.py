@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
-from octavo.artifact.files import read_json
+from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.run import RunFolder
 from octavo.bisection.gap import Gap
 from octavo.bisection.search import Part
@@ -218,7 +218,7 @@ class ShortRuns:
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) < len(lines):  # the last run was killed while it wrote
             log.write_text("".join(whole))
-        return [_from_line(line) for line in whole]
+        return [_from_line(line, f"{log}, line {number}") for number, line in enumerate(whole, 1)]
 
     def _append(self, run: ShortRun) -> None:
         fields = asdict(run)
@@ -230,13 +230,16 @@ class ShortRuns:
             raise write_error(self.out, error) from error
 
 
-def _from_line(line: str) -> ShortRun:
-    fields = json.loads(line)
-    layers = fields.pop("layers")
-    part = Part(tuple(fields.pop("gemms")), None if layers is None else tuple(layers))
-    losses = tuple(math.inf if loss is None else loss for loss in fields.pop("losses"))
-    converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
-    return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
+def _from_line(line: str, where: str) -> ShortRun:
+    try:
+        fields = json.loads(line)
+        layers, gemms = fields.pop("layers"), tuple(fields.pop("gemms"))
+        part = Part(gemms, None if layers is None else tuple(layers))
+        losses = tuple(math.inf if loss is None else float(loss) for loss in fields.pop("losses"))
+        converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
+        return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{where} is damaged ({error}): remove that line, and the run is made again") from error
 
 
 def _check_same(found: dict[str, Any], given: dict[str, Any], out: Path) -> None:
