@@ -9,7 +9,7 @@ import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
 
 from octavo.nn.linear import Linear
-from octavo.telemetry.schema import Event
+from octavo.telemetry import Event, read_watch
 from octavo.train.early_warning import TrainingError
 from octavo.train.finished import open_run
 
@@ -218,6 +218,9 @@ def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(plant, recor
     trainer = plant(spikes([33]), **LONG | {"save_every": 100}, watch={"on_spike": "rollback"})
     assert trainer.run().step == 50
     assert records(trainer.run_folder.path, "warnings") == {35: {"loss_spike": 1}}
+    [spike] = read_watch(trainer.run_folder.path).events
+    assert (spike.step, spike.action) == (35, None)
+    assert spike.message.endswith("not rolled back: no checkpoint is older")
 
 
 def test_events_go_to_the_watch(begin, found, monkeypatch):

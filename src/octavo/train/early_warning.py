@@ -131,11 +131,10 @@ class EarlyWarning:
     def _roll_back(self, spike: Event, report: Report) -> bool:
         """Return to a checkpoint from before the spike, if there is one and the limit is not reached."""
         limit = self._config.rollbacks
-        rollback = None
-        if len(self._remedies.actions.rollbacks) < limit:
-            rollback = self._remedies.roll_back(spike.step - NEW)
+        spent = len(self._remedies.actions.rollbacks) >= limit
+        rollback = None if spent else self._remedies.roll_back(spike.step - NEW)
         if rollback is None:
-            why = f"watch.rollbacks is {limit}" if self._remedies.actions.rollbacks else "no checkpoint is older"
+            why = f"watch.rollbacks is {limit}" if spent else "no checkpoint is older"
             self._act([replace(spike, message=f"{spike.message}; not rolled back: {why}")], report)
             return False
         self._losses.restart()
