@@ -7,6 +7,9 @@
 | `GPT2` | `OPTForCausalLM` | LayerNorm, learned positions, GELU, biases |
 
 The names of their parameters are those of transformers, so a state_dict travels both ways unchanged.
+
+Two models of images have no counterpart there: `octavo.models.vision.VisionTransformer`, which classifies, and
+`octavo.models.diffusion.DiffusionTransformer`, which makes images of a class.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,191 @@
+"""Blocks of vision transformers, forward and backward, compiled: BF16, ours, and torchao's, in turn in one process.
+
+Two shapes: ViT-H/14 (128 images of 257 tokens), whose blocks are timm's where timm is installed and else those of
+`octavo.models.vision`; and a transformer of the size of SDXL's (1280 wide, 20 heads, 10 blocks, 1,024 tokens attending
+to themselves and to 77 of a text, a GEGLU MLP), in plain modules. Each block is compiled by itself. First come the
+outputs and gradients against BF16's, then the modes take turns. The peak memory is that of a step, weights, gradients
+and input included, by which each mode's model is alone on the GPU.
+
+"ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. `only_if_faster_to_best`
+is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly.
+
+    python -m bench.gpu.vision [--quick]
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from bench import record
+from bench.gpu.modes import speedup
+from bench.gpu.peers import use_torchao
+from bench.gpu.timing import decibels, interleaved
+from octavo.models.vision import Block
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` sequences of `tokens`, through `layers` blocks of `width` and `heads`; `text` tokens to attend to."""
+
+    layers: int
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    text: int = 0
+
+
+SHAPES = {"ViT-H/14": Shape(6, 128, 257, 1280, 16), "SDXL-size": Shape(10, 16, 1024, 1280, 20, 77)}
+TINY = {"ViT-H/14": Shape(2, 2, 9, 64, 4), "SDXL-size": Shape(2, 2, 16, 64, 4, 5)}  # for a rehearsal on a CPU
+
+
+class CrossAttention(nn.Module):
+    """q of x; k and v of `text`, which is x itself in self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(width, width, bias=i == 3) for i in range(4))
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        projected = self.to_q(x), self.to_k(text), self.to_v(text)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected)
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class DiffusionBlock(nn.Module):
+    """A transformer block of SDXL's U-Net, as `BasicTransformerBlock` of diffusers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.attn1, self.attn2 = CrossAttention(width, heads), CrossAttention(width, heads)
+        self.proj, self.out = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        n = self.norm1(x)
+        x = x + self.attn1(n, n)
+        x = x + self.attn2(self.norm2(x), text)
+        u, gate = self.proj(self.norm3(x)).chunk(2, dim=-1)
+        return x + self.out(u * F.gelu(gate))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        kind = DiffusionBlock if shape.text else vision_block()
+        self.blocks = nn.ModuleList(kind(shape.width, shape.heads) for _ in range(shape.layers))
+
+    def forward(self, x: Tensor, *text: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *text)
+        return x
+
+
+def vision_block() -> Callable[[int, int], nn.Module]:
+    """timm's block, with biases as in ViT-H/14; ours without timm."""
+    if not record.installed("timm"):
+        return Block
+    block: Any = importlib.import_module("timm.models.vision_transformer").Block
+    return lambda width, heads: block(width, heads, qkv_bias=True)
+
+
+def inputs(shape: Shape) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    sizes = [shape.tokens, *([shape.text] if shape.text else [])]
+    return tuple(torch.randn(shape.batch, t, shape.width, device=DEVICE, dtype=torch.bfloat16) for t in sizes)
+
+
+def make(shape: Shape, mode: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The compiled stack, the same weights in every mode, and facts of its conversion."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = Stack(shape).to(torch.bfloat16)
+    facts: dict[str, Any] = {}
+    if mode.startswith("ours"):
+        faster = mode.endswith("faster") and DEVICE == "cuda"
+        report = octavo.convert(model, "rowwise", only_if_faster=faster, batch=inputs(shape))
+        facts = {"fp8_flops": report.coverage.flops, "fused": len(report.fused), "left": report.skipped}
+        facts["predicted"] = {row.name: row.speedup for row in report.rows if row.name.startswith("blocks.0.")}
+    elif mode.startswith("torchao"):
+        use_torchao(model, mode.split()[1])
+    for block in model.blocks:
+        block.compile()
+    return model, facts
+
+
+def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
+    """A forward and backward pass; returns y, dx and the gradient of the first weight matrix."""
+    x, *text = inputs(shape)
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+    weight = next(p for p in model.parameters() if p.ndim == 2)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        y = model(x, *text)
+        y.backward(dy)
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [y.detach(), x.grad, weight.grad]
+
+    return run
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # the modes share the code of their blocks
+    modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
+    result: dict[str, Any] = {"shape": vars(shape), "conversion": {}, "peak_bytes": {}, "db": {}}
+    reference: list[Tensor] = []
+    steps: dict[str, Callable[[], Any]] = {}
+    for mode in modes:  # alone on the GPU first, for its memory
+        model, result["conversion"][mode] = make(shape, mode)
+        run = step(model, shape)
+        run()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = sum(known.numel() * known.element_size() for known in reference)
+        found = [t.clone() for t in run()]
+        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+        result["peak_bytes"][mode] = peak - before
+        reference = reference or found
+        result["db"][mode] = [decibels(b, a) for a, b in zip(found, reference, strict=True)] if mode != "bf16" else []
+        print(mode, f"{result['peak_bytes'][mode] / 2**30:.2f} GiB", result["db"][mode], flush=True)
+        del model, run, found
+        torch._dynamo.reset()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    for mode in modes:
+        steps[mode] = step(make(shape, mode)[0], shape)
+    result["rounds"] = interleaved(steps, rounds=rounds, repeat=3 if DEVICE == "cuda" else 1)
+    result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
+    best = max(1.0, result["speedup"]["ours"])
+    result["only_if_faster_to_best"] = result["speedup"]["ours, only if faster"] / best
+    print(result["speedup"], result["only_if_faster_to_best"], flush=True)
+    return result
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv
+    shapes = SHAPES if DEVICE == "cuda" else TINY
+    found = {name: measure(shape, 5 if quick else 15) for name, shape in shapes.items()}
+    blocks = "timm" if record.installed("timm") else "octavo.models.vision"
+    if DEVICE == "cuda":
+        print(record.write("gpu_vision", {"blocks": blocks, "shapes": found}))
+
+
+if __name__ == "__main__":
+    main()
