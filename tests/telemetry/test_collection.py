@@ -249,3 +249,23 @@ def test_what_cannot_be_watched_is_refused(model, options, message):
 def test_the_statistics_have_room_for_all_fields():
     assert len(FIELD) == len(set(FIELD))
     assert set(BY_OPERAND) <= set(octavo.telemetry.schema.OPERAND.names)
+
+
+def test_attention_and_convolutions_are_watched():
+    attention, patches = nn.MultiheadAttention(16, 2, batch_first=True), nn.Conv2d(3, 16, 4, stride=4)
+    model = nn.ModuleDict({"attention": attention, "patches": patches})
+    octavo.convert(model)
+    x = matrix(2 * 3, 64, spread=1).view(2, 3, 8, 8)
+    with octavo.watch(model) as watch:
+        y = model["patches"](x).flatten(2).transpose(1, 2)
+        model["attention"](y, y, y)[0].sum().backward()
+        watch.read_gradients()
+        watch.step()
+        sample, described = watch.latest(), {layer.name: layer for layer in watch.layers}
+    assert {name: layer.shape for name, layer in described.items()} == {
+        "attention": (48, 16), "attention.out_proj": (16, 16), "patches": (16, 48),
+    }  # fmt: skip
+    assert all(layer.gemms["y"].precision == "fp8" for layer in described.values())
+    assert len(sample.layer_records) == 3
+    weight = next(r for r in sample.operands if (r["layer"], r["operand"]) == (list(described).index("patches"), 1))
+    check(weight, describe(patches.weight.detach().flatten(1).numpy(), model["patches"].recipe.w))

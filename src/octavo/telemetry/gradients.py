@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octavo.ops.observation import sampled_rows
 from octavo.ops.statistics import EXPONENTS, tensor_statistics
+from octavo.telemetry.layers import weight_of
 from octavo.telemetry.records import LAYER_MAXIMA, LAYER_SUMS
 
 UPDATE_ROWS = 16
@@ -28,7 +29,7 @@ class WeightStatistics:
     """The statistics of the weights in one step.
 
     Args:
-        modules: the layers, each with a `weight`.
+        modules: the layers.
         pairs: the gate and up layers.
         rows: the number of rows that are sampled for histograms.
     """
@@ -70,7 +71,7 @@ class WeightStatistics:
         """Read the gradients that the weights have now."""
         self.has_gradients = True
         for i, module in enumerate(self._modules):
-            weight: Any = module.weight
+            weight = weight_of(module)
             if weight.grad is not None:
                 self._found[i] |= _gradient(_local(weight.grad), self._rows)
 
@@ -80,7 +81,7 @@ class WeightStatistics:
         if not self.has_gradients:
             self.read_gradients()
         for i, module in enumerate(self._modules):
-            weight: Any = module.weight
+            weight = weight_of(module)
             if id(weight) in parameters and weight.grad is not None and (local := _local(weight)).numel():
                 self._before[i] = local[_rows(local, UPDATE_ROWS)]
 
@@ -88,16 +89,16 @@ class WeightStatistics:
     def after_update(self, parameters: Collection[int]) -> None:
         """Read how far the rows moved."""
         for i, module in enumerate(self._modules):
-            if id(module.weight) in parameters and i in self._before:
-                self._found[i] |= _change(self._before.pop(i), _local(module.weight))
+            if id(weight := weight_of(module)) in parameters and i in self._before:
+                self._found[i] |= _change(self._before.pop(i), _local(weight))
 
     def _read_weights(self) -> None:
         for i, module in enumerate(self._modules):
-            w: Any = _local(module.weight)
+            w = _local(weight_of(module))
             self._found[i] |= _weight(w) if w.numel() else {}
         numbers = {id(module): i for i, module in enumerate(self._modules)}
         for gate, up in self._pairs:
-            found = _alignment(_local(gate.weight), _local(up.weight), self._rows)
+            found = _alignment(_local(weight_of(gate)), _local(weight_of(up)), self._rows)
             self._found[numbers[id(gate)]] |= found
             self._found[numbers[id(up)]] |= found
 
@@ -145,6 +146,6 @@ def _rows(w: Tensor, rows: int) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    """The tensor, or this rank's part of it."""
+    """The tensor [N, K], or this rank's part of it; a convolution's has one row for each output."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()
+    return part.detach().flatten(1)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.attention import MultiheadAttention, input_weights
 from octavo.nn.backends import gemm_backends
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.linear import RecipeLayer
@@ -36,7 +37,7 @@ class Layers:
     """The linear layers of a model, by number, and the observers of those that were converted.
 
     Attributes:
-        modules: `nn.Linear`, transformers' `Conv1D`, and converted layers.
+        modules: `nn.Linear`, transformers' `Conv1D`, and converted layers: convolutions and attentions too.
         names: without the prefixes of wrappers.
         places: of each converted layer its own, and of each fused module one more.
     """
@@ -98,7 +99,7 @@ class Layers:
 
     def sizes(self) -> np.ndarray[Any, Any]:
         """The number of elements of each weight, of which this rank may hold a part."""
-        return np.array([module.weight.numel() for module in self.modules], float)
+        return np.array([weight_of(module).numel() for module in self.modules], float)
 
     def describe(self, dtype: torch.dtype, seen: Sequence[set[str]]) -> list[WatchedLayer]:
         """The layers as they run.
@@ -121,7 +122,7 @@ class Layers:
         return WatchedLayer(
             self.names[i],
             class_name(module),
-            shape_of(module),
+            _shape(module),
             "" if recipe is None else recipe.name,
             {operand: dtype if cast is None else cast.format for operand, cast in casts.items()},
             {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
@@ -135,7 +136,7 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
         for name in ("y", "dx", "dw"):
             yield name, GemmRun(dtype, "torch", "the layer was not converted")
         return
-    weight: Any = module.weight
+    weight = weight_of(module)
     backends = gemm_backends(module.recipe, weight.device)
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
@@ -147,6 +148,22 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
             continue
         kernel = "emulated" if backend.name == "none" and module.recipe.emulate else backend.name
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
+
+
+def weight_of(module: Any) -> nn.Parameter:
+    """The weight of a layer; of an attention with separate input projections, that of the queries."""
+    if isinstance(module, MultiheadAttention):
+        return next(iter(input_weights(module).values()))
+    weight: nn.Parameter = module.weight
+    return weight
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """N outputs and K inputs."""
+    if is_conv1d(module):
+        return shape_of(module)
+    weight = weight_of(module)
+    return weight.shape[0], weight[0].numel()
 
 
 def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -171,7 +188,7 @@ def _is_recomputed_by_compiler(module: Any) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)  # attention and convolutions are not watched
+    return isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
 
 
 def _plain(name: str) -> str:
