@@ -269,3 +269,13 @@ def test_attention_and_convolutions_are_watched():
     assert len(sample.layer_records) == 3
     weight = next(r for r in sample.operands if (r["layer"], r["operand"]) == (list(described).index("patches"), 1))
     check(weight, describe(patches.weight.detach().flatten(1).numpy(), model["patches"].recipe.w))
+
+
+def test_a_sample_without_operands_warns():
+    model = one_layer()
+    with octavo.watch(model, interval=1) as watch:
+        watch.step()
+        with pytest.warns(RuntimeWarning, match="no operand .* CUDA graph"):
+            assert len(watch.latest().operands) == 0
+        watch.step()
+        watch.latest()

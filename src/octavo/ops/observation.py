@@ -43,7 +43,6 @@ class Sampling:
     """Whether operands are recorded now, by any watch of the process, and how many rows of each."""
 
     rows = 0  # 0: not now
-    captured = False  # whether a CUDA graph was captured, in which nothing is recorded
     _requests: ClassVar[dict[int, int]] = {}
 
     @classmethod
@@ -115,7 +114,6 @@ def _observe(
     if not Sampling.rows:
         return
     if stats.is_cuda and torch.cuda.is_current_stream_capturing():
-        Sampling.captured = True
         return
     backward = kind == "dy" or kind.endswith("_gradient")
     if not backward and torch._C._current_graph_task_id() != -1:  # in a backward pass: a recomputation

@@ -134,7 +134,8 @@ def _count(holds: Tensor) -> Tensor:
 def _histogram(exponents: Tensor) -> Tensor:
     if not exponents.is_cuda:
         return torch.bincount(exponents.flatten(), minlength=EXPONENTS)
-    return torch.histc(exponents.float(), EXPONENTS, 0, EXPONENTS)  # bincount would wait for the device
+    # bincount would wait for the device, and of floats this is not deterministic.
+    return torch.histc(exponents, EXPONENTS, 0, EXPONENTS)
 
 
 @lru_cache(maxsize=1024)

@@ -250,6 +250,13 @@ class Watch:
             warnings.warn(f"the run is no longer watched: {error}", RuntimeWarning, stacklevel=2)
             return
         self.interval = max(interval, self.interval)
+        if self._layers.places and not len(sample.operands) and not self._samples:
+            warnings.warn(
+                "the watch has recorded no operand in its first sample: the converted layers were not called in "
+                "training mode, or ran in a CUDA graph, which cannot be sampled",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._samples.append(sample)
         self._note_what_ran(sample)
         for listener in self.listeners:
