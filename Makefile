@@ -70,6 +70,7 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.vision
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.watch
 
 GPUS ?= 2
 
@@ -86,6 +87,7 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of sm
 	$(BIN)/python -m bench.cpu.kv_cache_quality
 	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.cpu.vision
+	$(BIN)/python -m bench.cpu.watch
 	$(BIN)/python -m bench.report.pages
 
 docs: .venv/installed  ## write README's table and the pages of measurements from bench/results; draw the pictures
