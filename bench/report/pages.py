@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, experts, generation, performance, plan, plots, pretraining, scaling
+from bench.report import accuracy, experts, generation, performance, plan, plots, pretraining, scaling, vision
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -26,7 +26,11 @@ PAGES = {
     "plan": (plan,),
 }  # the modules of their tables
 # Pages that exist once a benchmark has run: the beginning of its results' names, and the modules of the tables.
-LATER = {"scaling": ("gpu_fsdp_", (scaling,)), "pretraining": ("pretrain_", (pretraining,))}
+LATER = {
+    "scaling": ("gpu_fsdp_", (scaling,)),
+    "pretraining": ("pretrain_", (pretraining,)),
+    "vision": ("vision", (vision,)),
+}
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
 
 
