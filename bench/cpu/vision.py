@@ -144,9 +144,9 @@ def main() -> None:
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         runs = [(job[0], pool.submit(run, *job, steps)) for job in jobs]
         found = {task: [job.result() for name, job in runs if name == task] for task in STEPS}
-    images, _ = digits()
+    images, known = digits()[0], judge(steps["classifier"])
     with torch.no_grad():
-        halves = [judge(steps["classifier"]).features(part) for part in (images[::2], images[1::2])]
+        halves = [known.features(part) for part in (images[::2], images[1::2])]
     settings = {**vars(CONFIG), "batch": BATCH, "steps": steps, "made": MADE, "euler_steps": EULER_STEPS}
     result = {"settings": settings, "held_out": HELD_OUT, "frechet_of_halves": frechet(*halves), **found}
     print(json.dumps(result) if quick else record.write("vision", result))

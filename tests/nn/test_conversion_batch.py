@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,3 +94,19 @@ def test_a_pass_that_cannot_be_traced_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="fails in a trace with these inputs"):
         octavo.convert(nn.Sequential(nn.Linear(8, 8)), batch=torch.randn(4, 7))
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("converted_before", [False, True])
+def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    if converted_before:
+        octavo.convert(model)
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "use_cache": False}
+    left = {entry.name: entry.flops for entry in octavo.convert(model, skip=["*.experts"], batch=batch).coverage.left}
+    head, experts = 2 * 32 * 64 * 32, 2 * (2 * 32) * 3 * 48 * 32  # 32 tokens, each through 2 experts
+    found = sum(flops for name, flops in left.items() if ".experts." in name)
+    assert found / left["lm_head.weight"] == pytest.approx(experts / head)

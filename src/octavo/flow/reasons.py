@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from octavo.flow.gpu_autocast import Decision
+from octavo.tracing.gpu_autocast import Decision
 
 
 def forward_reason(

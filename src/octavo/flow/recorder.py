@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.flow.gpu_autocast import GpuAutocast
 from octavo.flow.operation import Operation
 from octavo.flow.reasons import backward_reason, forward_reason
 from octavo.tracing.arithmetic import compute_dtype, floating, flops_of, kind_of, names_of, sum_dtype
 from octavo.tracing.fakes import Fakes
+from octavo.tracing.gpu_autocast import GpuAutocast
 
 # Operations without arithmetic: they make tensors, or show the same numbers in another shape.
 _SHAPES = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "empty_like", "empty", "new_empty"}

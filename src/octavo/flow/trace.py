@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo.flow.gpu_autocast import GpuAutocast
 from octavo.flow.recorder import Recorder
 from octavo.flow.report import DtypeFlow, make_report
 from octavo.tracing.fakes import Fakes, clear_errors
+from octavo.tracing.gpu_autocast import GpuAutocast
 
 _AUTOCAST = (torch.bfloat16, torch.float16, None)
 

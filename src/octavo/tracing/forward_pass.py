@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from octavo.tracing.arithmetic import floating, flops_of, kind_of
 from octavo.tracing.fakes import Fakes, clear_errors
+from octavo.tracing.gpu_autocast import GpuAutocast
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
         ValueError: the model is sharded, or its code depends on the values of tensors.
         RuntimeError: the pass fails, as it would with real tensors of these shapes.
     """
-    fakes = Fakes()
+    fakes, gpu = Fakes(), GpuAutocast(torch.bfloat16)
     tensors = fakes.tensors_of(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
@@ -84,7 +85,7 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     try:
-        with clear_errors(model), fakes.mode, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16), recorder:
+        with clear_errors(model), fakes.mode, torch.enable_grad(), gpu.kernels(), gpu.enabled(), recorder:
             torch.func.functional_call(model, tensors, *fakes.fake((args, keywords)))
     finally:
         for hook in hooks:
@@ -107,8 +108,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, keywords = self._fakes.fake_meta((args, kwargs or {}))
-        out = func(*args, **keywords)
         name = func.overloadpacket.__name__
+        grouped = name == "_grouped_mm"  # whose fake implementation takes BF16 alone
+        out = func(*(tree_map(_in_bf16, args) if grouped else args), **keywords)
         kind = kind_of(name, func.namespace)
         if flops := flops_of(func, kind, args, keywords, out):
             operand = self._operand(name, args)
@@ -133,3 +135,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._alive.append(out)
             parameters = tuple(dict.fromkeys(i for each in found for i in each or ()))
             self._parameters |= {id(leaf): parameters for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+
+
+def _in_bf16(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.flow.autocast_lists import POLICIES, Policy
+from octavo.tracing.autocast_lists import POLICIES, Policy
 
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
     Args:
         operation: as the model calls it, such as "softmax".
-        policy: of `octavo.flow.autocast_lists`.
+        policy: of `octavo.tracing.autocast_lists`.
         casting: whether the inputs are being cast, before the operation itself.
     """
 

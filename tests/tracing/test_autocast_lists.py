@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.flow.autocast_lists import POLICIES
+from octavo.tracing.autocast_lists import POLICIES
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 LISTS = {
