@@ -46,6 +46,7 @@ UNTESTED = {
     },
     "docs/troubleshooting.md": {"TORCH_LOGS=recompiles": "compiles"},
     "docs/training_loop.md": {"from": "reads the calibration of a whole model"},
+    "docs/vision.md": {"python": "takes minutes, and wants a GPU"},
 }
 
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.
