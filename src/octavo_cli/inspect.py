@@ -67,6 +67,8 @@ def inspect_command(
         return
     if given or module is not None:
         raise ValueError("--module, --recipe, --batch, --context and --weights belong to --dtypes: add it")
+    if source.suffix == ".toml" or (source / "metrics.jsonl").exists():
+        raise ValueError(f"{source} is no packed folder; to trace the dtypes of a model, add --dtypes")
     _print_packed(source, as_json)
 
 

@@ -67,6 +67,8 @@ def plan_command(
 
     count = parse_count(model)
     if count is not None:
+        if compare:
+            raise ValueError("--compare needs a model: a number of parameters has one table")
         _show_states(count, as_json)
         return
     if model.startswith("--"):
@@ -76,6 +78,14 @@ def plan_command(
     budget = parse_count(tokens)
     if tokens and budget is None:
         raise ValueError(f"--tokens must be a number such as 300B or 1.5T; got {tokens!r}")
+    if price is not None and price < 0:
+        raise ValueError(f"--price must be 0 or more; got {price:g}")
+    if price is not None and not tokens:
+        raise ValueError("--price gives the cost of --tokens: add it, such as --tokens 1T")
+    if tokens and serve:
+        raise ValueError("--tokens belongs to training: leave out --serve, or --tokens")
+    if kv_cache != "bf16" and not serve:
+        raise ValueError("--kv-cache belongs to serving: add --serve")
     cases = make_cases(Case(model, tuple(context.args), gpu, gpus, network, kv_cache), compare)
     if serve:
         served = [(label, case.serving()) for label, case in cases]

@@ -82,7 +82,7 @@ def _print(run: RunData) -> None:
         say(f"the last {_EVENTS} of {len(events)} events:")
     for event in events[-_EVENTS:]:
         action = f" ({event.action})" if event.action else ""
-        say(f"step {event.step}  {event.rule}: {event.message}{action}", "yellow")
+        say(f"step {event.step}: {event.describe()}{action}", "yellow")
     for remark in run.remarks:
         say(remark)
     say()

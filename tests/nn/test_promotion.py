@@ -74,6 +74,12 @@ def test_another_precision_is_refused() -> None:
         promote(converted("rowwise"), "fp32")
 
 
+def test_a_layer_that_is_not_converted_is_refused() -> None:
+    layer: Any = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"takes a layer of a model that octavo.convert has converted; got Linear"):
+        promote(layer, "bf16")
+
+
 @pytest.mark.parametrize("to", ["bf16", "e5m2"])
 def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
     mlp = SwiGLU(K, 64)

@@ -78,6 +78,11 @@ def test_json_has_every_case():
         (["gpt2", "--tokens", "many"], "--tokens must be a number such as 300B"),
         (["gpt2", "--kv-cache", "int4"], "--kv-cache must be one of bf16, fp8"),
         (["gpt2", "--gpu", "tpu"], "--gpu must be one of"),
+        (["gpt2", "--tokens", "1B", "--price", "-1"], "--price must be 0 or more; got -1"),
+        (["gpt2", "--price", "2"], "--price gives the cost of --tokens: add it, such as --tokens 1T"),
+        (["gpt2", "--serve", "--tokens", "1B"], "--tokens belongs to training: leave out --serve"),
+        (["gpt2", "--kv-cache", "fp8"], "--kv-cache belongs to serving: add --serve"),
+        (["7B", "--compare", "gpus=1,2"], "--compare needs a model: a number of parameters has one table"),
     ],
 )
 def test_bad_input_is_one_message(words, message):

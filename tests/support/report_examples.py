@@ -91,7 +91,7 @@ def write_watch(run: Path, layers: int, steps: np.ndarray) -> None:
     run.mkdir(parents=True, exist_ok=True)
     writer = WatchWriter(run, layers_of(layers), interval=interval)
     writer.write(operands_of(steps, layers), layer_records_of(steps, layers))
-    message = "the saturated share of dy in model.layers.0.attn.v_proj is 10 %"
+    message = "10.0% of dy saturates"
     writer.write_event(Event(int(steps[-1]), "saturation_spike", layers_of(4)[2].name, "dy", 0.1, 0.01, message))
 
 

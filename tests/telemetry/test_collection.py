@@ -223,13 +223,15 @@ def test_a_disk_that_is_full_ends_the_watch_and_not_the_run(tmp_path):
 def test_a_watch_leaves_no_trace():
     model = one_layer()
     before = set(model[0].__dict__)
-    with octavo.watch(model):
+    with octavo.watch(model) as watch:
         assert copy.deepcopy(model)[0].observer is None
         torch.save(model, file := io.BytesIO())
         assert torch.load(io.BytesIO(file.getvalue()), weights_only=False)[0].observer is None
         with pytest.raises(ValueError, match="watched already"):
             octavo.watch(model)
     assert set(model[0].__dict__) == before
+    with pytest.raises(ValueError, match=r"the watch is closed: call step inside its with block"):
+        watch.step()
     assert octavo.ops.observation.Sampling.rows == 0
 
 

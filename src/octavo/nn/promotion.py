@@ -27,7 +27,8 @@ def promote(layer: RecipeLayer, to: str) -> None:
         to: "bf16", for all three GEMMs; or "e5m2", for dy in place of e4m3, which has 14 binades less.
 
     Raises:
-        ValueError: another precision; or "e5m2" for a layer whose dy is not in e4m3, or on a device without the GEMMs.
+        ValueError: another precision; a layer that is not converted; or "e5m2" for a layer whose dy is not in e4m3, or
+            on a device without the GEMMs.
 
     Example:
         >>> report = octavo.convert(model, "rowwise")
@@ -35,6 +36,10 @@ def promote(layer: RecipeLayer, to: str) -> None:
     """
     if to not in PRECISIONS:
         raise ValueError(f"a layer can move to {' or '.join(PRECISIONS)}; got {to!r}")
+    if not isinstance(layer, RecipeLayer):
+        raise ValueError(
+            f"promote takes a layer of a model that octavo.convert has converted; got {type(layer).__name__}"
+        )
     if to == "bf16":
         layer.recipe = Recipe("bf16", emulate=layer.recipe.emulate)
         return

@@ -133,11 +133,13 @@ class Watch:
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
-        self.sampled, self._taken = False, resumed_at
+        self.sampled, self._taken, self._closed = False, resumed_at, False
         self._arm(first=True)
 
     def step(self) -> None:
-        """End a training step, after the step of the optimizer."""
+        """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
+        if self._closed:
+            raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
         if self.sampled:
@@ -183,6 +185,7 @@ class Watch:
 
     def close(self) -> None:
         """Write what is pending, and leave the model as it was before."""
+        self._closed = True
         Sampling.request(self, 0)
         for hook in self._hooks:
             hook.remove()

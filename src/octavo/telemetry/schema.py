@@ -145,6 +145,10 @@ class Event:
     message: str
     action: str | None = None
 
+    def describe(self) -> str:
+        """The rule, the layer and the message."""
+        return f"{self.rule}: {self.layer + ': ' if self.layer else ''}{self.message}"
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without inf and NaN."""
         numbers = {"value": self.value, "limit": self.limit}

@@ -24,7 +24,7 @@ from octavo.train.nonfinite import Place, find_nonfinite
 from octavo.train.ranks import gather
 from octavo.train.recent_steps import RecentSteps, StepNumbers
 from octavo.train.remedies import Remedies
-from octavo.train.warning_report import Report, describe
+from octavo.train.warning_report import Report
 
 CHECK_EVERY = 10  # steps
 
@@ -104,7 +104,7 @@ class EarlyWarning:
         if self._config.on_warning == "stop":
             self._remedies.save()
             raise TrainingError(
-                f"step {self._state.step}: stopped by {describe(events[0])}. watch.on_warning is stop; continue with "
+                f"step {self._state.step}: stopped by {events[0].describe()}. watch.on_warning is stop; continue with "
                 f"--resume {self._run.path} --watch.on_warning log"
             )
 

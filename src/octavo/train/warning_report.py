@@ -60,12 +60,7 @@ class Report:
             self._watch.write_event(event)
 
     def _print(self, event: Event, action: str) -> None:
-        print_line(self._console, f"warning: step {event.step}: {describe(event)}{action}")
-
-
-def describe(event: Event) -> str:
-    """The rule, the layer and the message of an event."""
-    return f"{event.rule}: {event.layer + ': ' if event.layer else ''}{event.message}"
+        print_line(self._console, f"warning: step {event.step}: {event.describe()}{action}")
 
 
 def _words(promotion: Promotion) -> str:
