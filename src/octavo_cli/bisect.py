@@ -13,6 +13,7 @@ from octavo_cli.options import AsJson
 
 if TYPE_CHECKING:
     from octavo.bisection import Bisection
+    from octavo.bisection.gap import Gap
     from octavo.bisection.search import Part
     from octavo.bisection.short_runs import ShortRun
     from octavo.train.config import Config
@@ -90,7 +91,7 @@ def _bisect(
         print(json.dumps(found.to_dict(), indent=2))
         return
     _print_trials(found)
-    for line in _verdict(found, seeds):
+    for line in _verdict(found, seeds, least):
         say(line)
 
 
@@ -131,17 +132,13 @@ def _print_trials(found: Bisection) -> None:
     say(f"The losses of BF16 with other seeds differ by {found.spread:.2%} (standard deviation).")
 
 
-def _verdict(found: Bisection, seeds: int) -> list[str]:
+def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
     finding, gap = found.finding, found.finding.whole.gap
     size = f"{gap.mean:+.2%} +- {gap.half_width:.2%} after {found.steps} steps with {seeds} seeds"
     if finding.verdict == "unresolved":
         if gap.seeds_needed is None:
             return [f"No gap can be resolved: {size}. FP8 and BF16 have the same losses."]
-        return [
-            f"No gap can be resolved: {size}.",
-            f"About --seeds {gap.seeds_needed} would resolve a gap of this size; longer runs (--run-steps) may show a "
-            "larger one.",
-        ]
+        return [f"No gap can be resolved: {size}.", _advice(gap, least)]
     if finding.verdict == "small":
         return [f"The gap is smaller than --least: {size}. There is nothing to find."]
     if finding.verdict == "lower":
@@ -150,6 +147,18 @@ def _verdict(found: Bisection, seeds: int) -> list[str]:
     for trial in finding.layers:
         lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.gap.share_of(gap):.0%} of the gap")
     return [*lines, *_remedies(found)]
+
+
+def _advice(gap: Gap, least: float) -> str:
+    """The way to resolve a gap, for one that is not resolved."""
+    if gap.mean < least:
+        return (
+            "It is smaller than --least, so more seeds find nothing; longer runs (--run-steps) may show a larger gap."
+        )
+    return (
+        f"About --seeds {gap.seeds_needed} would resolve a gap of this size; longer runs (--run-steps) may show a "
+        "larger one."
+    )
 
 
 def _remedies(found: Bisection) -> list[str]:

@@ -42,7 +42,7 @@ def test_a_gap_that_is_not_resolved_is_said_with_the_seeds_that_would_do(here):
     found = call("bisect", "tiny.toml", "--data", "text.txt", "--seeds", "3")
     assert "y, dx, dw  all 7" in found.stdout
     assert "No gap can be resolved" in found.stdout
-    assert "would resolve a gap of this size" in found.stdout
+    assert "longer runs (--run-steps) may show a larger" in found.stdout
     assert found.stderr.count("short run ") == 6
     assert "short run 1: y, dx, dw in FP8, 7 layers, seed 0: loss " in found.stderr
     again = call("bisect", "tiny.toml", "--data", "text.txt", "--seeds", "3", "--json")
@@ -70,6 +70,17 @@ def test_a_cause_is_named_with_the_settings_that_avoid_it(here, monkeypatch):
     assert f"layers: {bad}, 100% of the gap" in output
     assert "--bf16-gemms dw keeps dw in BF16 in all layers" in output
     assert f"--skip {bad} keeps these layers in BF16" in output
+
+
+def test_more_seeds_are_advised_only_for_a_gap_that_is_searched():
+    from octavo.bisection.gap import Gap
+    from octavo_cli.bisect import _advice
+
+    gap = Gap((0.0001, 0.0003))  # 0.02 %
+    assert "--seeds" in _advice(gap, 0.0001)
+    assert _advice(gap, 0.0005) == (
+        "It is smaller than --least, so more seeds find nothing; longer runs (--run-steps) may show a larger gap."
+    )
 
 
 def test_from_takes_the_settings_of_the_run(here):

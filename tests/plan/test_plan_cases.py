@@ -102,6 +102,9 @@ def test_every_gpu_is_complete():
         (Case("gpt2", ("--context", "4096")), "must be at most the 1024 tokens of gpt2; got 4096"),
         (Case("gpt2", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),
         (Case("gpt2", ("--recipe", "rowwize")), "unknown recipe"),
+        (Case("gpt2", ("--layers", "2")), "gpt2 has sizes of its own: leave out --layers"),
+        (Case("gpt2", ("--no-tied",)), "gpt2 has sizes of its own: leave out --tied"),
+        (Case("dit-xl-2", ("--context", "100")), "--context of the image model dit-xl-2 is 256; got 100"),
         (Case("gpt2", gpus=16, network=0), "--network must be above 0"),
     ],
 )

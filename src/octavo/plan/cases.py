@@ -22,6 +22,10 @@ from octavo.train.mesh import find_degrees
 from octavo.train.settings import PRESETS
 
 CONTEXT = 8192
+_SIZES = (
+    "--model", "--layers", "--width", "--heads", "--kv-heads", "--mlp-width", "--tied", "--bias", "--vocabulary",
+    "--experts.count", "--experts.top-k", "--experts.shared-width",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Case:
             return find_architecture("" if config.model in BUILT_IN_MODELS else config.model, config), config
         config = Config.load(None, self.settings)
         model, given = find_architecture(self.model, config), _names(self.settings)
+        _check_fixed(model, config, given)
         values: dict[str, object] = {}
         if "--context" not in given:
             values["context"] = min(model.context, CONTEXT)
@@ -114,6 +119,15 @@ def _without(settings: Sequence[str], option: str) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def _check_fixed(model: Architecture, config: Config, given: set[str]) -> None:
+    """A ValueError if a setting is given that would change the sizes of a preset or a config.json."""
+    fixed = [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]
+    if fixed:
+        raise ValueError(f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings")
+    if not model.vocabulary and "--context" in given and config.context != model.context:
+        raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
 
 
 def _names(settings: Sequence[str]) -> set[str]:

@@ -105,7 +105,7 @@ class EarlyWarning:
             self._remedies.save()
             raise TrainingError(
                 f"step {self._state.step}: stopped by {events[0].describe()}. watch.on_warning is stop; continue with "
-                f"--resume {self._run.path} --watch.on_warning log"
+                f"--resume {self._run.path} --watch.on-warning log"
             )
 
     def _repeat(self, bad: StepNumbers, report: Report) -> None:
@@ -122,9 +122,11 @@ class EarlyWarning:
     def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
         self._remedies.wait()
         saved = self._run.checkpoints()
+        advice = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
+        if self._config.on_warning != "promote":
+            advice += ", or set watch.on_warning to promote"
         return (
-            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. Lower "
-            "learning_rate, clip, keep sensitive layers in BF16 with skip, or set watch.on_warning to promote; "
+            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. {advice}; "
             + (f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet")
         )
 
