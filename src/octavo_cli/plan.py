@@ -27,8 +27,8 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A preset such as llama-3-8b, a Hugging Face folder or config.json, a TOML file of octavo train, or a "
-            "number of parameters such as 7B.",
+            help="A preset such as llama-3-8b, a Hugging Face folder or config.json, a TOML file or a run of octavo "
+            "train, or a number of parameters such as 7B.",
         ),
     ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(GPUS)}.")] = "h200",

@@ -2,9 +2,12 @@
 
 import pytest
 
+from octavo.artifact.run import RunFolder
 from octavo.plan.cases import Case, make_cases, parse_count
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import model_presets
+from octavo.train.config import Config
+from octavo.train.run_settings import write_settings
 
 
 def test_the_defaults_of_a_plan():
@@ -23,6 +26,15 @@ def test_a_file_of_settings(tmp_path):
     assert plan.setup.tokens == 3 * 128
     assert plan.setup.model.depth == 2
     assert plan.memory.optimizer == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
+
+
+def test_a_run_has_its_settings(tmp_path):
+    run = RunFolder(tmp_path)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    write_settings(Config.load(None, ("--layers", "2", "--width", "64", "--batch", "3", "--recipe", "bf16")), run)
+    setup = Case(str(tmp_path), ("--context", "128")).training().setup
+    assert (setup.model.depth, setup.model.width, setup.tokens, setup.recipe.name) == (2, 64, 3 * 128, "bf16")
 
 
 def test_a_preset_of_training():

@@ -7,8 +7,10 @@ tokens), and the batch is one sequence for each GPU that works on its own.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from octavo.artifact.run import RunFolder
 from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
 from octavo.plan.hardware import find_gpu
@@ -19,6 +21,7 @@ from octavo.plan.training import TrainingPlan
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 from octavo.train.mesh import find_degrees
+from octavo.train.run_settings import read_settings
 from octavo.train.settings import PRESETS
 
 CONTEXT = 8192
@@ -33,7 +36,8 @@ class Case:
     """A question to `octavo plan`.
 
     Attributes:
-        model: a preset, a Hugging Face folder, a config.json, or a TOML file of settings with their own model.
+        model: a preset, a Hugging Face folder, a config.json, or a TOML file of settings or a run of octavo train,
+            with their own model.
         settings: settings of training, as on a command line.
         gpu, gpus: the name and the number of GPUs.
         network: Gb/s of a GPU's network card.
@@ -63,9 +67,9 @@ class Case:
 
     def _resolve(self) -> tuple[Architecture, Config]:
         """The model's layers, and the settings with the defaults of a plan."""
-        if self.model.endswith(".toml") or (self.model in PRESETS and self.model not in model_presets()):
-            config = Config.load(self.model, self.settings)
-            return find_architecture("" if config.model in BUILT_IN_MODELS else config.model, config), config
+        own = self._own_settings()
+        if own is not None:
+            return find_architecture("" if own.model in BUILT_IN_MODELS else own.model, own), own
         config = Config.load(None, self.settings)
         model, given = find_architecture(self.model, config), _names(self.settings)
         _check_fixed(model, config, given)
@@ -77,6 +81,15 @@ class Case:
         if "--batch" not in given and self.gpus >= 1:
             values["batch"] = find_degrees(config.parallel, self.gpus).data
         return model, config.change(**values)
+
+    def _own_settings(self) -> Config | None:
+        """The settings of a run, a TOML file or a preset of octavo train; None for another model."""
+        run = RunFolder(Path(self.model))
+        if run.has_model:
+            return read_settings(run).replace(self.settings)
+        if self.model.endswith(".toml") or (self.model in PRESETS and self.model not in model_presets()):
+            return Config.load(self.model, self.settings)
+        return None
 
 
 def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
