@@ -25,6 +25,7 @@ from octavo_cli.generate import generate_command
 from octavo_cli.inspect import inspect_command
 from octavo_cli.pack import pack_command
 from octavo_cli.plan import plan_command
+from octavo_cli.recipe import recipe_command
 from octavo_cli.report import report_command
 from octavo_cli.train import CONTEXT, train_command
 from octavo_cli.unpack import convert_layout, unpack_command
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.command("doctor", cls=Command)(doctor_command)
 app.command("formats", cls=NumberCommand)(formats_command)
+app.command("recipe", cls=Command)(recipe_command)
 app.command("plan", cls=SettingsCommand, context_settings=CONTEXT)(plan_command)
 app.command("train", cls=SettingsCommand, context_settings=CONTEXT)(train_command)
 app.command("generate", cls=Command)(generate_command)

@@ -10,6 +10,10 @@ GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "mi300x")
 KV_CACHES = ("auto", "bf16", "fp8", "int8")
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")
+RECIPES = (
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
+    "groupwise",
+)  # fmt: skip
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128")
 SETTINGS = (
     "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,14 @@ from octavo_cli.options import AsJson
 if TYPE_CHECKING:
     import torch
 
+    from octavo.recipe import Recipe
+
 
 def doctor_command(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RECIPE", help="A preset or a .json file; can be repeated. Default: every preset."),
+    ] = None,
     as_json: AsJson = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the GEMM of each recipe for a few sizes. Takes a minute at most.")
@@ -41,17 +48,23 @@ def doctor_command(
       octavo doctor
 
       octavo doctor --measure
+
+      octavo doctor --recipe mine.json
     """
     from dataclasses import asdict
 
     from octavo.device import choose_device
     from octavo.diagnosis import find_problems, read_versions
+    from octavo.recipe import PRESETS, get_recipe
 
+    if recipe and measure_layers:
+        raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
+    chosen = {found.name: found for found in map(get_recipe, recipe or PRESETS)}
     device = choose_device("auto")
-    report: dict[str, Any] = {"machine": read_versions(device), "recipes": recipes(device)}
+    report: dict[str, Any] = {"machine": read_versions(device), "recipes": backends(chosen, device)}
     report["problems"] = [asdict(problem) for problem in find_problems()]
     if measure:
-        report |= measure_gemms(device)
+        report |= measure_gemms(chosen, device)
     if measure_layers:
         report["machine"]["table_of_gains"] = str(measure_gains(device))
     if as_json:
@@ -91,23 +104,21 @@ def _print_gemms(report: dict[str, Any]) -> None:
         say(f"not timed, for lack of time: {', '.join(report['not_timed'])}")
 
 
-def measure_gemms(device: torch.device) -> dict[str, Any]:
+def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> dict[str, Any]:
     """The times of a few GEMMs, and the names of those that the time did not suffice for, as JSON values."""
     from dataclasses import asdict
 
     from octavo.diagnosis import time_gemms
     from octavo.diagnosis.gemms import CPU_SHAPES, GPU_SHAPES
-    from octavo.recipe import PRESETS
 
-    presets = {name: preset() for name, preset in PRESETS.items()}
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     with progress("timing") as advance:
-        found, late = time_gemms(presets, device, shapes, progress=advance)
+        found, late = time_gemms(recipes, device, shapes, progress=advance)
     return {"gemms": [asdict(each) | {"tflops": each.tflops} for each in found], "not_timed": late}
 
 
 def measure_gains(device: torch.device) -> Path:
-    """Time the linear layers of the grid for every recipe that runs on the GPU `device`; returns the file of the
+    """Time the linear layers of the grid for every preset that runs on the GPU `device`; returns the file of the
     times."""
     import torch
 
@@ -133,12 +144,11 @@ def measure_gains(device: torch.device) -> Path:
     return path
 
 
-def recipes(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
+def backends(recipes: Mapping[str, Recipe], device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
     """Recipe -> GEMM -> the backend's name and reason."""
     from octavo.nn.backends import gemm_backends
-    from octavo.recipe import PRESETS
 
     return {
-        name: {gemm: {"name": b.name, "reason": b.reason} for gemm, b in gemm_backends(preset(), device).items()}
-        for name, preset in PRESETS.items()
+        name: {gemm: {"name": b.name, "reason": b.reason} for gemm, b in gemm_backends(recipe, device).items()}
+        for name, recipe in recipes.items()
     }

@@ -35,7 +35,7 @@ def inspect_command(
         typer.Option(metavar="GLOB", help="With --dtypes: the operations of these modules, one by one; * for all."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --dtypes: another recipe than that of the settings.")
+        str | None, typer.Option(metavar="RECIPE", help="With --dtypes: another recipe than that of the settings.")
     ] = None,
     batch: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: sequences.")] = None,
     context: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: tokens of a sequence.")] = None,

@@ -37,7 +37,7 @@ def train_command(
 
     Every setting is a --key value on the command line or a line of the TOML file: octavo train --settings lists them. A
     setting that is not given may follow from others, as the warmup from the number of steps. The most used settings:
-    --data PATH ..., --recipe rowwise|bf16|..., --steps N, --batch N, --context N, --width N, --layers N, --device
+    --data PATH ..., --recipe rowwise|bf16|FILE.json, --steps N, --batch N, --context N, --width N, --layers N, --device
     auto|cpu|cuda, --out FOLDER.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume

@@ -18,6 +18,7 @@ from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
 from octavo.models import BUILT_IN_MODELS
+from octavo.recipe import Recipe, similar_preset
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class Source:
         origin: the folder with the files of tensors.
         description: the folder with its config.json and its tokenizer.
         meta_model: the model on the meta device; tensors are named as in it.
-        recipe: of the run; "" for a model folder.
+        recipe: the preset of the run, or the one most like its recipe (`octavo.recipe.similar_preset`); "" for a model
+            folder.
         skip: globs of the layers that training left in BF16.
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
@@ -135,6 +137,8 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     found = {name: _meta(spec) for name, spec in reader.specs.items()}
     check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
+    if isinstance(recipe, Mapping):
+        recipe = similar_preset(Recipe.from_dict(recipe))
     trained = reader.trained_names() if isinstance(reader, Conv1DReader) else {}
     if trained:  # the run's globs are of its own names
         skip = [ours for ours, name in trained.items() if any(fnmatchcase(name, glob) for glob in skip)]

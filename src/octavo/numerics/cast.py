@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 from octavo.numerics.formats import FP8_FORMATS, Format, fp8_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
@@ -69,21 +69,10 @@ class Cast:
         return self.granularity == ROW or self.granularity.transposes
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-compatible dictionary that `from_dict` reads back."""
+        """The settings as JSON values."""
         fields = asdict(self) | {"granularity": self.granularity.name}
         del fields["spec"]
         return fields
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        history = fields.get("history")
-        return cls(
-            **fields
-            | {
-                "granularity": parse_granularity(fields.get("granularity", "row")),
-                "history": None if history is None else History(**history),
-            }
-        )
 
 
 @cache

@@ -79,7 +79,7 @@ class History:
         rule: "max", "most_recent", "ema" (an exponential mean with weights `beta`^age) or "percentile".
         percentile: of the amax values, 0 to 100, for that rule.
         beta: the decay of the exponential mean, 0 to 1.
-        margin: the amax is multiplied by 2^margin.
+        margin: the amax is multiplied by 2^margin, -64 to 64.
         interval: the number of steps for which a scale is held.
 
     Raises:
@@ -100,6 +100,8 @@ class History:
             raise ValueError(f"length and interval must be at least 1, got {self.length} and {self.interval}")
         if not 0 < self.percentile <= 100 or not 0 <= self.beta < 1:
             raise ValueError(f"need 0 < percentile <= 100 and 0 <= beta < 1, got {self.percentile} and {self.beta}")
+        if not -64 <= self.margin <= 64:
+            raise ValueError(f"margin is a power of two from -64 to 64, got {self.margin}")
 
     def amax(self, recent: Tensor) -> Tensor:
         """The amax (float32, 0-dim) for the next scale, from the history `recent` [n], newest first."""

@@ -23,7 +23,7 @@ def run_facts(run: RunData) -> dict[str, str]:
     wrong = sum(len(series.wrong_steps) for series in run.series.values())
     memory = peak_memory(run)
     found = {
-        "recipe": str(run.settings.get("recipe", "")),
+        "recipe": run.recipe,
         "steps": _steps(run),
         "loss": _number(last.get("loss"), ".4f"),
         "evaluation loss": _number(last.get("evaluation_loss"), ".4f"),

@@ -19,7 +19,7 @@ from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.run import RunFolder
 from octavo.report.heat_maps import check_records
 from octavo.telemetry.storage import Watched, read_watch, watch_folder
-from octavo.train.records import read_records
+from octavo.train.records import read_records, recipe_name
 
 SERIES = (
     "loss", "evaluation_loss", "tokens_per_second", "peak_memory", "gradient_norm", "learning_rate", "mfu",
@@ -78,6 +78,11 @@ class RunData:
     precision: Mapping[str, Any] = field(default_factory=dict)
     watched: Watched | None = None
     remarks: Sequence[str] = ()
+
+    @property
+    def recipe(self) -> str:
+        """The name of its recipe; "" if it is not known."""
+        return recipe_name(self.settings)
 
     @property
     def last_step(self) -> int:

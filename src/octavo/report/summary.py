@@ -73,7 +73,7 @@ def to_dict(run: RunData) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "name": run.name,
-        "recipe": run.settings.get("recipe"),
+        "recipe": run.recipe or None,
         "step": run.last_step,
         "series": {key: _series(series) for key, series in run.series.items()},
         "precision": dict(run.precision),

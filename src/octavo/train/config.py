@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from octavo.models import BUILT_IN_MODELS
+from octavo.recipe import Recipe, delayed
 from octavo.train.declaration import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -37,7 +38,7 @@ from octavo.train.declaration import (
     table,
 )  # fmt: skip
 from octavo.train.derived import RULES, outdated
-from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, read_file, typed
+from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, plain, read_file, typed
 from octavo.train.tables import (
     FORMER,
     ActivationCheckpointing,
@@ -76,7 +77,7 @@ class Config:
     experts: ExpertSettings = table(ExpertSettings)
 
     # FP8
-    recipe: str = setting("rowwise", "name of the FP8 recipe; auto: what this device runs best", NAMED)
+    recipe: str | Recipe = setting("rowwise", "an FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
     bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
     calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
@@ -187,8 +188,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
-        flat = {key: list(value) if isinstance(value, tuple) else value for key, value in self._flat().items()}
-        return nest(flat) | {"derived": sorted(self.derived)}
+        return nest({key: plain(value) for key, value in self._flat().items()}) | {"derived": sorted(self.derived)}
 
     def replace(self, overrides: Sequence[str]) -> Self:
         """A copy with command-line `overrides` applied (in the form that `load` takes)."""
@@ -240,7 +240,9 @@ def _check_model(config: Config) -> None:
     if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
         raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}")
-    if config.calibration and (config.recipe != "delayed" or config.model in BUILT_IN_MODELS):
+    recipe = delayed() if config.recipe == "delayed" else config.recipe
+    by_history = isinstance(recipe, Recipe) and recipe.scales_by_history
+    if config.calibration and (not by_history or config.model in BUILT_IN_MODELS):
         raise ConfigError(
             "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
             f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.device import choose_device
 from octavo.train.config import Config, ConfigError
-from octavo.train.declaration import flatten
+from octavo.train.declaration import flatten, settings_of
 from octavo.train.ranks import gather, rank, same_outcome, world_size
 from octavo.train.rendezvous import attempt_store
 
@@ -87,7 +87,7 @@ def own_device(name: str) -> torch.device:
 
 def check_same(config: Config) -> None:
     """Raise a ConfigError, on every rank, unless all ranks have the same settings."""
-    settings = gather(flatten(config.to_dict()))
+    settings = gather(flatten(config.to_dict(), settings_of(Config)))
     for name, first in settings[0].items():
         for number, other in enumerate(settings):
             if other[name] != first:

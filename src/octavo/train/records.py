@@ -57,10 +57,18 @@ def read_run(path: Path) -> RunRecord:
 
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings in which runs differ, other than their folders: name to the value of each run."""
-    settings = [replace_former(flatten(each)) for each in of_runs]
+    settings = [replace_former(flatten(each, ("recipe",))) for each in of_runs]
+    if not all(isinstance(each.get("recipe"), Mapping) for each in settings):  # a preset is its name alone
+        settings = [each | {"recipe": recipe_name(each)} for each in settings]
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names if name not in ("out", "derived")}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def recipe_name(settings: Mapping[str, Any]) -> str:
+    """The name of a run's recipe, which its settings hold as a name or as fields; "" if they have none."""
+    recipe = settings.get("recipe", "")
+    return str(recipe["name"] if isinstance(recipe, Mapping) else recipe)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

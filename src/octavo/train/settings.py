@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.recipe import Recipe, get_recipe
+
+RECIPE = str | Recipe
 TYPE_NAMES: dict[Any, str] = {
+    RECIPE: "a recipe's name, a .json file or its fields",
     str: "a string",
     int: "an integer",
     float: "a finite number",
@@ -42,8 +46,10 @@ def known_name(key: str, kinds: Kinds, source: str) -> str:
 
 
 def typed(key: str, value: object, kinds: Kinds, source: str) -> Any:
-    """`value` as the type that `key` requires: the only conversions are int to float and list to tuple."""
+    """`value` as the type that `key` requires: the only conversions are int to float, list to tuple, file to recipe."""
     required = kinds[key]
+    if required == RECIPE:
+        return _read_recipe(key, value, source)
     if required is float and type(value) is int:
         value = float(value)
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
@@ -58,6 +64,25 @@ def typed(key: str, value: object, kinds: Kinds, source: str) -> Any:
             f"{key} in {source} must be {TYPE_NAMES[required]}; got {value!r} ({type(value).__name__}){hint}"
         )
     return value
+
+
+def plain(value: object) -> object:
+    """The value of a setting as JSON has it; `typed` reads it back."""
+    return list(value) if isinstance(value, tuple) else value.to_dict() if isinstance(value, Recipe) else value
+
+
+def _read_recipe(key: str, value: object, source: str) -> str | Recipe:
+    """The name of a recipe as it is, and the recipe that a .json file or a table of fields describes."""
+    try:
+        if isinstance(value, Mapping):
+            return Recipe.from_dict(value)
+        if isinstance(value, str):
+            return get_recipe(value) if value.endswith(".json") else value
+    except ValueError as error:
+        raise ConfigError(f"{key} in {source}: {error}") from error
+    if isinstance(value, Recipe):
+        return value
+    raise ConfigError(f"{key} in {source} must be {TYPE_NAMES[RECIPE]}; got {value!r} ({type(value).__name__})")
 
 
 # --- Files -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""The GEMMs of a recipe: their casts, the checks of casts that go together, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.numerics.cast import Cast
+from octavo.numerics.granularity import ROW
+from octavo.recipe.fields import read_casts, read_fields
+
+_OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
+GEMMS = tuple(_OPERANDS)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A GEMM of two eight-bit operands.
+
+    Args:
+        a, b: the casts of the two operands: x and w in y, dy and w in dx, dy and x in dw.
+        fast_accumulation: let the tensor core keep its partial sums at about 14 bits instead of promoting them.
+    """
+
+    a: Cast
+    b: Cast
+    fast_accumulation: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The casts of the three GEMMs of a linear layer.
+
+    Args:
+        name: what reports call the recipe.
+        y, dx, dw: the three GEMMs; None runs the GEMM in BF16.
+        rotate: rotate x and w along K by a Hadamard matrix before they are quantized.
+        emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
+
+    Raises:
+        ValueError: no GEMM takes these casts together.
+    """
+
+    name: str
+    y: Gemm | None = None
+    dx: Gemm | None = None
+    dw: Gemm | None = None
+    rotate: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in self._casts):
+            raise ValueError(
+                f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
+                "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
+            )
+        if self.dx is not None and self.dx.b.granularity == ROW:
+            self._check_row_dx(self.dx)
+        if self.dw is not None and self.dw.b.granularity == ROW:
+            self._check_row_dw(self.dw)
+
+    def _check_row_dx(self, dx: Gemm) -> None:
+        if dx.b != self.w or dx.a.history is not None:
+            raise ValueError(
+                f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y (its bytes, transposed), and dy, "
+                "into which its scale is folded, cannot scale by a history"
+            )
+
+    def _check_row_dw(self, dw: Gemm) -> None:
+        dy, x = dw.a, dw.b
+        if x != self.x or dy != self.dy or dy.granularity != ROW or not dy.power_of_two:
+            raise ValueError(
+                f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy "
+                "with power-of-two scales, since these are folded into the exponents of dy's bytes"
+            )
+
+    @property
+    def x(self) -> Cast | None:
+        """The cast of x in y, or in dw where y runs in BF16; None where both do."""
+        return self.y.a if self.y is not None else None if self.dw is None else self.dw.b
+
+    @property
+    def w(self) -> Cast | None:
+        """The cast of w in y, or in dx where y runs in BF16; None where both do."""
+        return self.y.b if self.y is not None else None if self.dx is None else self.dx.b
+
+    @property
+    def dy(self) -> Cast | None:
+        """The cast of dy in dx, or in dw where dx runs in BF16; None where both do."""
+        return self.dx.a if self.dx is not None else None if self.dw is None else self.dw.a
+
+    @property
+    def quantizes_w_once(self) -> bool:
+        """Whether dx reads the bytes of the cast `w`, transposed."""
+        return self.dx is not None and self.dx.b == self.w and self.dx.b.bytes_serve_both
+
+    @property
+    def quantizes_x_once(self) -> bool:
+        """Whether dw reads the bytes of the cast `x`, transposed."""
+        return self.dw is not None and self.dw.b == self.x and self.dw.b.bytes_serve_both
+
+    @property
+    def scales_by_history(self) -> bool:
+        """Whether the scales of x and w come from histories, so that the checkpoint of a run holds them."""
+        return all(cast is not None and cast.history is not None for cast in (self.x, self.w))
+
+    def in_bf16(self, *gemms: str) -> Recipe:
+        """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay.
+
+        Raises:
+            ValueError: a name other than "y", "dx" and "dw".
+        """
+        if wrong := [name for name in gemms if name not in GEMMS]:
+            raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}; got {wrong[0]!r}")
+        chosen = [name for name in GEMMS if name in gemms and getattr(self, name) is not None]
+        changes: dict[str, Any] = dict.fromkeys(chosen)
+        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", **changes) if chosen else self
+
+    @property
+    def _casts(self) -> list[Cast]:
+        return [cast for gemm in (self.y, self.dx, self.dw) if gemm is not None for cast in (gemm.a, gemm.b)]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any of the three GEMMs runs on eight-bit operands."""
+        return bool(self._casts)
+
+    @property
+    def fusable(self) -> FusableRecipe | None:
+        """The three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or None.
+
+        All three must have row scales rounded to nearest, and nothing may be rotated. The fused modules quantize x and
+        dy in the pass that computes a row, where the other rows are not known: only w may have a relative floor.
+        """
+        if self.y is None or self.dx is None or self.dw is None or self.rotate:
+            return None
+        by_row = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in self._casts)
+        if not by_row or self.dw.a.relative_floor or self.dw.b.relative_floor:
+            return None
+        return FusableRecipe(self.y.a, self.y.b, self.dx.a, self.y, self.dx, self.dw, self.emulate)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as JSON values: each GEMM by the names of its operands, None for BF16."""
+        gemms = {name: _gemm_to_dict(getattr(self, name), *operands) for name, operands in _OPERANDS.items()}
+        return {"name": self.name, "rotate": self.rotate, "emulate": self.emulate, **gemms}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], name: str = "custom") -> Recipe:
+        """The recipe of the fields that `to_dict` gave, in this version or an earlier one, or that a person wrote.
+
+        A field that is left out has the default of its class: a GEMM runs in BF16.
+
+        Args:
+            values: the fields.
+            name: of a recipe that has no field `name`.
+
+        Raises:
+            ValueError: an unknown field, a value of the wrong type or outside its range, or casts that no GEMM takes
+                together; the message names the field, such as y.x.granularity.
+        """
+        kinds = {"name": str, "rotate": bool, "emulate": bool} | dict.fromkeys(GEMMS, object)
+        fields = {"name": name} | read_fields(values, kinds, "")
+        if not fields["name"]:
+            raise ValueError("name must not be empty")
+        found = {gemm: _gemm_from_dict(fields.get(gemm), gemm) for gemm in GEMMS}
+        return cls(**fields | found)
+
+    def to_json(self) -> str:
+        """The recipe as JSON, the fields of `to_dict`."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """The recipe that `to_json` wrote, in this version or an earlier one."""
+        return cls.from_dict(json.loads(text))
+
+
+@dataclass(frozen=True)
+class FusableRecipe:
+    """A recipe that the fused modules can run (`Recipe.fusable`): the casts of its tensors, and its GEMMs."""
+
+    x: Cast
+    w: Cast
+    dy: Cast
+    y: Gemm
+    dx: Gemm
+    dw: Gemm
+    emulate: bool
+
+
+def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:
+    if gemm is None:
+        return None
+    return {a: gemm.a.to_dict(), b: gemm.b.to_dict(), "fast_accumulation": gemm.fast_accumulation}
+
+
+def _gemm_from_dict(values: Any, name: str) -> Gemm | None:
+    if values is None or values == {"fast_accumulation": False}:  # earlier versions wrote the latter for BF16
+        return None
+    fields = read_casts(values, _OPERANDS[name], {"fast_accumulation": bool}, name)
+    a, b = (fields.pop(operand) for operand in _OPERANDS[name])
+    return Gemm(a, b, **fields)

@@ -1,0 +1,29 @@
+"""octavo recipe: a recipe as JSON."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from octavo_cli.choices import RECIPES
+
+
+def recipe_command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a .json file to check.")],
+) -> None:
+    """Print a recipe as JSON: the cast of each operand of the three GEMMs.
+
+    The file is the start of a recipe of your own, which --recipe FILE takes.
+
+    Examples:
+
+      octavo recipe rowwise > mine.json
+
+      octavo train --recipe mine.json --data book.txt
+    """
+    from octavo.recipe import PRESETS, get_recipe
+
+    fields = get_recipe(recipe).to_dict()
+    if fields["name"] in PRESETS:
+        del fields["name"]  # a changed preset needs another name, and takes that of its file
+    print(json.dumps(fields, indent=2))
