@@ -115,9 +115,12 @@ def run_commands(block: Block, octavo: Octavo) -> None:
             parse(words)
             continue
         assert words[0] == "octavo", f"{block}: {words[0]} does not run here; mark the block no-test, and list it"
+        words, target = (words[:-2], words[-1]) if words[-2] == ">" else (words, None)
         code, printed, errors = octavo(*words[1:])
         assert code == 0, f"{block}: {' '.join(words)}\n{printed}\n{errors}"
         assert missing_lines(shown, printed) == [], f"{block}: {' '.join(words)} printed\n{printed}"
+        if target is not None:
+            Path(target).write_text(printed)
 
 
 def parse(words: list[str]) -> None:
