@@ -11,9 +11,9 @@ from octavo_cli.choices import RECIPES
 def recipe_command(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a .json file to check.")],
 ) -> None:
-    """Print a recipe as JSON: the cast of each operand of the three GEMMs.
+    """Print a recipe as JSON, or check a file.
 
-    The file is the start of a recipe of your own, which --recipe FILE takes.
+    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE.
 
     Examples:
 

@@ -35,6 +35,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.loop import Trainer
 from octavo.train.processes import mean_of_ranks, on_first
 from octavo.train.ranks import rank
+from octavo.train.records import different_settings
 from octavo.train.start import RunData, prepare_run, read_data
 
 BF16 = Part(())
@@ -246,9 +247,7 @@ def _check_same(found: dict[str, Any], given: dict[str, Any], out: Path) -> None
     before, now = (
         each.get("settings", {}) | {name: each.get(name) for name in ("steps", "from")} for each in (found, given)
     )
-    for name in sorted({*before, *now} - {"derived"}):
-        if before.get(name) != now.get(name):
-            raise ConfigError(
-                f"{out} has short runs of other settings: {name} is {before.get(name)!r} there and {now.get(name)!r} "
-                "here. Choose another --out"
-            )
+    for name, (there, here) in sorted(different_settings([before, now]).items()):
+        raise ConfigError(
+            f"{out} has short runs of other settings: {name} is {there!r} there and {here!r} here. Choose another --out"
+        )

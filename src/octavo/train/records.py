@@ -58,11 +58,20 @@ def read_run(path: Path) -> RunRecord:
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings in which runs differ, other than their folders: name to the value of each run."""
     settings = [replace_former(flatten(each, ("recipe",))) for each in of_runs]
-    if not all(isinstance(each.get("recipe"), Mapping) for each in settings):  # a preset is its name alone
+    if all(isinstance(each.get("recipe"), Mapping) for each in settings):
+        settings = [each | _leaves("recipe", each.pop("recipe")) for each in settings]
+    elif any("recipe" in each for each in settings):  # a preset is its name alone
         settings = [each | {"recipe": recipe_name(each)} for each in settings]
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names if name not in ("out", "derived")}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    """`value` by its name, or if it is a mapping, all that it holds by names such as recipe.y.x.format."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {path: leaf for key, entry in value.items() for path, leaf in _leaves(f"{name}.{key}", entry).items()}
 
 
 def recipe_name(settings: Mapping[str, Any]) -> str:
