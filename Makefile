@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
+.PHONY: help demo test test-slow test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,8 +25,11 @@ lint: .venv/installed  ## run ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## run lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal  # the tests of a file share its fixtures
+test: lint  ## run lint, types, and the tests that need no GPU and little time
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal  # the tests of a file share its fixtures
+
+test-slow: .venv/installed  ## run the tests that take several seconds each: processes, ranks and compilation
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... names a python with a CUDA build of torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

@@ -26,6 +26,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_pictures_in_the_repository_are_those_that_are_drawn(drawn: Path) -> None:
     assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in FOLDER.iterdir())
     for path in drawn.iterdir():  # by their words: another version of matplotlib draws other bytes

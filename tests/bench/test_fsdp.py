@@ -45,6 +45,7 @@ def fail(model: Any) -> None:
     raise ValueError("no such recipe")
 
 
+@pytest.mark.slow
 def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     rows, others = run_ranks(2, measure, str(tmp_path))
     assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE, OURS]  # none after the deadline

@@ -34,6 +34,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+@pytest.mark.slow
 def test_sections_are_added_to_those_of_before(call, capfd: pytest.CaptureFixture[str]) -> None:
     found = call("--only", "prompt", "--batches", "1,2")
     assert [row["way"] for row in found["prompt"]] == [OCTAVO, FP8_CACHE, EAGER] * 2

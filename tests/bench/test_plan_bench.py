@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.gpu import plan
 from octavo.plan.hardware import find_gpu
 
@@ -12,6 +14,7 @@ SMALL = plan.CONFIG.change(
 )
 
 
+@pytest.mark.slow
 def test_planned_and_measured_beside_each_other() -> None:
     """The first configuration fails; the other, of two processes, is measured all the same."""
     chosen = [(1, SMALL.change(data=["nowhere.txt"])), (2, SMALL.change(recipe="bf16", batch=4))]

@@ -25,6 +25,7 @@ def words(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     return [str(packed), "--against", str(wide), "--prompt", "8", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_start_in_a_new_process(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

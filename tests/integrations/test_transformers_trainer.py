@@ -52,6 +52,7 @@ def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made: Folders, tmp_pa
         assert torch.equal(bits(p.detach()), bits(opened.get_parameter(name).detach())), name
 
 
+@pytest.mark.slow
 def test_scales_are_updated_after_each_step_and_resume(made: Folders, tmp_path: Path) -> None:
     whole = make_trainer(
         converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, save_steps=2, save_strategy="steps"

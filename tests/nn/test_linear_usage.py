@@ -89,6 +89,7 @@ def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
     """Once for the dynamic first step, once for all that follow."""
     torch.compiler.reset()

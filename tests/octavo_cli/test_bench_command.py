@@ -52,6 +52,7 @@ def test_json(octavo: Octavo, folders: tuple[Any, ...]) -> None:
         assert row["tokens_per_second"] == (None if expected is None else pytest.approx(expected))
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice(
     octavo: Octavo, folders: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

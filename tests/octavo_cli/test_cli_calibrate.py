@@ -94,6 +94,7 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(octavo, model, data, tmp_path):
     """SIGKILL, at a moment that nobody chose."""
     options = ("--samples", 12, "--context", 24, "--batch", 1)  # batches of one: there is time to be killed in

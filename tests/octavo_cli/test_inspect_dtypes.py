@@ -93,6 +93,7 @@ def test_experts_run_in_fp8(octavo, llama):
     assert "3-D weight" not in [each["what"] for each in found["left_out"]]
 
 
+@pytest.mark.slow
 def test_a_preset_needs_no_memory(octavo):
     found = json.loads(octavo("inspect", "llama-1b", "--dtypes", "--batch", "1", "--json")[1])
     assert found["flops"]["forward"]["FP8"] == 2 * 4096 * 16 * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192)

@@ -34,6 +34,7 @@ def saturated(monkeypatch):
     return measure
 
 
+@pytest.mark.slow
 def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, saturated, monkeypatch, tmp_path):
     rates = {"steps": 40, "learning_rate": 3e-3}
     with_margin = saturated(begin(recipe="delayed", **rates), 40)

@@ -56,6 +56,7 @@ def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_st
     assert all(p.isfinite().all() for p in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"recipe": "rowwise"}, {"recipe": "delayed", "optimizer": {"state": "8bit"}}])
 @pytest.mark.usefixtures("eager")
 def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tmp_path):
@@ -160,6 +161,7 @@ def test_a_warning_may_stop_the_run_with_a_checkpoint(begin, found):
     assert [path.name for path in trainer.run_folder.checkpoints()] == ["step-00000020"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_compiled_blocks_go_on_with_promoted_layers(begin, go_on, found):
     torch._dynamo.reset()

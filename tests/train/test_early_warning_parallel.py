@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 
+import pytest
 from ranks import run_ranks
 from rich.console import Console
 
@@ -40,6 +41,7 @@ def train(rank, folder, text):
     return norms
 
 
+@pytest.mark.slow
 def test_all_ranks_act_alike(tmp_path, text):
     first, second = run_ranks(2, train, tmp_path, str(text))
     assert str(first) == str(second)  # nan is nan

@@ -88,6 +88,7 @@ def look(rank, store):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_instruments_see_the_whole_of_a_sharded_model(tmp_path):
     other = mp.get_context("spawn").Process(target=look, args=(1, tmp_path / "store"))
     other.start()

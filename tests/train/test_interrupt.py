@@ -111,6 +111,7 @@ def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
     assert list(trainer.run_folder.path.glob(".*")) == []
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path):
     run = RunFolder(tmp_path / "run")
     process = spawn(recipe="bf16", steps=100_000, save_every=10)

@@ -44,6 +44,7 @@ def test_a_program_without_an_output_prints_nothing(monkeypatch):
     training_console().print("a line")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_a_run_whose_reader_ends_goes_on_and_a_signal_still_saves(spawn, wait_for, tmp_path):
     """As `octavo train 2>&1 | head -1` does, and ssh when its connection ends."""

@@ -213,6 +213,7 @@ def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_
     assert_same(ends[2], ends[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
     """The graphs of the blocks, run without generated code: in the first step, the others, and evaluation; the first

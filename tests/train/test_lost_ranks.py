@@ -27,6 +27,7 @@ def continue_undisturbed(rank, folder):
     resume_run(Path(folder), ("--steps", "10"), Console(quiet=True)).run()
 
 
+@pytest.mark.slow
 def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
     """Its losses are those of a run without a failure. One process then continues it like two."""
     of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}

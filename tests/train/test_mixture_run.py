@@ -36,7 +36,7 @@ def test_bf16_and_fp8_learn_alike(begin, tmp_path):
         {"activation_checkpointing": {"mode": "full"}},
         {"loss": {"logits": "chunked", "chunk": 16}},
         {"accumulate": 2, "batch": 1},
-        {"compile": {"blocks": True, "backend": "aot_eager"}},
+        pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.slow),
     ],
     ids=["checkpointing", "chunks", "accumulation", "compiled"],
 )

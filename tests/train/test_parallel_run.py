@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pytest
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
@@ -69,6 +70,7 @@ def test_other_weights_are_gathered_in_bf16_on_request(tmp_path, text):
     np.testing.assert_allclose(found, losses, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_two_ranks_run_compiled_blocks_that_recompute(tmp_path, text):
     settings = {"activation_checkpointing": {"mode": "selective"}, "layers": 1, "recipe": "delayed"}
     compiled = settings | {"compile": {"blocks": True, "backend": "aot_eager"}}

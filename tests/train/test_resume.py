@@ -64,6 +64,7 @@ def test_stopped_and_resumed_is_the_same_bit_for_bit(begin, go_on, records, tmp_
     assert_same_run(tmp_path / "parts", tmp_path / "whole", records)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_and_resumed_is_the_same(begin, go_on, records, spawn, wait_for, tmp_path):
     run = RunFolder(tmp_path / "run")
     process = spawn(steps=200, save_every=3, evaluate_every=5, keep=2)
