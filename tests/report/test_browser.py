@@ -65,7 +65,7 @@ def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> No
     assert found.startswith("step 1,00")
     assert "bf16 3." in found
     browser.point("#loss .u-over", 0.9995, 0.5)
-    browser.wait_for("#loss .readout", "rowwise, saturation_spike: the saturated share of dy")
+    browser.wait_for("#loss .readout", "rowwise, saturation_spike: 10.0% of dy saturates")
     choose(browser, "operand", "dy")
     browser.point("#heat .u-over", 0.99, 2.5 / 73, click=True)
     browser.wait_for("#heat .readout", "model.layers.0.attn.v_proj, step 2000: saturated share 20 %")
