@@ -14,6 +14,8 @@ from bench.figures.__main__ import FIGURES, FOLDER, main
 from bench.report.tables import load
 from octavo.numerics.formats import E4M3, E5M2
 
+pytestmark = pytest.mark.slow
+
 
 def words(path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>(.*?)</text>", path.read_text(), re.DOTALL)
@@ -26,7 +28,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_pictures_in_the_repository_are_those_that_are_drawn(drawn: Path) -> None:
     assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in FOLDER.iterdir())
     for path in drawn.iterdir():  # by their words: another version of matplotlib draws other bytes

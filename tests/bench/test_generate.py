@@ -12,6 +12,8 @@ from bench.gpu.modes import FP8_CACHE, HOOKED
 from octavo.models import LlamaConfig
 from octavo.speed.programs import EAGER, OCTAVO, STATIC
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(vocabulary=512, layers=1, width=64, heads=2, kv_heads=1, mlp_width=128, context=64, tied=False)
 
 
@@ -34,7 +36,6 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.slow
 def test_sections_are_added_to_those_of_before(call, capfd: pytest.CaptureFixture[str]) -> None:
     found = call("--only", "prompt", "--batches", "1,2")
     assert [row["way"] for row in found["prompt"]] == [OCTAVO, FP8_CACHE, EAGER] * 2

@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 
 from bench.gpu.parallel_blocks import SplitStack
 from octavo.models.llama import LlamaConfig, rope_tables
+
+pytestmark = pytest.mark.slow
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=16, tied=False)
 

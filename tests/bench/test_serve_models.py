@@ -10,6 +10,8 @@ from octavo.kv_cache.layer import DTYPES
 from octavo.models import LlamaConfig
 from octavo.runtime.fused import fuse
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(vocabulary=512, layers=3, width=256, heads=4, kv_heads=2, mlp_width=512, context=64, tied=False)
 
 

@@ -10,6 +10,8 @@ from bench import record
 from bench.gpu import generate, start
 from octavo.models import LlamaConfig
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(vocabulary=512, layers=1, width=64, heads=2, kv_heads=1, mlp_width=128, context=64, tied=False)
 
 
@@ -25,7 +27,6 @@ def words(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     return [str(packed), "--against", str(wide), "--prompt", "8", "--device", "cpu"]
 
 
-@pytest.mark.slow
 def test_a_start_in_a_new_process(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_other_recipes_run_in_training_and_evaluation(recipe: str) -> None:
         assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])
 
 
+@pytest.mark.slow
 def test_an_encoder_compiles_and_agrees_with_eager() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     octavo.convert(layer, "rowwise")

@@ -102,6 +102,7 @@ def test_cached_bytes_give_the_outputs_and_gradients_of_new_ones(recipe: str) ->
                 assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_the_new_bytes() -> None:
     torch.compiler.reset()
     model = net()

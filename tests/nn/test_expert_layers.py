@@ -74,6 +74,7 @@ def test_plain_experts_are_exact_in_float32():
         assert sqnr(exact, one) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, rowwise()], ids=["bf16", "rowwise"])
 def test_compiled_code_has_the_same_bits(recipe):
     module, values = experts(recipe), given()

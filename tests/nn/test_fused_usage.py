@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False)])
 def test_compiled_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
     torch.compiler.reset()

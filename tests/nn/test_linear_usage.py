@@ -62,6 +62,7 @@ def test_checkpointed_activations_give_the_same_gradients(recipe: str) -> None:
         octavo.update_scales(nn.Sequential(linear))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(octavo.PRESETS))
 def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
     torch.compiler.reset()

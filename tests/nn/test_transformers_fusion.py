@@ -78,6 +78,7 @@ def test_text_is_generated_with_a_cache(name):
     assert text.shape == (2, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])  # biases change no trace
 def test_compiled_without_a_break(name):
     torch.compiler.reset()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_models import Folders
 
+pytestmark = pytest.mark.slow
+
 Octavo = Callable[..., tuple[Any, str, str]]
 SMALL = ("--prompt", "8,16", "--batch", "2", "--tokens", 6, "--rounds", 2, "--device", "cpu")
 
@@ -52,7 +54,6 @@ def test_json(octavo: Octavo, folders: tuple[Any, ...]) -> None:
         assert row["tokens_per_second"] == (None if expected is None else pytest.approx(expected))
 
 
-@pytest.mark.slow
 def test_memory_that_does_not_suffice(
     octavo: Octavo, folders: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

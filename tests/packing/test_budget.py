@@ -129,6 +129,7 @@ def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) ->
     assert [group.harm for group in cached.ranking] == [group.harm for group in plain.ranking]
 
 
+@pytest.mark.slow
 def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
     """Of a model without such a layer: the limit is held each time, and one group fewer would not do."""
     source = write_model(tmp_path / "qwen2", "qwen2", sliding_window=None, use_sliding_window=False)

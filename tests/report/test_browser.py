@@ -16,6 +16,8 @@ from octavo.report.verification_page import page_of_report
 from octavo.verification.report import Invocation
 from octavo.verification.result import LayerReport, Report
 
+pytestmark = pytest.mark.slow
+
 FOCUSED = """(e) => [
   e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.textContent,
   getComputedStyle(e).outlineStyle,

@@ -91,6 +91,7 @@ def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
         octavo.load(path.parent / "nothing")
 
 
+@pytest.mark.slow
 def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path]) -> None:
     torch.compiler.reset()
     model = octavo.load(folders["qwen3"])

@@ -123,6 +123,7 @@ def test_a_recomputation_is_recorded_and_not_counted(compiled):
     assert (found["flags"][found["operand"] == 0] == (0 if compiled else RECOMPUTED)).all()
 
 
+@pytest.mark.slow
 def test_compiled_code_records_the_same_without_a_break_or_a_recompilation():
     torch._dynamo.reset()
     model = make()

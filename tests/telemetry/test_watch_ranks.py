@@ -16,6 +16,8 @@ import octavo
 from octavo.dist import fp8_all_gather, tensor_parallel
 from octavo.telemetry import read_watch
 
+pytestmark = pytest.mark.slow
+
 SHARES = ("saturated", "flushed", "zero_rows", "nonfinite")
 
 

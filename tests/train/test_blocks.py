@@ -41,6 +41,7 @@ def test_each_mode_gives_the_same_gradients(config):
         assert all(torch.equal(a, b) for a, b in zip(gradients, none[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_recompute(mode):

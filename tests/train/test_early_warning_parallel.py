@@ -11,6 +11,8 @@ from rich.console import Console
 from octavo.train.config import Config
 from octavo.train.start import start_run
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 4, "steps": 40,
     "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "evaluate_batches": 1,
@@ -41,7 +43,6 @@ def train(rank, folder, text):
     return norms
 
 
-@pytest.mark.slow
 def test_all_ranks_act_alike(tmp_path, text):
     first, second = run_ranks(2, train, tmp_path, str(text))
     assert str(first) == str(second)  # nan is nan
