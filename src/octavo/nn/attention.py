@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.mixed_class import mix_classes, parts_of, restore_class
 from octavo.recipe import Recipe
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -142,9 +142,4 @@ def to_fp8_attention(module: nn.MultiheadAttention, recipe: Recipe, name: str) -
 
 def restore_attention(module: nn.Module) -> bool:
     """Undo `to_fp8_attention`, and return whether `module` was converted by it. Other modules stay as they are."""
-    ours, *theirs = parts_of(type(module))
-    if ours is not MultiheadAttention or not isinstance(module, MultiheadAttention):
-        return False
-    module.release()
-    object.__setattr__(module, "__class__", theirs[0])
-    return True
+    return restore_class(module, MultiheadAttention)

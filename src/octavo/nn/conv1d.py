@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.mixed_class import mix_classes, restore_class
 from octavo.recipe import Recipe
 
 
@@ -51,9 +51,4 @@ def to_fp8_conv1d(module: nn.Module, recipe: Recipe, name: str) -> None:
 
 def restore_conv1d(module: nn.Module) -> bool:
     """Undo `to_fp8_conv1d`, and return whether `module` was converted by it. Other modules stay as they are."""
-    ours, *theirs = parts_of(type(module))
-    if ours is not Conv1D or not isinstance(module, Conv1D):
-        return False
-    module.release()
-    object.__setattr__(module, "__class__", theirs[0])
-    return True
+    return restore_class(module, Conv1D)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.mixed_class import mix_classes, parts_of, restore_class
 from octavo.recipe import Recipe
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -81,9 +81,4 @@ def to_fp8_convolution(module: nn.Module, recipe: Recipe, name: str) -> None:
 
 def restore_convolution(module: nn.Module) -> bool:
     """Undo `to_fp8_convolution`, and return whether `module` was converted by it. Other modules stay as they are."""
-    ours, *theirs = parts_of(type(module))
-    if ours is not PatchConvolution or not isinstance(module, PatchConvolution):
-        return False
-    module.release()
-    object.__setattr__(module, "__class__", theirs[0])
-    return True
+    return restore_class(module, PatchConvolution)
