@@ -2,39 +2,24 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
 
 import pytest
-import torch
 from rich.console import Console
+from tiny_runs import one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
 from octavo.train.declaration import flatten
 from octavo.train.early_warning import EarlyWarning
 from octavo.train.start import resume_run, start_run
 
-SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Products of a few thousand elements wait for a second thread longer than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A text file."""
-    draw = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("\n".join(" ".join(draw.choices(SENTENCE.split(), k=12)) for _ in range(300)))
-    return path
+    return write_text(tmp_path_factory, 300)
 
 
 @pytest.fixture

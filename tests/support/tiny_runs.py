@@ -1,0 +1,25 @@
+"""What tests of tiny runs share: one thread, and a text to train on."""
+
+import random
+
+import pytest
+import torch
+
+SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Products of a few thousand elements wait for a second thread longer than they take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_text(tmp_path_factory, lines):
+    """The path of a text file with so many lines."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n".join(" ".join(draw.choices(SENTENCE.split(), k=12)) for _ in range(lines)))
+    return path
