@@ -27,7 +27,7 @@ from octavo.train.header import header_text
 from octavo.train.hugging_face import positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
-from octavo.train.mesh import check_async_tp, check_parallel, find_degrees
+from octavo.train.mesh import Degrees, check_async_tp, check_parallel, find_degrees
 from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
 from octavo.train.optimizer import make_optimizer
 from octavo.train.parallel_model import make_parallel_model, make_trained_model
@@ -173,16 +173,7 @@ def prepare_run(
         data: that `read_data` gave for the same settings of data; None reads it.
     """
     with same_outcome():
-        degrees = find_degrees(config.parallel, world_size())
-        check_parallel(config, degrees)
-        if config.recipe != "auto":
-            get_recipe(config.recipe)
-        if config.tensorboard:
-            event_writer()
-        if config.wandb:
-            wandb()
-        device = own_device(config.device)
-        check_async_tp(config, degrees, device)
+        degrees, device = _check_settings(config)
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
@@ -215,6 +206,21 @@ def prepare_run(
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
     actions = Actions.read(run)
     return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss, actions)
+
+
+def _check_settings(config: Config) -> tuple[Degrees, torch.device]:
+    """The degrees of parallelism and the device, of settings that this machine and its libraries can run."""
+    degrees = find_degrees(config.parallel, world_size())
+    check_parallel(config, degrees)
+    if config.recipe != "auto":
+        get_recipe(config.recipe)
+    if config.tensorboard:
+        event_writer()
+    if config.wandb:
+        wandb()
+    device = own_device(config.device)
+    check_async_tp(config, degrees, device)
+    return degrees, device
 
 
 def _open_calibration(config: Config) -> Calibration:
