@@ -1,4 +1,6 @@
-"""Does a GPT of 124 million parameters trained in FP8 end where BF16 ends, and what does a step cost? On one GPU.
+"""Does a model trained in FP8 end where BF16 ends, and what does a step cost? On one GPU.
+
+The model is a GPT of 124 million parameters, or with `--model moe` a mixture of experts of 90 million.
 
 The text is the Python source on the machine itself (the standard library and the installed packages), so nothing is
 downloaded. For each seed every mode starts from the same weights and sees the same batches. The gap of a run is its
@@ -10,6 +12,8 @@ to --out, and a run whose file is there is skipped, so a long measurement can be
     python -m bench.gpu.gpt_parity --time bf16,rowwise,torchao --out FOLDER                    steps, in turns
     python -m bench.gpu.gpt_parity --runs bf16:0,rowwise:0 --steps 400 --seconds 560 --out FOLDER        MODE:SEED
     python -m bench.gpu.gpt_parity --merge FOLDER              all files below FOLDER to bench/results/gpt_parity.json
+
+The result of a mixture is bench/results/moe_parity.json.
 """
 
 import argparse
@@ -19,13 +23,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import record
-from bench.gpu.gpt_trainer import CONFIG, Data, gradient_errors, make_trainer, random_data, read_data, restart
+from bench.gpu.gpt_trainer import MODELS, Data, gradient_errors, make_trainer, random_data, read_data, restart
 from bench.gpu.timing import interleaved, summary
 from octavo.evaluation.metrics import ratio
 from octavo.nn import cast_once
@@ -39,15 +44,17 @@ CURVE_STEPS = 10  # a point of the loss curve is the mean of so many steps
 def main() -> None:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--runs", metavar="MODE:SEED,...", help="runs to train, in this order")
     parser.add_argument("--time", metavar="MODES", help="modes whose steps to time; the first is the base")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
-    parser.add_argument("--steps", type=int, default=CONFIG.steps, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt_parity"), help="folder of the files")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
-    config = CONFIG.change(steps=options.steps)
+    config = MODELS[options.model]
+    config = config.change(steps=options.steps or config.steps)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
         result = time_steps(options.time.split(","), config)
@@ -56,7 +63,7 @@ def main() -> None:
         plan = [(mode, int(seed)) for mode, _, seed in (run.partition(":") for run in options.runs.split(","))]
         train_all(plan, config, read_data(config), options.out, began + options.seconds)
     if options.merge:
-        print(record.write("gpt_parity", merge(options.merge)))
+        print(record.write(f"{options.model}_parity", merge(options.merge)))
 
 
 # --- Training --------------------------------------------------------------------------------------------------
@@ -105,7 +112,8 @@ def train(trainer: Trainer) -> dict[str, Any]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in SETTINGS}
+    mixture = {"mlp_width": config.mlp_width, "experts": asdict(config.experts)} if config.model == "mixture" else {}
+    return {name: getattr(config, name) for name in SETTINGS} | mixture
 
 
 # --- Step times ------------------------------------------------------------------------------------------------

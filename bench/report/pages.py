@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, experts, generation, performance, plan, plots, pretraining, scaling, vision
+from bench.report import accuracy, experts, generation, parity, performance, plan, plots, pretraining, scaling, vision
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -21,8 +21,8 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, experts),
-    "accuracy": (accuracy,),
+    "performance": (generation, performance, parity, experts),
+    "accuracy": (accuracy, parity),
     "plan": (plan,),
 }  # the modules of their tables
 # Pages that exist once a benchmark has run: the beginning of its results' names, and the modules of the tables.

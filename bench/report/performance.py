@@ -162,28 +162,6 @@ def layer_sizes(_: dict[str, Result]) -> str:
 # --- A GPT on text ---------------------------------------------------------------------------------------------
 
 
-def parity_losses(results: dict[str, Result]) -> Rows:
-    """The final loss of each run, with its gap to BF16's of the same seed."""
-    final = {(run["mode"], run["seed"]): run["final"] for run in results["gpt_parity"]["runs"]}
-
-    def cell(mode: str, seed: int) -> str:
-        gap = ratio(final[mode, seed], final.get(("bf16", seed)))
-        return f"{final[mode, seed]:.4f}" + ("" if gap is None or mode == "bf16" else f" ({gap - 1:+.2%})")
-
-    return pivot("seed", ((str(seed), mode, cell(mode, seed)) for mode, seed in final))
-
-
-def parity_gaps(results: dict[str, Result]) -> Rows:
-    for mode, gap in results["gpt_parity"]["gaps"].items():
-        interval = " to ".join(f"{end:+.3%}" for end in gap["interval"] or ())
-        yield {
-            "mode": mode,
-            "seeds": str(len(gap["seeds"])),
-            "mean gap": f"{gap['mean']:+.3%}",
-            "95 % interval": interval or "– (one seed)",
-        }
-
-
 def parity_steps(results: dict[str, Result]) -> Rows:
     for row in (results["gpt_parity"]["step_times"] or {"steps": []})["steps"]:
         yield {

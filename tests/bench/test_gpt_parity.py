@@ -10,6 +10,7 @@ import scipy.stats
 import torch
 
 from bench.gpu import gpt_parity, gpt_trainer
+from bench.report import parity
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.text import read_text
 from octavo.train.data import build_corpus
@@ -67,6 +68,21 @@ def test_runs_are_written_one_by_one_and_merged(data: gpt_trainer.Data, tmp_path
     low, high = scipy.stats.t.interval(0.95, 1, gap["mean"], statistics.stdev(gap["gaps"]) / math.sqrt(2))
     assert gap["interval"] == pytest.approx([low, high])
     assert 0 < max(map(abs, gap["gaps"])) < 0.05
+
+
+def test_a_mixture_is_trained_and_described(data: gpt_trainer.Data, tmp_path: Path) -> None:
+    config = gpt_trainer.MIXTURE.change(
+        layers=1, width=32, heads=2, mlp_width=32, context=32, vocabulary=256, batch=2, steps=2, warmup=1,
+        evaluate_batches=1, compile=False, emulate=True,
+    )  # fmt: skip
+    gpt_parity.train_all([(mode, seed) for seed in (0, 1) for mode in ("bf16", "rowwise")], config, data, tmp_path, 1e9)
+    result = gpt_parity.merge(tmp_path)
+    assert result["runs"][2]["mode"] == "rowwise"
+    assert result["runs"][2]["converted"] == 4 + 2  # linear layers and stacks of experts
+    text = parity.mixture_parity({"moe_parity": result})
+    assert "8 experts of 32, of which each token runs through 2; 128 tokens in 2 steps" in text
+    assert f"| 1 | {result['runs'][1]['final']:.4f} | {result['runs'][3]['final']:.4f} (" in text
+    assert "Not measured yet" in parity.mixture_parity({})
 
 
 def test_no_run_is_started_that_would_end_too_late(data: gpt_trainer.Data, tmp_path: Path) -> None:

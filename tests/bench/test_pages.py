@@ -9,7 +9,7 @@ import pytest
 
 from bench.gpu import stack
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, PLAIN, speedup
-from bench.report import pages, performance, plots
+from bench.report import pages, parity, performance, plots
 from bench.report.aims import Aim, aims
 from bench.report.tables import load, machine, markdown, pivot
 
@@ -104,7 +104,7 @@ def test_a_mode_that_was_not_measured_leaves_its_cells_empty(results):
 
 def test_one_seed_has_no_interval(results):
     results["gpt_parity"]["gaps"] = {"torchao": {"seeds": [0], "mean": -0.005, "interval": None}}
-    assert next(iter(performance.parity_gaps(results)))["95 % interval"] == "– (one seed)"
+    assert next(iter(parity.parity_gaps(results)))["95 % interval"] == "– (one seed)"
 
 
 def test_a_part_that_is_faster_than_its_floor_is_reported(results):
