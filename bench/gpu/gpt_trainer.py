@@ -3,7 +3,7 @@
 import hashlib
 import math
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from bench.gpu.peers import use_torchao
 from octavo.artifact.lock import FolderLock
 from octavo.artifact.run import RunFolder
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from octavo.nn.delayed import load_scale_state, scale_state
+from octavo.recipe import Recipe
 from octavo.text import ReadReport, read_text
 from octavo.train.blocks import prepare_blocks
 from octavo.train.checkpoint import TrainState
@@ -91,13 +93,23 @@ def random_data(config: Config) -> Data:
 
 def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
     """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = "bf16" if mode in TORCHAO else mode.removesuffix("_if_faster")
-    config = config.change(recipe=recipe, only_if_faster=mode.endswith("_if_faster"))
-    model = make_model(config, padded(config), Path()).to(device)
-    converted = len(convert_model(model, config).converted)
     if mode in TORCHAO:
-        converted = use_torchao(model, TORCHAO[mode])
+        return trainer_of("bf16", config, data, lambda model: use_torchao(model, TORCHAO[mode]))
+    config = config.change(only_if_faster=mode.endswith("_if_faster"))
+    return trainer_of(mode.removesuffix("_if_faster"), config, data)
+
+
+def trainer_of(
+    recipe: str | Recipe, config: Config, data: Data, replace: Callable[[nn.Module], int] | None = None
+) -> tuple[Trainer, int]:
+    """A trainer with `recipe`, and how many of its layers run in FP8.
+
+    `replace` converts the model for another library, and returns how many layers it has converted.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = config.change(recipe=recipe)
+    model = make_model(config, padded(config), Path()).to(device)
+    converted = len(convert_model(model, config).converted) if replace is None else replace(model)
     prepare_blocks(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
@@ -114,10 +126,14 @@ def padded(config: Config) -> int:
 
 
 def restart(trainer: Trainer, data: Data, seed: int) -> None:
-    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors."""
+    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors.
+
+    The histories of delayed scaling become empty.
+    """
     config, state = trainer.config, trainer.state
     torch.manual_seed(seed)
     state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
+    load_scale_state(state.model, {name: torch.zeros_like(t) for name, t in scale_state(state.model).items()})
     state.optimizer, state.step = make_optimizer(state.model, config), 0
     trainer.training = Batches(data.corpus.train, config.context, config.batch, seed)
 

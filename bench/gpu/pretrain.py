@@ -83,12 +83,12 @@ def main() -> None:
 # --- Data ------------------------------------------------------------------------------------------------------
 
 
-def shared_data(config: Config, path: Path, rank: int) -> Data:
+def shared_data(config: Config, path: Path, rank: int, characters: int = CHARACTERS) -> Data:
     """The tokens in `path`; rank 0 makes the file if it is not there, and the others wait for it."""
     if rank == 0 and not path.exists():
         folder = sysconfig.get_path("purelib")
         sources = ["stdlib", *(f"{folder}/**/*.{suffix}" for suffix in SUFFIXES)]
-        save_tokens(read_data(config, sources, CHARACTERS).corpus, path)
+        save_tokens(read_data(config, sources, characters).corpus, path)
     while not path.exists():
         time.sleep(1)
     with np.load(path) as arrays:
