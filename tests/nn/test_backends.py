@@ -18,28 +18,27 @@ def test_every_recipe_runs_on_a_cpu_by_emulation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "picked"),
+    ("capability", "hip", "picked", "library"),
     [
-        ((9, 0), None, "rowwise"),
-        ((8, 9), None, "rowwise"),
-        ((10, 0), None, "rowwise"),
-        ((9, 4), "7.0", "rowwise_fnuz"),
-        ((9, 5), "7.0", "rowwise"),
+        ((9, 0), None, "rowwise", "cublaslt"),
+        ((8, 9), None, "rowwise", "cutlass"),
+        ((10, 0), None, "rowwise", "cutlass"),
+        ((12, 0), None, "rowwise", "cutlass"),
+        ((9, 4), "7.0", "rowwise_fnuz", "hipblaslt"),
+        ((9, 5), "7.0", "rowwise", "hipblaslt"),
     ],
 )
-def test_a_recipe_is_picked_that_runs(monkeypatch: pytest.MonkeyPatch, capability, hip, picked: str) -> None:
+def test_a_recipe_is_picked_that_runs(monkeypatch: pytest.MonkeyPatch, capability, hip, picked, library) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     recipe = pick_recipe(torch.device("cuda"))
     assert recipe.name == picked
-    assert {backend.name for backend in gemm_backends(recipe, torch.device("cuda")).values()} == {
-        "hipblaslt" if hip else "cublaslt"
-    }
+    assert {backend.name for backend in gemm_backends(recipe, torch.device("cuda")).values()} == {library}
 
 
 def test_an_older_gpu_is_told_what_fp8_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"compute capability 8\.9 or newer, this GPU has 8\.0.*train in BF16"):
+    with pytest.raises(ValueError, match=r"Ampere .* has no FP8 GEMM: FP8 needs an Ada.*train in BF16"):
         pick_recipe(torch.device("cuda"))
 
 

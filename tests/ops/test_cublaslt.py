@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import operands, wide, worst_row
+from torch.nn.functional import SwizzleType
 
 from octavo.numerics import ROW, TENSOR, Cast
 from octavo.ops import quantize
@@ -32,25 +33,43 @@ def test_swizzle_equals_the_documented_offsets(rows, cols):
 
 @pytest.mark.parametrize("shape", [(16, 32), (1, 1), (17, 40), (130, 272)])
 @pytest.mark.parametrize("granularity", [TENSOR, ROW, STRIP, SQUARE, MX], ids=lambda g: g.name)
-@pytest.mark.parametrize("rows", [True, False])
-def test_pad_adds_zero_bytes_and_scales_of_one(rows, granularity, shape):
-    q = quantize(torch.ones(shape), Cast(granularity=granularity))
-    data, scale = cublaslt._pad(q.data, q.scale, granularity, rows=rows)
-    m, k = (-(-n // 16) * 16 for n in shape)
-    assert tuple(data.shape) == (m if rows else shape[0], k)
+@pytest.mark.parametrize("multiples", [(1, 16), (16, 16), (32, 128)], ids=str)
+def test_pad_adds_zero_bytes_and_scales_of_one(multiples, granularity, shape):
+    q = quantize(torch.ones(shape), Cast(granularity=granularity, scale="e8m0" if granularity == MX else "fp32"))
+    data, scale = cublaslt._pad(q.data, q.scale, granularity, *multiples)
+    assert tuple(data.shape) == tuple(-(-n // size) * size for n, size in zip(shape, multiples, strict=True))
     assert data.is_contiguous()
     raw = data.view(torch.uint8)
     assert torch.equal(raw[: shape[0], : shape[1]], q.data.view(torch.uint8))
     assert not raw[shape[0] :].any()
     assert not raw[:, shape[1] :].any()
     assert tuple(scale.shape) == granularity.scale_shape(tuple(data.shape))
-    assert torch.equal(scale[: q.scale.shape[0]], q.scale)
-    assert (scale[q.scale.shape[0] :] == 1).all()
+    given, scale = q.scale.float(), scale.float()
+    assert torch.equal(scale[: given.shape[0], : given.shape[1]], given)
+    assert (scale[given.shape[0] :] == 1).all()
+    assert (scale[:, given.shape[1] :] == 1).all()
 
 
 def test_pad_makes_transposed_views_contiguous():
     data = torch.ones(32, 16).to(torch.float8_e4m3fn).t()
-    assert cublaslt._pad(data, torch.ones(1, 1), TENSOR, rows=True)[0].is_contiguous()
+    assert cublaslt._pad(data, torch.ones(1, 1), TENSOR, 16, 16)[0].is_contiguous()
+
+
+def test_amd_reads_mx_scales_as_they_are(monkeypatch):
+    """hipBLASLt takes unswizzled scales, M and N in multiples of 32, and K in multiples of 128."""
+    calls = []
+    monkeypatch.setattr(cublaslt, "AMD", True)
+    monkeypatch.setattr(
+        cublaslt.F, "scaled_mm", lambda a, b, *rest, **names: calls.append((a, b, rest, names)) or a.new_ones(32, 64)
+    )
+    cast = Cast(granularity=MX, scale="e8m0")
+    a, b = quantize(torch.randn(5, 96), cast), quantize(torch.randn(40, 96), cast)
+    y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, MX, b.data, b.scale, MX, None, torch.bfloat16, False)
+    ((a_data, b_data, (scale_a, _, scale_b, _), names),) = calls
+    assert (tuple(a_data.shape), tuple(b_data.shape), tuple(y.shape)) == ((32, 128), (128, 64), (5, 40))
+    assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((32, 4), (64, 4))
+    assert torch.equal(scale_a[:5, :3].view(torch.uint8), a.scale.view(torch.uint8))
+    assert names["swizzle_a"] == names["swizzle_b"] == SwizzleType.NO_SWIZZLE
 
 
 @pytest.mark.parametrize(

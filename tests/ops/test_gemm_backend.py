@@ -6,86 +6,115 @@ import torch
 from octavo.nn.backends import gemm_backends
 from octavo.numerics import ROW, TENSOR, group
 from octavo.ops import find_backend
-from octavo.ops.gemm.backend import MX, SQUARE, STRIP, Backend, _cuda_backend
+from octavo.ops.gemm import backend
+from octavo.ops.gemm.backend import MX, SQUARE, STRIP, backend_on, returned_dtype
+from octavo.ops.gemm.dispatch import LINES
+from octavo.ops.gpu_architecture import ARCHITECTURES
 from octavo.recipe import groupwise, mxfp8
 
-FLOAT32 = (False, False)
-ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
+E4M3 = ("e4m3", "e4m3")
+ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
+MI300, MI350 = ARCHITECTURES["mi300"], ARCHITECTURES["mi350"]
+LIBRARIES = {
+    (TENSOR, TENSOR): {"ada": "cublaslt", "hopper": "cublaslt", "blackwell": "cublaslt", "rtx_blackwell": "cublaslt"},
+    (ROW, ROW): {"ada": "cutlass", "hopper": "cublaslt", "blackwell": "cutlass", "rtx_blackwell": "cutlass"},
+    (STRIP, SQUARE): {"hopper": "cublaslt"},
+    (SQUARE, STRIP): {"hopper": "cublaslt"},
+    (STRIP, STRIP): {"hopper": "cublaslt"},
+    (MX, MX): {"blackwell": "cublaslt", "rtx_blackwell": "cublaslt", "mi350": "hipblaslt"},
+    (group(64), group(64)): {},
+    (SQUARE, SQUARE): {},
+    (ROW, TENSOR): {},
+}
 
 
-@pytest.mark.parametrize(
-    ("granularities", "runs_on"),
-    [
-        ((TENSOR, TENSOR), {ADA, HOPPER, BLACKWELL}),
-        ((ROW, ROW), {ADA, HOPPER, BLACKWELL}),
-        ((STRIP, SQUARE), {HOPPER}),
-        ((SQUARE, STRIP), {HOPPER}),
-        ((STRIP, STRIP), {HOPPER}),
-        ((MX, MX), {BLACKWELL}),
-        ((group(64), group(64)), set()),
-        ((SQUARE, SQUARE), set()),
-        ((ROW, TENSOR), set()),
-    ],
-)
-def test_nvidia(granularities, runs_on):
-    for capability in ((8, 0), ADA, HOPPER, BLACKWELL):
-        for formats in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
-            e8m0 = granularities[0] == MX, granularities[1] == MX
-            backend = _cuda_backend(capability, *granularities, formats, False, e8m0)
-            assert backend.name == ("cublaslt" if capability in runs_on else "none")
-            if capability not in runs_on:
-                assert f"{granularities[0].name} x {granularities[1].name} scales" in backend.reason
+@pytest.mark.parametrize("granularities", LIBRARIES, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
+def test_e4m3_operands(granularities):
+    e8m0 = granularities[0] == MX, granularities[1] == MX
+    for key in ("older", "ampere", "ada", "hopper", "blackwell", "rtx_blackwell", "unknown", "mi350"):
+        if key == "mi350" and granularities in ((TENSOR, TENSOR), (ROW, ROW)):
+            continue
+        found = backend_on(ARCHITECTURES[key], *granularities, E4M3, e8m0=e8m0)
+        assert found.name == LIBRARIES[granularities].get(key, "none"), key
+        assert f"{granularities[0].name} x {granularities[1].name} scales" in found.reason
+
+
+@pytest.mark.parametrize("gpu", [ADA, HOPPER, BLACKWELL, RTX], ids=lambda gpu: gpu.key)
+def test_e5m2_gradients(gpu):
+    for granularity in (TENSOR, ROW):
+        assert backend_on(gpu, granularity, granularity, ("e5m2", "e4m3")).name in ("cublaslt", "cutlass")
+    both = backend_on(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
+    assert (both.name, "not e5m2 x e5m2" in both.reason) == ("none", True)
+    assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "none"
+    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "none"
 
 
 @pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
-@pytest.mark.parametrize("e8m0", [(True, True), (True, False), FLOAT32])
+@pytest.mark.parametrize("e8m0", [(True, True), (True, False), (False, False)])
 def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0):
-    backend = _cuda_backend(BLACKWELL, granularity, granularity, ("e4m3", "e4m3"), False, e8m0)
-    runs = all(e8m0) if granularity == MX else not any(e8m0)
-    assert backend.name == ("cublaslt" if runs else "none")
-    if not runs:
-        assert "E8M0" in backend.reason or "float32" in backend.reason
+    for gpu in (BLACKWELL, RTX, MI350):
+        found = backend_on(gpu, granularity, granularity, E4M3, e8m0=e8m0)
+        runs = all(e8m0) if granularity == MX else not any(e8m0)
+        assert (found.name != "none") == runs
+        if not runs:
+            assert "E8M0" in found.reason or "float32" in found.reason
 
 
 def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: BLACKWELL)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cuda = torch.device("cuda")
     assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} == {"none"}
     assert {b.name for b in gemm_backends(mxfp8(), cuda).values()} == {"cublaslt"}
 
 
-def test_nvidia_reasons_name_what_is_needed_and_what_is_there():
-    assert _cuda_backend((8, 0), TENSOR, TENSOR, ("e4m3", "e4m3"), False, FLOAT32).reason.endswith(
-        "need compute capability 8.9 or newer, this GPU has 8.0"
-    )
-    assert _cuda_backend((10, 0), STRIP, STRIP, ("e4m3", "e4m3"), False, FLOAT32).reason.endswith(
-        "need compute capability 9.0 to 9.x, this GPU has 10.0"
-    )
+def test_a_reason_has_pytorchs_message_and_the_gpu():
+    reason = backend_on(ARCHITECTURES["ampere"], TENSOR, TENSOR, E4M3).reason
+    assert reason.startswith("PyTorch refuses tensor x tensor scales in float32 on Ampere (A100, RTX 30): ")
+    assert "compute capability >= 9.0 or 8.9" in reason
+    assert backend_on(BLACKWELL, STRIP, STRIP, E4M3).reason.endswith("only supported in CUDA for SM90")
 
 
-@pytest.mark.parametrize(("capability", "fnuz"), [((9, 4), True), ((9, 5), False)])
-def test_amd(capability, fnuz):
-    own, foreign = ("e4m3fnuz", "e4m3") if fnuz else ("e4m3", "e4m3fnuz")
+def test_gpus_that_nothing_was_measured_on_are_marked():
+    for key, gpu in ARCHITECTURES.items():
+        formats = ("e4m3fnuz", "e4m3fnuz") if key == "mi300" else E4M3
+        found = backend_on(gpu, ROW, ROW, formats)
+        if found.name != "none":
+            assert (f"not measured on {gpu.name}" in found.reason) == (key != "hopper")
+
+
+@pytest.mark.parametrize(("gpu", "own", "foreign"), [(MI300, "e4m3fnuz", "e4m3"), (MI350, "e4m3", "e4m3fnuz")])
+def test_amd(gpu, own, foreign):
     for granularity in (TENSOR, ROW):
-        assert _cuda_backend(capability, granularity, granularity, (own, own), True, FLOAT32).name == "hipblaslt"
-        refused = _cuda_backend(capability, granularity, granularity, (foreign, foreign), True, FLOAT32)
-        assert (refused.name, "FNUZ" if fnuz else "OCP") == ("none", refused.reason.split("takes ")[1].split(" ")[0])
-    assert _cuda_backend(capability, STRIP, STRIP, (own, own), True, FLOAT32).name == "none"
-
-
-@pytest.mark.parametrize("hip", [False, True])
-def test_no_gpu_takes_two_e5m2_operands(hip):
-    backend = _cuda_backend(HOPPER, TENSOR, TENSOR, ("e5m2", "e5m2"), hip, FLOAT32)
-    assert (backend.name, "two E5M2 operands" in backend.reason) == ("none", True)
+        assert backend_on(gpu, granularity, granularity, (own, own)).name == "hipblaslt"
+        assert backend_on(gpu, granularity, granularity, (own.replace("e4m3", "e5m2"), own)).name == "hipblaslt"
+        refused = backend_on(gpu, granularity, granularity, (foreign, foreign))
+        assert (refused.name, f"take {own} x {own}" in refused.reason) == ("none", True)
+    assert backend_on(gpu, STRIP, STRIP, (own, own)).name == "none"
 
 
 def test_fnuz_is_amds():
-    assert _cuda_backend(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3"), False, FLOAT32) == Backend(
-        "none", "FNUZ formats run on AMD MI300 only"
-    )
+    assert "not e4m3fnuz x e4m3" in backend_on(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3")).reason
+
+
+def test_before_cuda_12_9_hopper_has_no_block_scales_and_row_scales_in_cutlass(monkeypatch):
+    monkeypatch.setattr(backend, "_CUDA", (12, 8))
+    assert backend_on(HOPPER, ROW, ROW, E4M3).name == "cutlass"
+    assert "requires cublasLt >= 12.9" in backend_on(HOPPER, STRIP, SQUARE, E4M3).reason
+    assert backend_on(ADA, ROW, ROW, E4M3).name == "cutlass"
+
+
+def test_y_has_a_dtype_that_the_kernel_writes():
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    for (gpu, scales), line in LINES.items():
+        granularity = {"tensor, tensor": TENSOR, "row, row": ROW}.get(scales)
+        if granularity is None or line.refusal:
+            continue
+        for name, dtype in names.items():
+            expected = dtype if name in line.out else torch.bfloat16
+            assert returned_dtype(line.library, granularity, dtype) == expected, (gpu, scales, name)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_without_a_gpu_it_is_emulated(device):
-    backend = find_backend(torch.device(device), group(64), group(64), ("e4m3", "e4m3"))
-    assert (backend.name, device in backend.reason) == ("emulated", True)
+    found = find_backend(torch.device(device), group(64), group(64), E4M3)
+    assert (found.name, device in found.reason) == ("emulated", True)

@@ -3,6 +3,7 @@
 import torch
 
 from octavo.ops import Backend, find_backend
+from octavo.ops.gpu_architecture import find_architecture
 from octavo.recipe import Recipe, fnuz, rowwise, tensorwise
 
 
@@ -30,8 +31,7 @@ def pick_recipe(device: torch.device) -> Recipe:
         backends = gemm_backends(recipe, device)
         if all(backend.name != "none" for backend in backends.values()):
             return recipe
-    reasons = {backend.reason for recipe in recipes[:2] for backend in gemm_backends(recipe, device).values()}
     raise ValueError(
-        f"this GPU has no FP8 GEMM ({'; '.join(sorted(reasons))}): FP8 needs an Ada, Hopper or newer NVIDIA GPU, or an "
-        "AMD MI300; train in BF16 here"
+        f"{find_architecture(device).name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
+        "MI300 or MI350 of AMD; train in BF16 here"
     )

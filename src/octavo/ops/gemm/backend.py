@@ -1,20 +1,24 @@
 """The choice of the implementation that a scaled GEMM runs on. One function decides, and reports call it too.
 
-PyTorch's `scaled_mm` has these paths, by compute capability:
+PyTorch's `scaled_mm` has these kernels. `dispatch.json` records each with its source (octavo.ops.gemm.dispatch):
 
-    tensor, row             from Ada (8.9); for row scales there, CUTLASS kernels (RowwiseScaledMM.cu)
-    1x128, 128x128 blocks   Hopper (9.x) only
-    MX                      from Blackwell (10.0): groups of 32 with E8M0 scales
+    scales                     GPU
+    tensor                     cuBLASLt from Ada (8.9), hipBLASLt from MI300
+    row                        cuBLASLt on Hopper; CUTLASS on Ada and Blackwell; hipBLASLt from MI300
+    1x128, 128x128 blocks      cuBLASLt on Hopper (9.x) only
+    MX: groups of 32, E8M0     cuBLASLt from Blackwell (10.0), hipBLASLt on MI350
 
-The speed of Octavo on Ada has not been measured. If a GPU has no path for a GEMM, it raises an error unless the caller
-asks for emulation. A GEMM of small M takes as long as reading b; it runs on a kernel of ours.
+Octavo is measured on Hopper only. If a GPU has no kernel for a GEMM, it raises an error unless the caller asks for
+emulation. A GEMM of small M takes as long as reading b; it runs on a kernel of ours.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from octavo.numerics.granularity import ROW, TENSOR, Granularity, block, group
+from octavo.numerics.granularity import ROW, Granularity, block, group
+from octavo.ops.gemm.dispatch import LINES
+from octavo.ops.gpu_architecture import Architecture, find_architecture
 from octavo.ops.triton_support import FORMATS, HAS_TRITON
 
 # The largest N -> the largest M for which our kernel is faster than cuBLASLt, measured on an H100 at the sizes of
@@ -26,21 +30,20 @@ SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
 
-# (granularity of a, granularity of b) -> the lowest and the highest compute capability that has the kernel. MX has E8M0
-# scales, all others have float32 scales.
-_PATHS: dict[tuple[Granularity, Granularity], tuple[tuple[int, int], tuple[int, int]]] = {
-    (TENSOR, TENSOR): ((8, 9), (99, 0)),
-    (ROW, ROW): ((8, 9), (99, 0)),
-    (STRIP, SQUARE): ((9, 0), (9, 9)),
-    (SQUARE, STRIP): ((9, 0), (9, 9)),
-    (STRIP, STRIP): ((9, 0), (9, 9)),
-    (MX, MX): ((10, 0), (99, 0)),
-}
+# The version of CUDA that PyTorch was built with. From 12.9 on, cuBLASLt has row and block scales for Hopper.
+_CUDA = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
+# The dtypes that row-scaled kernels write; cuBLASLt's write any.
+_ROW_SCALED_DTYPES = {"cutlass": (torch.bfloat16, torch.float16), "hipblaslt": (torch.bfloat16,)}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The implementation of a scaled GEMM, "cublaslt", "hipblaslt", "triton", "emulated" or "none", and the reason."""
+    """The implementation of a scaled GEMM, and the reason for it.
+
+    Args:
+        name: "cublaslt", "cutlass", "hipblaslt", "triton", "emulated" or "none".
+        reason: for people.
+    """
 
     name: str
     reason: str
@@ -66,10 +69,10 @@ def find_backend(
     """
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
-    capability, hip = torch.cuda.get_device_capability(device), torch.version.hip is not None
-    backend = _cuda_backend(capability, granularity_a, granularity_b, formats, hip, e8m0)
+    backend = backend_on(find_architecture(device), granularity_a, granularity_b, formats, e8m0=e8m0)
     small = size is not None and size[0] <= max_small_m(size[1])
-    if small and granularity_a.outer and set(formats) <= set(FORMATS) and backend.name == "cublaslt" and HAS_TRITON:
+    nvidia = backend.name in ("cublaslt", "cutlass")
+    if small and nvidia and granularity_a.outer and set(formats) <= set(FORMATS) and HAS_TRITON:
         return Backend("triton", f"{backend.reason}, small M")
     return backend
 
@@ -79,34 +82,30 @@ def max_small_m(n: int) -> int:
     return next((m for max_n, m in _MAX_SMALL_M.items() if n <= max_n), _MAX_SMALL_M_OF_ANY_N)
 
 
-def _cuda_backend(
-    capability: tuple[int, int],
+def backend_on(
+    gpu: Architecture,
     granularity_a: Granularity,
     granularity_b: Granularity,
     formats: tuple[str, str],
-    hip: bool,
-    e8m0: tuple[bool, bool],
+    *,
+    e8m0: tuple[bool, bool] = (False, False),
 ) -> Backend:
+    """The implementation for a large M on a GPU of this architecture, which need not be here; see `find_backend`."""
+    a, b = granularity_a.name, granularity_b.name
     kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
-    names = f"{granularity_a.name} x {granularity_b.name} scales in {' and '.join(dict.fromkeys(kinds))}"
-    fnuz = any(f.endswith("fnuz") for f in formats)
-    if formats[0].startswith("e5m2") and formats[1].startswith("e5m2"):
-        return Backend("none", "no GEMM takes two E5M2 operands: make one E4M3")
-    if hip:
-        takes_fnuz = capability == (9, 4)  # gfx942, MI300: FNUZ; later ones take the OCP formats
-        if fnuz != takes_fnuz:
-            return Backend(
-                "none", f"this AMD GPU takes {'FNUZ' if takes_fnuz else 'OCP'} formats, the recipe has {formats}"
-            )
-        ok = (granularity_a, granularity_b) in ((TENSOR, TENSOR), (ROW, ROW)) and not any(e8m0)
-        return Backend("hipblaslt", names) if ok else Backend("none", f"hipBLASLt has no GEMM with {names}")
-    if fnuz:
-        return Backend("none", "FNUZ formats run on AMD MI300 only")
-    path = _PATHS.get((granularity_a, granularity_b))
-    if path is None or e8m0 != (granularity_a == MX, granularity_b == MX):
-        return Backend("none", f"cuBLASLt has no GEMM with {names}")
-    low, high = path
-    if not low <= capability <= high:
-        needs = f"{low[0]}.{low[1]}" + (f" to {high[0]}.x" if high[0] < 99 else " or newer")
-        return Backend("none", f"{names} need compute capability {needs}, this GPU has {capability[0]}.{capability[1]}")
-    return Backend("cublaslt", names)
+    names = f"{a} x {b} scales in {' and '.join(dict.fromkeys(kinds))}"
+    key = "hopper_cuda_12.8" if gpu.key == "hopper" and _CUDA < (12, 9) else gpu.key
+    line = LINES.get((key, f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
+    if line is None:
+        return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")
+    if line.refusal:
+        return Backend("none", f"PyTorch refuses {names} on {gpu.name}: {line.refusal}")
+    if " x ".join(formats) not in line.formats:
+        return Backend("none", f"{names} on {gpu.name} take {' or '.join(line.formats)}, not {' x '.join(formats)}")
+    return Backend(line.library, names if gpu.measured else f"{names}, not measured on {gpu.name}")
+
+
+def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a GEMM of `library` returns y where `dtype` is asked for: BF16 where it cannot write that."""
+    able = _ROW_SCALED_DTYPES.get(library) if granularity == ROW else None
+    return torch.bfloat16 if able and dtype not in able else dtype

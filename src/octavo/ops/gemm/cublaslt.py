@@ -1,10 +1,10 @@
-"""The scaled GEMM on a GPU's tensor cores (cuBLASLt; hipBLASLt on ROCm).
+"""The scaled GEMM on a GPU's tensor cores: cuBLASLt and CUTLASS on NVIDIA, hipBLASLt on AMD.
 
 Block scales go through `torch.nn.functional.scaled_mm`. Tensor and row scales go through the older `torch._scaled_mm`,
 which runs the same kernels: Inductor plans the memory of its result, but treats the newer function as an opaque call.
 
-Both need N and K in multiples of 16, and block scales need M so too. Here smaller operands are padded with zero bytes,
-and the result is cut back.
+Both need N and K in multiples of 16, and block scales need M so too; MX on AMD needs M and N in multiples of 32, and K
+in multiples of 128. Here smaller operands are padded with zero bytes, and the result is cut back.
 """
 
 import torch
@@ -16,6 +16,7 @@ from octavo.numerics.granularity import Granularity
 from octavo.ops.gemm.backend import MX, SQUARE, STRIP
 
 ALIGNMENT = 16
+AMD = torch.version.hip is not None
 
 _RECIPES = {STRIP: ScalingType.BlockWise1x128, SQUARE: ScalingType.BlockWise128x128, MX: ScalingType.BlockWise1x32}
 
@@ -33,8 +34,9 @@ def scaled_mm_cublaslt(
 ) -> Tensor:
     """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum."""
     m, n = a.shape[0], b.shape[0]
-    a, scale_a = _pad(a, scale_a, granularity_a, rows=not granularity_a.outer)
-    b, scale_b = _pad(b, scale_b, granularity_b, rows=True)
+    rows, cols = (32, 128) if AMD and granularity_a == MX else (ALIGNMENT, ALIGNMENT)
+    a, scale_a = _pad(a, scale_a, granularity_a, 1 if granularity_a.outer else rows, cols)
+    b, scale_b = _pad(b, scale_b, granularity_b, rows, cols)
     scale_a, scale_b = _scale(scale_a, granularity_a), _scale(scale_b, granularity_b, right=True)
     if granularity_a.outer:
         y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
@@ -50,7 +52,7 @@ def scaled_mm_cublaslt(
 def _block_scaled_mm(
     a: Tensor, scale_a: Tensor, granularity_a: Granularity, b: Tensor, scale_b: Tensor, granularity_b: Granularity
 ) -> Tensor:
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if granularity_a == MX else SwizzleType.NO_SWIZZLE
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if granularity_a == MX and not AMD else SwizzleType.NO_SWIZZLE
     return F.scaled_mm(
         a,
         b.t(),
@@ -65,15 +67,16 @@ def _block_scaled_mm(
     )
 
 
-def _pad(data: Tensor, scale: Tensor, granularity: Granularity, *, rows: bool) -> tuple[Tensor, Tensor]:
-    """Pad the columns, and with `rows` the rows, to multiples of 16 with zero bytes; added rows get the scale 1."""
-    below, right = (-data.shape[0] % ALIGNMENT if rows else 0), -data.shape[1] % ALIGNMENT
+def _pad(data: Tensor, scale: Tensor, granularity: Granularity, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Pad to multiples of `rows` and `cols` with zero bytes; the scales of added blocks are 1."""
+    below, right = -data.shape[0] % rows, -data.shape[1] % cols
     if not (below or right):
         return data.contiguous(), scale
     data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
-    missing = granularity.scale_shape(tuple(data.shape))[0] - scale.shape[0]
-    if missing:
-        scale = torch.cat([scale, scale.new_ones(missing, scale.shape[1])])
+    shape = granularity.scale_shape(tuple(data.shape))
+    if shape != tuple(scale.shape):
+        given, scale = scale, scale.new_ones(shape)
+        scale[: given.shape[0], : given.shape[1]] = given
     return data.contiguous(), scale
 
 
@@ -87,7 +90,7 @@ def _scale(scale: Tensor, granularity: Granularity, *, right: bool = False) -> T
         return scale.t().contiguous().t()
     if granularity == SQUARE:  # [K/128 rounded up to 4, M/128], k fastest
         return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
-    return _swizzle(scale)
+    return scale.contiguous() if AMD else _swizzle(scale)
 
 
 def _swizzle(scale: Tensor) -> Tensor:

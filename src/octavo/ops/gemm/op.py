@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor
-from octavo.ops.gemm.backend import find_backend
+from octavo.ops.gemm.backend import find_backend, returned_dtype
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 from octavo.ops.gemm.reference import scaled_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
@@ -97,7 +97,8 @@ def _scaled_mm(
         y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)
     else:
-        y = scaled_mm_cublaslt(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, fast_accumulation)
+        dtype = returned_dtype(backend, by_a, out_dtype)
+        y = scaled_mm_cublaslt(a, scale_a, by_a, b, scale_b, by_b, bias, dtype, fast_accumulation).to(out_dtype)
     return y if residual is None else y + residual
 
 

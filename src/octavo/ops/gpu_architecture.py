@@ -1,0 +1,59 @@
+"""The architectures of GPUs, by which PyTorch chooses its FP8 GEMMs.
+
+AMD's compute capability is the number of the instruction set, gfx942 being (9, 4).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of GPUs that run the same GEMMs.
+
+    Args:
+        key: the name in tables and options.
+        name: the name for people, with an example.
+        lowest: the lowest compute capability that belongs to it.
+        measured: whether Octavo's speed and results were measured on such a GPU.
+    """
+
+    key: str
+    name: str
+    lowest: tuple[int, int]
+    measured: bool = False
+
+
+# A GPU belongs to the last architecture whose lowest compute capability it reaches.
+NVIDIA = (
+    Architecture("older", "NVIDIA before Ampere", (0, 0)),
+    Architecture("ampere", "Ampere (A100, RTX 30)", (8, 0)),
+    Architecture("ada", "Ada (L40S, RTX 40)", (8, 9)),
+    Architecture("hopper", "Hopper (H100, H200)", (9, 0), measured=True),
+    Architecture("blackwell", "Blackwell (B200)", (10, 0)),
+    Architecture("rtx_blackwell", "RTX Blackwell (RTX 50)", (12, 0)),
+    Architecture("unknown", "an NVIDIA GPU newer than Blackwell", (13, 0)),
+)
+AMD = (
+    Architecture("amd_older", "AMD before MI300", (0, 0)),
+    Architecture("mi300", "AMD MI300 (gfx942)", (9, 4)),
+    Architecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
+    Architecture("amd_other", "another AMD GPU", (9, 6)),
+)
+ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
+
+
+def find_architecture(device: torch.device) -> Architecture:
+    """The architecture of the GPU `device`."""
+    capability = torch.cuda.get_device_capability(device)
+    return architecture_of(capability, amd=torch.version.hip is not None)
+
+
+def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> Architecture:
+    """The architecture of this compute capability."""
+    found = AMD[0] if amd else NVIDIA[0]
+    for each in AMD if amd else NVIDIA:
+        if each.lowest <= capability:
+            found = each
+    return found
