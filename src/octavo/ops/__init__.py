@@ -33,6 +33,7 @@ from octavo.ops.quantization import (
 from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
 from octavo.ops.rotary import rotate_append
 from octavo.ops.transposition import transpose
+from octavo.ops.weight_only import find_weight_only_backend, weight_only_mm
 
 __all__ = [
     "Backend",
@@ -48,6 +49,7 @@ __all__ = [
     "combine_weight_gradient",
     "find_backend",
     "find_grouped_backend",
+    "find_weight_only_backend",
     "gather_quantize",
     "group_of_rows",
     "grouped_mm",
@@ -68,4 +70,5 @@ __all__ = [
     "scaled_mm",
     "sort_by_expert",
     "transpose",
+    "weight_only_mm",
 ]

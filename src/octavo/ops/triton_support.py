@@ -6,6 +6,7 @@ inside functions, when the first CUDA tensor comes.
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ HAS_TRITON = find_spec("triton") is not None  # found at import: torch.compile c
 
 
 @cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on `device`: NVIDIA GPUs from Ada (8.9), the first that convert to eight bits."""
+def has_kernels(device: torch.device, lowest: tuple[int, int] = (8, 9)) -> bool:
+    """Whether Triton kernels run on `device`: NVIDIA GPUs from the compute capability `lowest`. Most kernels need Ada
+    (8.9), the first that converts to eight bits."""
     if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= lowest
 
 
 @cache
@@ -31,6 +33,14 @@ def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that one program may have on a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    size: int = properties.shared_memory_per_block_optin
+    return size
 
 
 def cdiv(a: int, b: int) -> int:

@@ -76,7 +76,7 @@ def scaled_mm(
         K=k, K_PER_SPLIT=k_per_split, BLOCK_M=max(16, power_of_two_above(m)), PROMOTE=promote, **strides, **tile,
     )  # fmt: skip
     if partials is not None:
-        launcher(_combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
+        launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
             partials, scale_a, scale_b, bias, residual, y, m, n,
             SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
         )  # fmt: skip
@@ -87,8 +87,8 @@ def scaled_mm(
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
     if m == 1:
-        return Tiling(block_n=8, block_k=_block_k(k, 512), stages=4, warps=4)
-    block_n, block_k = 64, _block_k(k, 256 if m <= 64 else 128)
+        return Tiling(block_n=8, block_k=largest_block_k(k, 512), stages=4, warps=4)
+    block_n, block_k = 64, largest_block_k(k, 256 if m <= 64 else 128)
     programs = multiprocessors(device)
     tiles, steps = -(-n // block_n), -(-k // block_k)
 
@@ -99,7 +99,7 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     return Tiling(block_n, block_k, stages=4, warps=4, split_k=min(range(1, MAX_SPLIT_K + 1), key=time))
 
 
-def _block_k(k: int, most: int) -> int:
+def largest_block_k(k: int, most: int) -> int:
     """A power of two up to `most`. If `k` has a divisor that is large enough, that one: then no load is masked."""
     divisor = k & -k
     return min(most, divisor) if 4 * divisor >= most else min(most, max(32, power_of_two_above(k)))
@@ -125,7 +125,7 @@ def _row_kernel(
             b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
         acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
     total = tl.sum(acc, 1) * tl.load(scale_a_ptr)
-    _store(total, 0, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
+    store_sums(total, 0, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
 
 
 @triton.jit
@@ -156,12 +156,12 @@ def _tile_kernel(
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
         acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
-        _store(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
-               STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
+        store_sums(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
+                   STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
 
 
 @triton.jit
-def _combine_kernel(
+def combine_kernel(
     partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
     SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
 ):  # fmt: skip
@@ -170,17 +170,21 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK_N,), tl.float32)
     for split in tl.static_range(SPLIT_K):
         acc += tl.load(partials_ptr + (split * M + m).to(tl.int64) * N + offs_n)
-    _store(acc * tl.load(scale_a_ptr + m * STRIDE_SCALE_A), m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
-           STRIDE_SCALE_B)  # fmt: skip
+    if scale_a_ptr is not None:
+        acc *= tl.load(scale_a_ptr + m * STRIDE_SCALE_A)
+    store_sums(acc, m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
 
 
 @triton.jit
-def _store(acc, offs_m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B: tl.constexpr, mask=None):
-    """Store sums, already multiplied by s_a, to y[offs_m, offs_n].
+def store_sums(
+    acc, offs_m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B: tl.constexpr, mask=None
+):
+    """Store sums, already multiplied by s_a, to y[offs_m, offs_n]. Without a scale_b_ptr they are multiplied by s_b.
 
     Where offs_n is clamped to the last column, several lanes store the same value there.
     """
-    acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
+    if scale_b_ptr is not None:
+        acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_n).to(tl.float32)
     offs = offs_m * N + offs_n

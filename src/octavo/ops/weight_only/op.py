@@ -1,0 +1,96 @@
+"""The weight-only GEMM: checks, the registered operation, and the choice between implementations."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.qtensor import QTensor
+from octavo.ops.checks import FLOATS, check_tensor
+from octavo.ops.inductor import operation, register_lowerings
+from octavo.ops.triton_support import has_kernels
+from octavo.ops.weight_only.backend import LOWEST, find_weight_only_backend
+from octavo.ops.weight_only.reference import weight_only_reference
+
+_find_cached = lru_cache(maxsize=4096)(find_weight_only_backend)  # torch.compile warns of a cached function
+
+
+def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """y = x @ (w.data * w.scale)^T + bias, then + residual: the weight has eight bits, the input is not quantized.
+
+    For a small M on a GPU, the kernel reads the bytes of the weight and widens them to x's dtype, which is exact. Sums
+    are float32, and the scales multiply them. For a large M, w.data * w.scale is rounded to x's dtype first.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32.
+        w: [N, K] in E4M3, with scales of any granularity.
+        bias: [N], added before y is rounded.
+        residual: [M, N] of x's dtype, added after y is rounded. The sum is rounded again.
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: a weight of another format, or shapes or dtypes that do not match.
+    """
+    if w.format.name != "e4m3":
+        raise ValueError(f"weight_only_mm takes a weight in e4m3, got {w.format.name}: quantize it to e4m3")
+    if x.ndim != 2 or w.data.ndim != 2 or x.shape[1] != w.data.shape[1] or x.dtype not in FLOATS:
+        raise ValueError(
+            "weight_only_mm takes x [M, K] of float32, bfloat16 or float16 and w [N, K] with the same K, got "
+            f"{x.dtype} {list(x.shape)} and {list(w.shape)}"
+        )
+    m, n = x.shape[0], w.data.shape[0]
+    if bias is not None:
+        check_tensor("bias", bias, (n,), *FLOATS)
+    if residual is not None:
+        check_tensor("residual", residual, (m, n), x.dtype)
+    find = find_weight_only_backend if torch.compiler.is_compiling() else _find_cached
+    backend = find(x.device, x.dtype, w.granularity, m).name
+    y: Tensor = _weight_only_mm(x, w.data, w.scale, w.granularity.name, backend, bias, residual)
+    return y
+
+
+def _inlines(x: Tensor, w: Tensor, scale: Tensor, granularity: str, backend: str, *rest: Any) -> bool:
+    return backend == "triton" or (backend == "dequantized" and has_kernels(x.device, LOWEST))
+
+
+@operation("weight_only_mm", _inlines)
+def _weight_only_mm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    granularity: str,
+    backend: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    by = parse_granularity(granularity)
+    if backend == "emulated":
+        y = weight_only_reference(x, w, scale, by)
+        y = (y if bias is None else y + bias).to(x.dtype)
+    elif has_kernels(x.device, LOWEST):
+        from octavo.ops.weight_only import kernel
+
+        if backend == "triton":
+            added = None if residual is None else residual.contiguous()
+            return kernel.weight_only_mm(x, w, scale, by, bias, added)
+        y = _product(x, kernel.dequantize(w, scale, by, x.dtype), bias)
+    else:
+        y = _product(x, QTensor(w, scale, E4M3, by).dequantize(x.dtype), bias)
+    return y if residual is None else y + residual
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, w, None if bias is None else bias.to(x.dtype))  # [M,K] @ [N,K]^T
+
+
+@_weight_only_mm.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    register_lowerings()
+    return x.new_empty((x.shape[0], w.shape[0]))

@@ -1,0 +1,131 @@
+"""The weight-only GEMM on CUDA against float64, for every path of its kernels.
+
+E4M3 is widened by the GPU's own conversion, and by the integer instructions of older GPUs, which newer ones run too.
+"""
+
+import pytest
+import torch
+from gemm_examples import on_gpu
+from gpu_memory import poison
+from weight_only_examples import CASTS, assert_close, operands
+
+from octavo.numerics import QTensor
+from octavo.ops import weight_only_mm
+from octavo.ops.triton_support import has_kernels
+from octavo.ops.weight_only.backend import MAX_M
+
+pytestmark = pytest.mark.gpu
+
+# k, n: no multiples of a tile, shorter than one, long enough to be cut, of Llama-3-8B
+SIZES = [(32, 16), (160, 515), (1056, 77), (14336, 512), (4096, 6144)]
+
+
+def ways() -> list[bool]:
+    from octavo.ops.weight_only.kernel import CONVERTS
+
+    return [False, True] if has_kernels(torch.device("cuda"), CONVERTS) else [False]
+
+
+def product(x, w: QTensor, bias=None, residual=None, tiling=(), native: bool | None = None):
+    from octavo.ops.weight_only import kernel
+
+    poison()
+    how = kernel.Tiling(*tiling) if tiling else None
+    return kernel.weight_only_mm(x, w.data, w.scale, w.granularity, bias, residual, how, native)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_256_codes(dtype, native):
+    """x is the unit matrix, so that y is the widened weight, by the row kernel and by tiles."""
+    from octavo.ops.weight_only import kernel
+
+    if native not in ways():
+        pytest.skip("this GPU does not convert E4M3")
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(2)
+    w, one = codes.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda")
+    expected = w.float().to(dtype)
+    by = CASTS["tensor"].granularity
+    x = torch.ones(1, 1, dtype=dtype, device="cuda")
+    y = kernel.weight_only_mm(x, w.view(-1, 1), one, by, None, None, native=native)
+    assert torch.equal(y[0].nan_to_num(999), expected.nan_to_num(999))
+    x = torch.cat([torch.eye(1, 64), torch.zeros(15, 64)]).to("cuda", dtype)
+    columns = torch.zeros(512, 64, dtype=torch.uint8, device="cuda")
+    columns[:, 0] = codes
+    y = kernel.weight_only_mm(x, columns.view(w.dtype), one, by, None, None, native=native)
+    assert torch.equal(y[0].nan_to_num(999), expected.nan_to_num(999))
+    assert torch.equal(y[1:].isnan(), expected.isnan().expand(15, -1))
+    wide = kernel.dequantize(w.view(2, 256), one, by, dtype, native=native)
+    assert torch.equal(wide.flatten().nan_to_num(999), expected.nan_to_num(999))
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 33, 128, 200])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_element(size, m):
+    (k, n) = size
+    x, w = operands("row", m, k, n)
+    for native in ways():
+        y = product(x.cuda(), on_gpu(w), native=native)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), torch.bfloat16, True)
+        assert_close(y, x, w)
+        assert torch.equal(product(x.cuda(), on_gpu(w), native=native), y)
+
+
+@pytest.mark.parametrize("m", [1, 5, 64])
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_granularity_with_bias_and_residual(cast, m):
+    x, w = operands(cast, m, 1056 if cast != "block" else 1000, 515, torch.float16)
+    bias, residual = torch.randn(515).half(), torch.randn(m, 515).half().cuda()
+    for native in ways():
+        y = product(x.cuda(), on_gpu(w), bias.cuda(), native=native)
+        assert_close(y, x, w, bias)
+        assert torch.equal(product(x.cuda(), on_gpu(w), bias.cuda(), residual, native=native), y + residual)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_every_way_to_cut_it_up(splits):
+    for cast, m, k in (("row", 16, 1056), ("row", 33, 14336), ("group32", 5, 4096)):
+        x, w = operands(cast, m, k, 515)
+        tiling = (64, 32 if cast == "group32" else 128, 3, 4, splits)
+        assert_close(product(x.cuda(), on_gpu(w), tiling=tiling), x, w)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_dequantize(cast):
+    from octavo.ops.weight_only import kernel
+
+    _, w = operands(cast, 1, 1056 if cast != "block" else 1000, 515)
+    for native in ways():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            poison()
+            wide = kernel.dequantize(w.data.cuda(), w.scale.cuda(), w.granularity, dtype, native=native)
+            assert torch.equal(wide.cpu(), w.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("m", [1, MAX_M, MAX_M + 1])
+def test_the_operation_eager_compiled_and_in_a_graph(m):
+    torch.compiler.reset()
+    x, w = operands("row", m, 4096, 512)
+    on_device, packed = x.cuda(), on_gpu(w)
+    y = weight_only_mm(on_device, packed)
+    assert_close(y, x, w, rounded_weight=m > MAX_M)
+    compiled = torch.compile(lambda x: weight_only_mm(x, packed), fullgraph=True)
+    assert torch.equal(compiled(on_device), y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = weight_only_mm(on_device, packed)
+    result.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(result, y)
+
+
+@pytest.mark.parametrize("shared", [99, 163, 227])  # KiB of a program: Ada, A100, Hopper
+def test_tiles_fit_into_shared_memory(shared):
+    from octavo.ops.weight_only.kernel import tiling_for
+
+    for m in (2, 16, 32, 64, 128):
+        for group in (0, 32, 64, 128):
+            tiling = tiling_for(m, 4096, 4096, group, 108, shared << 10)
+            assert tiling.stages >= 2
+            assert tiling.stages * tiling.block_k * (tiling.block_n + 2 * max(m, 16)) <= shared << 10
+            assert not group or tiling.block_k == group
