@@ -48,9 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := [name for name in names if name not in VARIANTS]:
         raise SystemExit(f"unknown recipe {unknown[0]!r}: choose some of {', '.join(VARIANTS)}")
     if options.cpu == torch.cuda.is_available():
-        raise SystemExit(
-            "--cpu is for a machine without a GPU, and is required there: CUDA_VISIBLE_DEVICES= hides GPUs"
-        )
+        raise SystemExit("a machine without a GPU needs --cpu; one with a GPU takes it with CUDA_VISIBLE_DEVICES= only")
     torch._dynamo.config.recompile_limit = 64
     config = losses.CPU if options.cpu else losses.GPU
     config = config.change(steps=options.steps or config.steps)
