@@ -1,4 +1,4 @@
-"""Linear layers that readers fuse into one GEMM: q, k and v; gate and up.
+"""Linear layers that readers fuse into one GEMM: q, k and v; gate and up, which Mixtral calls w1 and w3.
 
 vLLM holds their weights as one tensor, which has one scheme. It refuses a folder in which one of them is packed and
 another is not, so the layers of a group are packed by one scheme, or all left in BF16.
@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping
 
 from octavo.artifact.packed.scheme import Scheme
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))  # the last are BERT's
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("query", "key", "value"),  # BERT's
+)
 
 
 def groups(names: Iterable[str]) -> list[tuple[str, ...]]:

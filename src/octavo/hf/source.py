@@ -62,6 +62,13 @@ class Source:
             raise self._diverged(name)
         return tensor
 
+    def get_from_file(self, name: str) -> Tensor:
+        """A tensor by its name in the files, such as one matrix of one expert, which the model holds in a stack."""
+        experts = self.meta_model.experts
+        if isinstance(self.reader, ExpertReader):
+            return self.reader.in_file(name)  # without reading the stack of all
+        return self.get(name) if experts is None else experts.part(name, self.get)
+
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """The dtype and shape of each tensor of the model in the files."""

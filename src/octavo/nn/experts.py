@@ -63,11 +63,7 @@ class Experts(nn.Module):
             ValueError: index and weights have another shape.
         """
         x = hidden_states
-        if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != x.shape[:1]:
-            raise ValueError(
-                f"need the experts and weights [T, top_k] of x {list(x.shape)}, got {list(top_k_index.shape)} and "
-                f"{list(top_k_weights.shape)}"
-            )
+        check_routing(x, top_k_index, top_k_weights)
         if self.parallel is not None:
             return self.parallel(self, x, top_k_index, top_k_weights)
         return self.compute(x, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
@@ -79,7 +75,7 @@ class Experts(nn.Module):
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
         rows = sort_by_expert(index, w_in.shape[0])
         if self.recipe is None:
-            return _plain(x.to(dtype), weight, rows, w_in, w_out)
+            return plain_experts(x.to(dtype), weight, rows, w_in, w_out)
         return experts_mlp(x, weight, rows, w_in, w_out, grouped_call(self, x, w_in, w_out))
 
     def extra_repr(self) -> str:
@@ -88,7 +84,16 @@ class Experts(nn.Module):
         return f"experts={e}, width={k}, mlp_width={f}{recipe}"
 
 
-def _plain(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
+def check_routing(x: Tensor, index: Tensor, weight: Tensor) -> None:
+    """Raise a ValueError unless `index` and `weight` are [T, top_k] for x [T, K]."""
+    if index.shape != weight.shape or index.shape[:1] != x.shape[:1]:
+        raise ValueError(
+            f"need the experts and weights [T, top_k] of x {list(x.shape)}, got {list(index.shape)} and "
+            f"{list(weight.shape)}"
+        )
+
+
+def plain_experts(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
     """The experts in the dtype of x, by PyTorch's grouped GEMMs."""
     slot, row, offsets = rows
     gate, up = plain_grouped_linear(gather_rows(x, slot, row), w_in, offsets).chunk(2, 1)

@@ -34,7 +34,7 @@ class WeightScales:
 
     Args:
         source: the model.
-        schemes: of the layers to pack, by their names in the model.
+        schemes: of the layers to pack, by their names in the model, and of experts, by those in the files.
         options: the rule of their scales.
         own: the scales, float32 [1, 1], that weights had in training; empty if the run's checkpoint holds none.
 
@@ -116,7 +116,8 @@ class WeightScales:
         return searched.scale
 
     def _weight(self, module: str) -> Tensor:
-        return self.source.get(f"{module}.weight")
+        name = f"{module}.weight"
+        return self.source.get(name) if name in self.source.specs else self.source.get_from_file(name)  # of an expert
 
     def _note(self, modules: Sequence[str], searched: SearchedScale) -> None:
         for module, before, after in zip(modules, searched.before.tolist(), searched.after.tolist(), strict=True):

@@ -21,7 +21,7 @@ from octavo.artifact.packed.layouts import (
     read_packing,
 )
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
-from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
+from octavo.artifact.packed.scales import unused_scales
 from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.device import choose_device
@@ -30,6 +30,7 @@ from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
 from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.runtime.compiling import compile_meanwhile, small_model
+from octavo.runtime.expert_loading import ExpertLoading
 from octavo.runtime.fused import fuse
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
@@ -81,17 +82,20 @@ def fill(
     where = folder / "config.json"
     disks = meta_model.linears()
     reader = ShardReader(folder)
-    experts = _packed_experts(meta_model, reader)
-    packing = read_packing(meta_model.config, [*disks, *experts], where, _plain(disks, reader))
+    experts = ExpertLoading(meta_model, reader, torch.device(device))
+    packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
+    experts.swap(packing)
     # The stacks of experts need room beside their parts, which a GPU may lack.
     place = "cpu" if meta_model.experts is not None else device
     with _compiling(meta_model, packing, folder, torch.device(device), kv_cache):
         tensors, kv_scales = _read_tensors(packing, reader, disks, place)
-    _widen_experts(tensors, packing, experts)
-    required = meta_model.split_experts(model_tensors(meta_model.model))
+    experts.widen(tensors)
+    others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
+    required = meta_model.split_experts(others) | experts.required
     check_tensors(_rounded(tensors, required), required, folder)
-    model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors))
+    stacks = experts.stack(tensors)
+    model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
     model.to(device)
     fuse(model)
@@ -119,30 +123,6 @@ def _plain(disks: list[str], reader: ShardReader) -> set[str]:
     """The linear layers without a weight in eight bits; a tied head has no weight of its own."""
     specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
     return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
-
-
-def _packed_experts(meta_model: MetaModel, reader: ShardReader) -> list[str]:
-    """The experts whose weights are in eight bits, by their names in the files."""
-    files = meta_model.experts
-    specs = {name: reader.specs.get(f"{name}.weight") for name in ([] if files is None else files.experts)}
-    return [name for name, spec in specs.items() if spec is not None and spec.dtype == WEIGHT_DTYPE]
-
-
-def _widen_experts(tensors: dict[str, Tensor], packing: Packing, experts: list[str]) -> None:
-    """Widen the weights of packed experts to BF16: their stacks are no linear layers."""
-    for name in experts:
-        if (scheme := packing.schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:
-            continue  # `check_tensors` reports it
-        scale = tensors.pop(f"{name}.{SCALE_NAME}")
-        check_scale(f"{name}.{SCALE_NAME}", scale, Path(name))
-        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
-        tensors[f"{name}.weight"] = scheme.packed_weight(tensors[f"{name}.weight"], scale).dequantize(UNQUANTIZED_DTYPE)
-    if experts:
-        warnings.warn(
-            f"{experts[0]} ({len(experts)} such layers) is an expert in FP8: its weight is widened to BF16, since "
-            "Octavo runs the experts of an opened folder in BF16",
-            stacklevel=2,
-        )
 
 
 def _read_tensors(

@@ -29,7 +29,14 @@ from octavo.verification.checks import check_folder
 from octavo.verification.files import CheckpointFiles, Finding, read_files
 from octavo.verification.kv_cache import cache_scales, rounding_cache
 from octavo.verification.layer_spec import LayerSpec
-from octavo.verification.numbers import RoundInput, leave_input, round_input, scale_values, widen
+from octavo.verification.numbers import (
+    RoundInput,
+    leave_input,
+    round_input,
+    round_input_by_compressed_tensors,
+    scale_values,
+    widen,
+)
 from octavo.verification.quality import measure_quality
 from octavo.verification.readers import make_probe, try_readers
 from octavo.verification.reference import PackedLayers, probe_ids
@@ -184,10 +191,12 @@ class Verification:
 
     def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
         """The reference. Keys and values are rounded unless inputs are left as they are."""
-        layers = PackedLayers(self.files, self.layers, self.device, rounding)
+        meta_model, stored = self._meta_model(), self.files.shapes
+        experts = [] if meta_model.experts is None else meta_model.experts.experts
+        unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
+        layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
         rounds_cache = self.kv_scales and rounding is not leave_input
         make_cache = partial(rounding_cache, self.kv_scales) if rounds_cache else None
-        meta_model, stored = self._meta_model(), self.files.shapes
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
 
     def _meta_model(self) -> MetaModel:

@@ -13,7 +13,8 @@ from octavo.evaluation.int8 import int8_linear, quantize_int8
 from octavo.evaluation.metrics import EmbeddingSums, LogitSums, Quality, energies, sqnr
 from octavo.progress import Progress
 from octavo.verification.reference import PackedLayers
-from octavo.verification.streamed_model import BaselineModel, LinearFn, StreamedModel
+from octavo.verification.streamed_experts import LinearFn
+from octavo.verification.streamed_model import BaselineModel, StreamedModel
 
 
 @dataclass

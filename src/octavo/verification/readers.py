@@ -12,7 +12,8 @@ differ in such bits differ by about as much as rounding does. A reader that misi
 gives log-probabilities in place of logits; for it, both distances are of log-probabilities.
 
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
-so it has a reference that does the same (`round_input_by_compressed_tensors`). If the folder stores scales of a KV
+so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
+of their inputs. If the folder stores scales of a KV
 cache, the reference rounds keys and values, as transformers does. vLLM then has its cache in eight bits and may be at 2
 times the larger: its attention may round more than the cache.
 """
@@ -93,7 +94,7 @@ class Probe:
         cache: whether the folder stores scales of a KV cache.
         ids: int64 [B, T].
         reference: the reference's outputs [B, T, width].
-        emulated: the same with inputs rounded as compressed-tensors rounds them.
+        emulated: the same with inputs rounded as transformers with compressed-tensors rounds them.
         unrounded, bf16: the same without rounding of inputs, and with BF16 between the layers.
     """
 

@@ -1,6 +1,6 @@
 """The reference that readers are compared with: linear layers computed in float32 from the bytes alone."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,14 @@ class PackedLayers:
         specs: of the packed layers.
         device: to compute on.
         round_input: how inputs are rounded, see `octavo.verification.numbers`.
+        unrounded: layers whose inputs are not rounded, whatever their specs say.
     """
 
     files: CheckpointFiles
     specs: Mapping[str, LayerSpec]
     device: str
     round_input: RoundInput = round_input
+    unrounded: Collection[str] = ()
 
     def weight(self, name: str) -> Tensor:
         """The weight of a layer, float32 [N, K]."""
@@ -51,7 +53,9 @@ class PackedLayers:
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """The output [..., N] of a layer for its input [..., K], without bias."""
         spec = self.specs.get(name)
-        rounded = x.float() if spec is None else self.round_input(x, spec, self.input_scale(name))
+        rounded = x.float()
+        if spec is not None and name not in self.unrounded:
+            rounded = self.round_input(x, spec, self.input_scale(name))
         return linear(rounded, self.weight(name))  # [T,K] @ [N,K]^T
 
 

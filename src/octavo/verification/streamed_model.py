@@ -1,4 +1,4 @@
-"""A model of transformers in float32 whose linear layers read their weight when they run.
+"""A model of transformers in float32 whose linear layers and experts read their weight when they run.
 
 Memory holds embeddings, norms and one layer's weight, whatever the size of the model. `StreamedModel` runs MODEL, the
 bytes of a packed folder, and the INT8 baseline, which differ only in what a linear layer computes.
@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.hf.experts import ExpertReader
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.hf.outputs import is_language_model, model_outputs
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
-
-LinearFn = Callable[[str, Tensor], Tensor]
-"""name of the layer in files, x [..., K] -> y [..., N] in float32, without bias"""
+from octavo.verification.streamed_experts import LinearFn, StreamedExperts, expert_matrices
 
 
 class StreamedLinear(nn.Module):
@@ -63,6 +60,7 @@ class StreamedModel:
         make_cache: Callable[[], Any] | None = None,
     ) -> None:
         model: Any = meta_model.model.to(dtype)
+        experts = expert_matrices(meta_model, stored)
         if meta_model.experts is not None:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
@@ -74,6 +72,9 @@ class StreamedModel:
             if isinstance(module, nn.Linear) and weight in stored and len(tied.get(weight, [])) < 2:
                 parent, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, StreamedLinear(name, module, self))
+        for name, matrices in experts.items():
+            act: Any = model.get_submodule(name).act_fn
+            model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
         compute_buffers(model, self.device)
         _fill(model, get, stored, self.device)
         self._model = model.to(self.device).eval()
@@ -142,10 +143,7 @@ class BaselineModel:
         self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
 
     def get(self, name: str) -> Tensor:
-        experts, reader = self._source.meta_model.experts, self._source.reader
-        if isinstance(reader, ExpertReader):
-            return reader.in_file(name)  # one expert, without reading the stack of all
-        return self._source.get(name) if experts is None else experts.part(name, self._source.get)
+        return self._source.get_from_file(name)
 
     def get_bf16(self, name: str) -> Tensor:
         """Read a tensor and round it to BF16, the dtype that the model is served in."""

@@ -1,0 +1,186 @@
+"""The experts of a mixture, computed with their packed matrices.
+
+    n_q = quantize(x[token of the row])                     rows M, sorted by expert
+    u[M,2F] = n_q @ w_in[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out[e]^T
+    out[t] = sum over s of weight[t,s] * y[row of slot s]
+
+The operations of the scheme `channel`, and their order, are those of training (`octavo.nn.experts_function`). The
+schemes with one scale for a row, an expert's matrix or its input run as one grouped GEMM. PyTorch's grouped GEMM takes
+no scales that vary along the sum, so blocks and groups run expert by expert, for which the host waits for the number of
+rows of each.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.artifact.packed.layouts import WEIGHT_DTYPE
+from octavo.artifact.packed.scheme import CHANNEL, Scheme
+from octavo.nn.experts import check_routing, plain_experts
+from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.linear import compute_dtype
+from octavo.numerics import ROW, TENSOR, QTensor
+from octavo.numerics.codec import cast
+from octavo.ops import (
+    Rows,
+    activation_quantize,
+    combine,
+    gather_quantize,
+    group_of_rows,
+    grouped_mm,
+    quantize,
+    scaled_mm,
+    sort_by_expert,
+)
+from octavo.runtime.packed_gradient import wants_gradient
+from octavo.runtime.packed_linear import PackedModule
+
+
+class PackedGroupedLinear(PackedModule):
+    """y[m] = x[m] @ w[e]^T for the rows m of expert e, with packed matrices.
+
+    Args:
+        weight: the stack [E, N, K] that it replaces, for the sizes and the device.
+        scheme: of all its matrices.
+
+    Buffers:
+        weight: e4m3 [E, N, K].
+        weight_scale: [E, ...], by row where the scheme has one scale for a matrix.
+        input_scale: float32 [E] if the scheme is static, or None.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+
+    def __init__(self, weight: Tensor, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+        e, n, k = weight.shape
+        scale = torch.empty(n, 1) if self.is_grouped else scheme.empty_scale(n, k)
+        with torch.device(weight.device):
+            self.register_buffer("weight", torch.empty(e, n, k, dtype=WEIGHT_DTYPE))
+            self.register_buffer("weight_scale", torch.empty(e, *scale.shape, dtype=scale.dtype))
+            self.register_buffer("input_scale", torch.empty(e) if scheme.static else None)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether no scale varies along the sum, so that all experts run as one GEMM."""
+        return runs_grouped(self.scheme)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the input is cast by row, as the fused operations cast it."""
+        return self.is_grouped and not self.scheme.static
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
+        if self.is_grouped:
+            return self.product(self._quantized(x, offsets), offsets, x.dtype)
+        y = x.new_zeros(x.shape[0], self.weight.shape[1])
+        start = 0
+        for e, end in enumerate(offsets.tolist()):  # the host waits
+            if end > start:
+                w_q = self.scheme.packed_weight(self.weight[e], self.weight_scale[e])
+                x_q = self.scheme.quantized_input(x[start:end], None)
+                y[start:end] = scaled_mm(x_q, w_q, out_dtype=x.dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
+            start = end
+        return y
+
+    def product(self, x_q: QTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """y [M, N] of the input [M, K], quantized by row."""
+        w_q = QTensor(self.weight, self.weight_scale, self.scheme.weight.fmt, ROW)
+        return grouped_mm(x_q, w_q, offsets, out_dtype=dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrices [E, N, K] as numbers."""
+        make = _by_row if self.is_grouped else self.scheme.packed_weight
+        pairs = zip(self.weight, self.weight_scale, strict=True)
+        return torch.stack([make(data, scale).dequantize(dtype) for data, scale in pairs])
+
+    def _quantized(self, x: Tensor, offsets: Tensor) -> QTensor:
+        """x [M, K] by row: by its own amax, or by the scale of its expert."""
+        if self.input_scale is None:
+            return quantize(x, CHANNEL.inputs)
+        expert = group_of_rows(offsets, x.shape[0]).clamp(max=len(offsets) - 1)
+        scale, fmt = self.input_scale[expert].unsqueeze(1), self.scheme.inputs.fmt
+        return QTensor(cast(x.float() * (1 / scale), fmt), scale, fmt, ROW)
+
+    def extra_repr(self) -> str:
+        e, n, k = self.weight.shape
+        return f"groups={e}, in_features={k}, out_features={n}, scheme={self.scheme.name}, frozen"
+
+
+def runs_grouped(scheme: Scheme) -> bool:
+    """Whether the matrices of `scheme` run as one grouped GEMM."""
+    return scheme.weight.granularity in (ROW, TENSOR)
+
+
+def _by_row(data: Tensor, scale: Tensor) -> QTensor:
+    return QTensor(data, scale, CHANNEL.weight.fmt, ROW)
+
+
+class PackedExperts(nn.Module):
+    """The experts of a layer: `octavo.nn.Experts`, or those of transformers with its parameters, when packed.
+
+    The gradients of x and of the router's weights are those of the experts in high precision. The experts are not
+    trained.
+    """
+
+    def __init__(self, gate_up_proj: PackedGroupedLinear, down_proj: PackedGroupedLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `octavo.nn.Experts.forward`."""
+        x, weight = hidden_states, top_k_weights
+        check_routing(x, top_k_index, weight)
+        if x.numel() == 0:
+            return x.to(compute_dtype(x))
+        if not wants_gradient(x, weight):
+            return self.compute(x, top_k_index, weight)
+        out: Tensor = _FrozenExperts.apply(x, weight, top_k_index, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        rows = sort_by_expert(index, len(self.down_proj.weight))
+        u = self._inner(x, rows)
+        if self.down_proj.by_row:
+            h_q = activation_quantize(u, "swiglu", CHANNEL.inputs)
+            y = self.down_proj.product(h_q, rows.offsets, u.dtype)
+        else:
+            gate, up = u.chunk(2, 1)
+            y = self.down_proj(F.silu(gate) * up, rows.offsets)
+        return combine(y, rows.row, weight.float())
+
+    def _inner(self, x: Tensor, rows: Rows) -> Tensor:
+        """u [M, 2F] of the tokens x [T, K]."""
+        dtype, top_k = compute_dtype(x), rows.row.shape[1]
+        if not self.gate_up_proj.by_row:
+            return self.gate_up_proj(x.to(dtype)[rows.slot // top_k], rows.offsets)  # type: ignore[no-any-return]
+        n_q = gather_quantize(x, CHANNEL.inputs, slot=rows.slot, top_k=top_k)
+        return self.gate_up_proj.product(n_q, rows.offsets, dtype)
+
+
+class _FrozenExperts(torch.autograd.Function):
+    """The packed experts, with the gradients of x and of the router's weights by their widened matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, index: Tensor, experts: PackedExperts) -> Tensor:
+        ctx.save_for_backward(x, weight, index)
+        ctx.experts = experts
+        return experts.compute(x, index, weight)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, index = ctx.saved_tensors
+        experts: PackedExperts = ctx.experts
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        w_in, w_out = (m.dequantize(dout.dtype) for m in (experts.gate_up_proj, experts.down_proj))
+        with torch.enable_grad():
+            out = plain_experts(leaves[0].to(dout.dtype), leaves[1], sort_by_expert(index, len(w_out)), w_in, w_out)
+        dx, dweight = torch.autograd.grad(out, leaves, dout)
+        return dx, dweight, None, None
