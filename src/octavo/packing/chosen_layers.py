@@ -57,7 +57,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     names = [layer.name for layer in linears if not layer.reason]
     chosen = _schemes([*names, *experts], default, options.layers)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
-    _check_experts(of_experts, experts)
+    _check_experts(of_experts, experts, source)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
     static = _static_scales(source, schemes, options)
     skipped = {layer.name: layer.reason for layer in linears if layer.reason}
@@ -88,7 +88,7 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source) -> None:
     for name, scheme in schemes.items():
         if scheme.static:
             raise ValueError(
@@ -97,6 +97,16 @@ def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int
             )
         if reason := scheme.misfit(*shapes[name]):
             raise ValueError(f"{name}: {reason} (--layer '{name}=channel'), or leave the experts in BF16")
+    stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
+    for stack, parts in stacks.items():
+        names = [part.removesuffix(".weight") for part in reversed(parts)]
+        chosen = {schemes[name].name if name in schemes else "BF16": name for name in names}  # the first of each scheme
+        if len(chosen) > 1:
+            raise ValueError(
+                f"the matrices of {stack}, which readers stack, need one scheme, they have "
+                f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
+                "--layer"
+            )
     check_groups(shapes, schemes)
 
 
