@@ -31,7 +31,7 @@ def test_no_message_installs_octavo_from_an_index():
 
 def test_every_extra_that_is_named_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"hf", "gguf", "bpe", "optim", "tensorboard"} <= extras.keys()
+    assert {"hf", "gguf", "bpe", "cudnn", "optim", "tensorboard"} <= extras.keys()
 
 
 @pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])

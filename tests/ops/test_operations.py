@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import attention_fp8_oracle
 import attention_oracle
 import pytest
 import rotary_examples
@@ -92,6 +93,12 @@ def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
         k = torch.randn(2, 2, 2, 16).bfloat16()
         yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
+    x = [attention_fp8_oracle.quantized(t) for t in attention_fp8_oracle.given(2, 4, 2, 3, 3, 16)]
+    data, scales = [t.data for t in x[:3]], [t.scale for t in x[:3]]
+    yield "fp8_attention", (*data, *scales, 0.25, torch.bfloat16)
+    stats = torch.full((2, 4, 3), 3.0)
+    by_token = x[3].data.transpose(1, 2).contiguous()
+    yield "fp8_attention_backward", (by_token, *data, by_token, stats, torch.ones(7), 0.25, torch.bfloat16)
     for kind, keep_k in product(rotary_examples.DTYPES, (False, True)):
         x, angles = (
             rotary_examples.projections(2, 3, 4, 2, 16, torch.bfloat16),

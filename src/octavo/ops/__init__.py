@@ -1,6 +1,6 @@
 """The operations. Each has a folder: `op` checks and dispatches, `reference` is plain PyTorch, `kernel` is Triton.
 
-A CPU runs the reference, a GPU the kernels. Both give the same bytes.
+A CPU runs the reference, a GPU the kernels. Both give the same bytes, but for `attention_fp8`, which cuDNN runs.
 """
 
 from octavo.ops.activation import (
@@ -10,6 +10,7 @@ from octavo.ops.activation import (
     activation_scales,
 )
 from octavo.ops.attention import append_kv, cached_attention
+from octavo.ops.attention_fp8 import Attended, fp8_attention, fp8_attention_backward, fp8_attention_limit
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
 from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
@@ -36,6 +37,7 @@ from octavo.ops.transposition import transpose
 from octavo.ops.weight_only import find_weight_only_backend, weight_only_mm
 
 __all__ = [
+    "Attended",
     "Backend",
     "Rows",
     "activation_backward",
@@ -50,6 +52,9 @@ __all__ = [
     "find_backend",
     "find_grouped_backend",
     "find_weight_only_backend",
+    "fp8_attention",
+    "fp8_attention_backward",
+    "fp8_attention_limit",
     "gather_quantize",
     "group_of_rows",
     "grouped_mm",

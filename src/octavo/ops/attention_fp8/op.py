@@ -1,0 +1,190 @@
+"""Causal attention in E4M3: checks, the registered operations, and the choice between cuDNN and the reference."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import E4M3
+from octavo.ops.attention_fp8.reference import attend_backward_reference, attend_reference
+from octavo.ops.attention_fp8.support import fp8_attention_limit
+from octavo.ops.checks import check_tensor, eager_check
+from octavo.ops.inductor import operation, register_lowerings
+
+P_SCALE = 2.0**-8  # of the probabilities, which are at most 1; a power of two, so that it rounds nothing
+# |ds| reaches about a fifth of this many times scale * amax(dO) * amax(v) (docs/decisions.md), so that none saturates.
+DS_LIMIT = 1.75
+
+
+class Attended(NamedTuple):
+    """A result of `fp8_attention`, and what its gradient needs."""
+
+    y: Tensor  # [B, H, T, D], a view of contiguous [B, T, H, D]
+    o: Tensor  # E4M3 [B, T, H, D]: y ≈ o * v_scale
+    stats: Tensor  # float32 [B, H, T]: the logarithm of the sum of each softmax
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Attended:
+    """Causal attention of the last T tokens of a text to its S tokens, in E4M3.
+
+    Products are of E4M3 numbers, and sums float32. The probabilities are rounded to E4M3, and so is the result, with
+    the scale of v: it is an average of values. On a GPU it runs in cuDNN, and no call waits for the device. A CPU
+    computes the same in plain PyTorch.
+
+    Args:
+        q: float8_e4m3fn [B, H, T, D]. Any strides, but the last dimension contiguous.
+        k, v: float8_e4m3fn [B, G, S, D], with S at least T, and H a multiple of G.
+        q_scale, k_scale, v_scale: float32, one element each, multiplied into the numbers.
+        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
+        dtype: of y.
+
+    Raises:
+        ValueError: for another shape or dtype.
+        RuntimeError: the GPU, its libraries or the head size do not have FP8 attention.
+    """
+    _check(q, k, v, q_scale, k_scale, v_scale)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    y, o, stats = _fp8_attention(q, k, v, q_scale, k_scale, v_scale, factor, dtype)
+    return Attended(y.transpose(1, 2), o, stats)
+
+
+def fp8_attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    dy_scale: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    out_scales: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of `fp8_attention`, in E4M3.
+
+    Args:
+        dy: float8_e4m3fn [B, T, H, D], contiguous, with the scale `dy_scale`.
+        q, k, v, q_scale, k_scale, v_scale, scale: those of `fp8_attention`, which returned `attended`.
+        out_scales: float32 [3] of dq, dk and dv, which are rounded to E4M3 with them. Larger numbers saturate.
+
+    Returns:
+        dq [B, H, T, D], dk and dv [B, G, S, D] in the dtype of `attended.y`, and their largest magnitudes before they
+        were rounded, float32 [3].
+
+    Raises:
+        ValueError: for another shape or dtype.
+        RuntimeError: as `fp8_attention`.
+    """
+    _check(q, k, v, q_scale, k_scale, v_scale)
+    check_tensor("dy", dy, (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), E4M3.dtype)
+    check_tensor("out_scales", out_scales, (3,), torch.float32)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scales = torch.cat([x.view(1) for x in (q_scale, k_scale, v_scale, dy_scale)] + [out_scales])
+    y, o, stats = attended
+    dq, dk, dv, amax = _fp8_attention_backward(dy, q, k, v, o, stats, scales, factor, y.dtype)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), amax
+
+
+@eager_check
+def _check(q: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> None:
+    batch, heads, tokens, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
+    kv_heads, keys = (k.shape[1], k.shape[2]) if k.ndim == 4 else (0, 0)
+    if not heads or not kv_heads or heads % kv_heads or not 0 < tokens <= keys:
+        raise ValueError(
+            "q must be [B, H, T, D], and k and v [B, G, S, D] with S >= T > 0 and H a multiple of G, got "
+            f"{list(q.shape)} and {list(k.shape)}"
+        )
+    check_tensor("q", q, tuple(q.shape), E4M3.dtype)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, (batch, kv_heads, keys, dim), E4M3.dtype)
+    for name, s in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
+        if s.numel() != 1 or s.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32 with one element, got {s.dtype} {list(s.shape)}")
+
+
+@operation("fp8_attention")
+def _fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    values: Any = *_by_rows(q, k, v), *(s.view(1) for s in (q_scale, k_scale, v_scale)), P_SCALE, scale, dtype
+    if not _runs_cudnn(q):
+        return attend_reference(*values)
+    from octavo.ops.attention_fp8 import kernel
+
+    return kernel.attend(*values)
+
+
+@_fp8_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    register_lowerings()
+    batch, heads, tokens, dim = q.shape
+    shape = (batch, tokens, heads, dim)
+    stats = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return q.new_empty(shape, dtype=rest[-1]), q.new_empty(shape), stats
+
+
+@operation("fp8_attention_backward")
+def _fp8_attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    stats: Tensor,
+    scales: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    named = dict(zip(("q", "k", "v", "dO", "dQ", "dK", "dV"), (s.view(1) for s in scales.unbind()), strict=True))
+    named["o"] = named["v"]
+    named["dP"] = named["dO"] * named["v"] * (DS_LIMIT * E4M3.max * scale)
+    values: Any = dy.contiguous(), *_by_rows(q, k, v), o.contiguous(), stats, named, P_SCALE, scale, dtype
+    if not _runs_cudnn(q):
+        return attend_backward_reference(*values)
+    from octavo.ops.attention_fp8 import kernel
+
+    return kernel.attend_backward(*values)
+
+
+@_fp8_attention_backward.register_fake
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    register_lowerings()
+    dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=rest[-1]) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(3, dtype=torch.float32)
+
+
+def _by_rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with a last dimension that is contiguous."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _runs_cudnn(q: Tensor) -> bool:
+    """Whether cuDNN runs the operation: on a GPU, which must have it.
+
+    Raises:
+        RuntimeError: the GPU does not.
+    """
+    if q.device.type == "cpu":
+        return False
+    if limit := fp8_attention_limit(q.device, q.shape[3]):
+        raise RuntimeError(f"{limit}: take attention in BF16")
+    return True

@@ -1,0 +1,27 @@
+"""Where attention runs in FP8: the GPUs, head sizes and libraries."""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+HEAD_DIM = 128  # the only one whose gradient Hopper has, and the only one that is faster than BF16
+HAS_CUDNN = find_spec("cudnn") is not None  # nvidia-cudnn-frontend; found at import, as Triton is
+
+
+@cache
+def fp8_attention_limit(device: torch.device, head_dim: int) -> str:
+    """Why attention with heads of `head_dim` elements does not run in FP8 on `device`; "" if it does.
+
+    cuDNN has FP8 attention for Hopper and Blackwell. Only Hopper has been measured.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"FP8 attention needs an NVIDIA GPU, and the device is {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9 or major > 10:
+        return f"cuDNN has FP8 attention for compute capability 9.0 and 10.0, and this GPU has {major}.{minor}"
+    if head_dim != HEAD_DIM:
+        return f"FP8 attention takes heads of {HEAD_DIM} elements, and these have {head_dim}"
+    if not HAS_CUDNN:
+        return 'FP8 attention needs nvidia-cudnn-frontend: run pip install ".[cudnn]" in the source folder of Octavo'
+    return ""

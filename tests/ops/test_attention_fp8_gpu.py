@@ -1,0 +1,99 @@
+"""cuDNN against float64 and the reference, over poisoned memory, in a CUDA graph and in compiled code."""
+
+import attention_fp8_oracle as oracle
+import pytest
+import torch
+from attention_fp8_oracle import decibels, quantized
+from gpu_memory import no_waits, poison
+
+from octavo.ops import fp8_attention, fp8_attention_backward, fp8_attention_limit
+
+pytest.importorskip("cudnn")
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
+
+SHAPES = [  # batch, heads, heads of keys, tokens, keys
+    (2, 8, 2, 512, 512),
+    (1, 4, 4, 200, 200),
+    (1, 4, 1, 1000, 1000),
+]
+
+
+def forward(x):
+    q, k, v = map(quantized, x)
+    return q, k, v, fp8_attention(q.data, k.data, v.data, q.scale, k.scale, v.scale)
+
+
+def both_passes(x):
+    """y and the gradients, and the largest gradients."""
+    q, k, v, attended = forward(x[:3])
+    dy = quantized(x[3])
+    out_scales = torch.stack([g.abs().amax().float() / 100 for g in oracle.exact(*x)[1:]])
+    poison()
+    *gradients, amax = fp8_attention_backward(
+        dy.data.transpose(1, 2).contiguous(), q.data, k.data, v.data, attended,
+        dy.scale, q.scale, k.scale, v.scale, out_scales,
+    )  # fmt: skip
+    return [attended.y, *gradients], amax
+
+
+def test_this_gpu_has_it():
+    assert fp8_attention_limit(torch.device("cuda", torch.cuda.current_device()), 128) == ""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_passes(shape):
+    torch.manual_seed(0)
+    x = oracle.given(*shape, device="cuda")
+    expected = oracle.exact(*x)
+    poison()
+    actual, amax = both_passes(x)
+    on_cpu, _ = both_passes([t.cpu() for t in x]) if shape[3] <= 512 else (expected, None)
+    for name, exact, found, ours in zip(("y", "dq", "dk", "dv"), expected, actual, on_cpu, strict=True):
+        print(shape, name, f"{decibels(exact, found):.1f} dB, the reference {decibels(exact, ours):.1f} dB")
+        assert found.shape == exact.shape
+        assert decibels(exact, found) > min(decibels(exact, ours) - 1.5, 20)
+    assert torch.allclose(amax.double(), torch.stack([g.abs().amax() for g in expected[1:]]), rtol=0.15)
+
+
+@pytest.mark.parametrize("keys", [512, 1000, 4096])
+def test_a_piece_of_a_text_sees_the_tokens_before_it(keys):
+    """Keys and values are views of a cache with room for more tokens, whose numbers must not be read."""
+    torch.manual_seed(1)
+    x = oracle.given(1, 8, 2, 400, keys, device="cuda")[:3]
+    q, k, v = map(quantized, x)
+    room = [torch.full((1, 2, keys + 77, 128), 448.0, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)]
+    for cache, data in zip(room, (k.data, v.data), strict=True):
+        cache.view(torch.uint8)[:, :, :keys] = data.view(torch.uint8)
+    stored = [cache[:, :, :keys] for cache in room]
+    poison()
+    found = fp8_attention(q.data, *stored, q.scale, k.scale, v.scale).y
+    expected = oracle.exact(*x, torch.zeros_like(x[0]))[0]
+    assert decibels(expected, found) > 20
+
+
+def test_in_a_cuda_graph_without_waiting():
+    torch.manual_seed(2)
+    x = oracle.given(1, 4, 2, 256, 256, device="cuda")[:3]
+    q, k, v, expected = forward(x)
+    scales = q.scale, k.scale, v.scale
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fp8_attention(q.data, k.data, v.data, *scales)
+    found.y.fill_(7)
+    with no_waits():
+        graph.replay()
+        again = fp8_attention(q.data, k.data, v.data, *scales)
+    assert torch.equal(found.y, expected.y)
+    assert torch.equal(again.y, expected.y)
+
+
+def test_compiled():
+    torch.manual_seed(3)
+    q, k, v, expected = forward(oracle.given(1, 4, 2, 256, 256, device="cuda")[:3])
+
+    @torch.compile(fullgraph=True)
+    def run(*tensors):
+        return fp8_attention(*tensors).y * 1
+
+    assert torch.equal(run(q.data, k.data, v.data, q.scale, k.scale, v.scale), expected.y)
