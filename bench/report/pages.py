@@ -13,7 +13,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.report import accuracy, experts, generation, parity, performance, plan, plots, pretraining, scaling, vision
+from bench.report import (
+    accuracy,
+    experts,
+    generation,
+    parity,
+    performance,
+    plan,
+    plots,
+    pretraining,
+    recipes,
+    scaling,
+    vision,
+)
 from bench.report.aims import aims
 from bench.report.front_page import gains
 from bench.report.tables import Result, load, machine, markdown
@@ -30,6 +42,7 @@ LATER = {
     "scaling": ("gpu_fsdp_", (scaling,)),
     "pretraining": ("pretrain_", (pretraining,)),
     "vision": ("vision", (vision,)),
+    "recipes": ("recipes", (recipes,)),
 }
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import queue
 import statistics
 import time
 from dataclasses import replace
@@ -77,7 +78,7 @@ def test_only_the_gradients_are_rounded_stochastically() -> None:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
-    losses.train_all([*VARIANTS], range(2), CONFIG, folder, math.inf, processes=3)
+    losses.train_all([*VARIANTS], range(2), CONFIG, folder, math.inf, processes=1)
     return folder
 
 
@@ -111,6 +112,30 @@ def test_a_run_that_is_there_is_not_repeated(trained: Path) -> None:
     before = path.stat().st_mtime_ns
     losses.train_all(["mxfp8"], range(2), CONFIG, trained, math.inf, processes=1)
     assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_workers_share_the_recipes(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / losses.TOKENS).write_bytes((trained / losses.TOKENS).read_bytes())
+    names = [BASE, "rowwise", "tensorwise"]
+    losses.train_all(names, [0], CONFIG, tmp_path, math.inf, processes=2)
+    for name in names:
+        here, there = (json.loads(losses.path_of(folder, name, 0).read_text()) for folder in (tmp_path, trained))
+        assert here["final"] == pytest.approx(there["final"], rel=1e-6)
+
+
+def test_a_recipe_that_fails_does_not_end_the_others(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / losses.TOKENS).write_bytes((trained / losses.TOKENS).read_bytes())
+    monkeypatch.setattr(losses, "round_weights", lambda trainer: 1 / 0)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process
+    jobs: queue.Queue[str | None] = queue.Queue()
+    for job in (CONTROL, "rowwise", None):
+        jobs.put(job)
+    losses.work(0, jobs, [0], CONFIG, tmp_path, math.inf)
+    assert [path.name for path in tmp_path.glob("*.json")] == ["rowwise-0.json"]
+    assert f"{CONTROL} failed" in capsys.readouterr().out
 
 
 def test_no_run_is_started_after_the_deadline(folder: Path, data: Data, tmp_path: Path) -> None:

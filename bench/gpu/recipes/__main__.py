@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs with each recipe")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so long")
-    parser.add_argument("--processes", type=int, default=5, help="processes on each GPU that train")
+    parser.add_argument("--processes", type=int, help="processes that train on each GPU (5), or on the CPU (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/recipes"), help="folder of the files")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files in FOLDER")
     options = parser.parse_args(arguments)
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
     parts = [options.only] if options.only else [part for part in PARTS if part != "speed" or not options.cpu]
     if "losses" in parts:
         deadline = began + options.seconds
-        losses.train_all(names, range(options.seeds), config, options.out, deadline, options.processes)
+        processes = options.processes or (1 if options.cpu else 5)
+        losses.train_all(names, range(options.seeds), config, options.out, deadline, processes)
     if "errors" in parts:
         write(options.out, "errors", errors.measure(names, config, losses.tokens_of(config, options.out)))
     if "speed" in parts:

@@ -26,7 +26,7 @@ from octavo.train.loop import Trainer
 
 GPU = CONFIG.change(
     model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1408, context=512, tied=True, vocabulary=8192,
-    batch=32, accumulate=1, steps=500, learning_rate=1.5e-3, min_learning_rate=1.5e-5, warmup=40, evaluate_batches=48,
+    batch=32, accumulate=1, steps=500, learning_rate=1e-3, min_learning_rate=1e-5, warmup=40, evaluate_batches=48,
     validation_fraction=0.08,
 )  # fmt: skip
 CPU = GPU.change(
@@ -42,32 +42,33 @@ def train_all(
 ) -> None:
     """Train each recipe with each seed, without the runs that `out` holds, in `processes` workers on each GPU.
 
-    On a CPU, and with one GPU and one process, the work is done in this process.
+    One worker alone is this process.
     """
-    count = max(torch.cuda.device_count(), 1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     todo = [name for name in names if any(not path_of(out, name, seed).exists() for seed in seeds)]
-    if not torch.cuda.is_available() or count * processes == 1:
-        for name in todo:
-            train_seeds(name, seeds, config, tokens_of(config, out), out, deadline)
-        return
-    device = torch.device("cuda")
     todo.sort(key=lambda name: "emulated" not in implementations(name, device).values())  # the longest first
-    tokens_of(config, out)  # made once, before the workers read them
+    data = tokens_of(config, out)  # made once, before the workers read them
+    workers = max(torch.cuda.device_count(), 1) * processes
+    if workers == 1:
+        for name in todo:
+            train_seeds(name, seeds, config, data, out, deadline)
+        return
     context = multiprocessing.get_context("spawn")
     jobs: Any = context.Queue()
-    for job in (*todo, *[None] * (count * processes)):
+    for job in (*todo, *[None] * workers):
         jobs.put(job)
-    arguments = (jobs, seeds, config, out, deadline)
-    workers = [context.Process(target=work, args=(i % count, *arguments)) for i in range(count * processes)]
-    for worker in workers:
+    started = [context.Process(target=work, args=(i, jobs, seeds, config, out, deadline)) for i in range(workers)]
+    for worker in started:
         worker.start()
-    for worker in workers:
+    for worker in started:
         worker.join()
 
 
-def work(gpu: int, jobs: Any, seeds: Sequence[int], config: Config, out: Path, deadline: float) -> None:
-    """Train the recipes that come from `jobs` on one GPU, until None comes."""
-    torch.cuda.set_device(gpu)
+def work(index: int, jobs: Any, seeds: Sequence[int], config: Config, out: Path, deadline: float) -> None:
+    """Train the recipes that come from `jobs`, until None comes. The workers have the GPUs in turn."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(index % torch.cuda.device_count())
+    torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     data = tokens_of(config, out)
     while (name := jobs.get()) is not None:
