@@ -25,14 +25,14 @@ from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import CACHE_BF16, CACHE_FP8, CACHE_TORCH
 from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
 from octavo.kv_cache.layer import DTYPES, LayerKVCache
-from octavo.ops.attention import kernel
 from octavo.ops.attention.reference import widened_attention
+from octavo.ops.attention.tiles import TILES, Tile, choose_tile
 from octavo.runtime.fused import fuse
 
 HEADS, KV_HEADS, DIM = llama.CONFIG.heads, llama.CONFIG.kv_heads, llama.CONFIG.head_dim
 CONTEXTS, BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)
 CONTEXT, BATCH = 32768, 8  # of the whole steps
-TUNED = [(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
+TUNED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
 def main() -> None:
@@ -88,23 +88,24 @@ def check(q: Tensor, cache: LayerKVCache) -> None:
 
 def tune() -> None:
     """Times over sizes of tiles, the best first."""
-    tiles = kernel.TILES
     for batch, context in ((8, 32768), (1, 32768), (8, 4096)):
         q = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         for dtype in DTYPES:
             cache, found = models.filled(dtype, k, v), []
             size = cache.keys.element_size()
-            before, copy = tiles[size], copy_ms(2 * k.numel() * size)
+            before, copy = TILES[size], copy_ms(2 * k.numel() * size)
             for choice in TUNED:
-                tiles[size] = choice
+                TILES[size] = (choice,)
+                choose_tile.cache_clear()
                 try:
-                    found.append((replayed(partial(cache.attend, q), calls=3, rounds=4), choice))
+                    found.append((replayed(partial(cache.attend, q), calls=3, rounds=4), tuple(choice)))
                 except Exception as error:  # more shared memory than there is
                     print(choice, type(error).__name__)
-            tiles[size] = before
+            TILES[size] = before
+            choose_tile.cache_clear()
             best = ", ".join(f"{choice} {1e3 * ms:.0f} us {copy / ms:.2f}" for ms, choice in sorted(found)[:5])
-            print(f"batch {batch} context {context} {dtype}: {best}; now {before}", flush=True)
+            print(f"batch {batch} context {context} {dtype}: {best}; now {tuple(before[0])}", flush=True)
 
 
 # --- Whole steps -----------------------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention.splits import splits_of
+from octavo.ops.attention.tiles import choose_tile
 from octavo.ops.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
-from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
+from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory
 
-TILES = {1: (128, 4, 3), 2: (64, 4, 3)}  # bytes of an element -> BLOCK_N, warps, stages
-PROGRAMS_PER_SM = 2  # the memory of two programs fits: three stages of 32 KiB each
+PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
 LOG2_E = math.log2(math.e)
 
 
@@ -47,16 +47,16 @@ def cached_attention(
     batch, heads, num_new, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
-    block_n, warps, stages = TILES[keys.element_size()]
+    block_m, block_d = max(power_of_two_above(num_rows), 16), max(power_of_two_above(dim), 16)
+    block_n, warps, stages = choose_tile(keys.element_size(), block_m, block_d, shared_memory(q.device))
     splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
     result = allocate(q, q.shape)
     one_split = splits == 1
     # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
     partial = result if one_split else allocate(q, (pairs * splits * num_rows * (dim + 2),), torch.float32)
-    block_d = max(power_of_two_above(dim), 16)
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
-        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=max(power_of_two_above(num_rows), 16), BLOCK_N=block_n,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if one_split:
