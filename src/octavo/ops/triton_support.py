@@ -43,13 +43,6 @@ def shared_memory(device: torch.device) -> int:
     return size
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that a program may take: 227 KiB on Hopper, 99 KiB on Ada and RTX Blackwell."""
-    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return limit
-
-
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. (`triton.cdiv` takes microseconds, since it serves kernels too.)"""
     return -(-a // b)
