@@ -15,14 +15,16 @@ from octavo.recipe import groupwise, mxfp8
 E4M3 = ("e4m3", "e4m3")
 ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
 MI300, MI350 = ARCHITECTURES["mi300"], ARCHITECTURES["mi350"]
+OURS = {"ada": "triton", "hopper": "triton", "blackwell": "triton", "rtx_blackwell": "triton"}
 LIBRARIES = {
     (TENSOR, TENSOR): {"ada": "cublaslt", "hopper": "cublaslt", "blackwell": "cublaslt", "rtx_blackwell": "cublaslt"},
     (ROW, ROW): {"ada": "cutlass", "hopper": "cublaslt", "blackwell": "cutlass", "rtx_blackwell": "cutlass"},
-    (STRIP, SQUARE): {"hopper": "cublaslt"},
+    (STRIP, SQUARE): OURS | {"hopper": "cublaslt"},
     (SQUARE, STRIP): {"hopper": "cublaslt"},
-    (STRIP, STRIP): {"hopper": "cublaslt"},
-    (MX, MX): {"blackwell": "cublaslt", "rtx_blackwell": "cublaslt", "mi350": "hipblaslt"},
-    (group(64), group(64)): {},
+    (STRIP, STRIP): OURS | {"hopper": "cublaslt"},
+    (MX, MX): OURS | {"blackwell": "cublaslt", "rtx_blackwell": "cublaslt", "mi350": "hipblaslt"},
+    (group(64), group(64)): OURS,
+    (group(96), group(96)): {},
     (SQUARE, SQUARE): {},
     (ROW, TENSOR): {},
 }
@@ -45,8 +47,8 @@ def test_e5m2_gradients(gpu):
         assert backend_on(gpu, granularity, granularity, ("e5m2", "e4m3")).name in ("cublaslt", "cutlass")
     both = backend_on(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
     assert (both.name, "not e5m2 x e5m2" in both.reason) == ("none", True)
-    assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "none"
-    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "none"
+    assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "triton"
+    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "triton"
 
 
 @pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
@@ -55,7 +57,7 @@ def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0)
     for gpu in (BLACKWELL, RTX, MI350):
         found = backend_on(gpu, granularity, granularity, E4M3, e8m0=e8m0)
         runs = all(e8m0) if granularity == MX else not any(e8m0)
-        assert (found.name != "none") == runs
+        assert (found.name not in ("none", "triton")) == runs
         if not runs:
             assert "E8M0" in found.reason or "float32" in found.reason
 
@@ -63,7 +65,7 @@ def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0)
 def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cuda = torch.device("cuda")
-    assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} == {"none"}
+    assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} <= {"none", "triton"}
     assert {b.name for b in gemm_backends(mxfp8(), cuda).values()} == {"cublaslt"}
 
 
@@ -71,7 +73,7 @@ def test_a_reason_has_pytorchs_message_and_the_gpu():
     reason = backend_on(ARCHITECTURES["ampere"], TENSOR, TENSOR, E4M3).reason
     assert reason.startswith("PyTorch refuses tensor x tensor scales in float32 on Ampere (A100, RTX 30): ")
     assert "compute capability >= 9.0 or 8.9" in reason
-    assert backend_on(BLACKWELL, STRIP, STRIP, E4M3).reason.endswith("only supported in CUDA for SM90")
+    assert backend_on(BLACKWELL, SQUARE, STRIP, E4M3).reason.endswith("only supported in CUDA for SM90")
 
 
 def test_gpus_that_nothing_was_measured_on_are_marked():
@@ -99,7 +101,8 @@ def test_fnuz_is_amds():
 def test_before_cuda_12_9_hopper_has_no_block_scales_and_row_scales_in_cutlass(monkeypatch):
     monkeypatch.setattr(backend, "_CUDA", (12, 8))
     assert backend_on(HOPPER, ROW, ROW, E4M3).name == "cutlass"
-    assert "requires cublasLt >= 12.9" in backend_on(HOPPER, STRIP, SQUARE, E4M3).reason
+    assert backend_on(HOPPER, STRIP, SQUARE, E4M3).name == "triton"
+    assert "requires cublasLt >= 12.9" in backend_on(HOPPER, SQUARE, STRIP, E4M3).reason
     assert backend_on(ADA, ROW, ROW, E4M3).name == "cutlass"
 
 

@@ -23,7 +23,10 @@ PAIRS = {
     "square-strip": (Cast(granularity=SQUARE), Cast(granularity=STRIP)),
     "strip-strip": (Cast(granularity=STRIP), Cast(granularity=STRIP)),
     "mx": (Cast(granularity=MX, scale="e8m0"), Cast(granularity=MX, scale="e8m0")),
+    "group32": (Cast(granularity=group(32)), Cast(granularity=group(32))),
     "group64": (Cast(granularity=group(64)), Cast(granularity=group(64))),
+    "group64-e5m2": (Cast("e5m2", group(64)), Cast(granularity=group(64))),
+    "group96": (Cast(granularity=group(96)), Cast(granularity=group(96))),
     "fnuz": (Cast("e5m2fnuz"), Cast("e4m3fnuz")),
     "mixed": (Cast(granularity=group(7)), Cast(granularity=TENSOR)),
 }

@@ -1,7 +1,7 @@
 """When the Triton kernels can run, and the sizes of their tiles.
 
-Triton comes with the CUDA builds of PyTorch. Only the modules named `kernel` import it. The operations import these
-inside functions, when the first CUDA tensor comes.
+Triton comes with the CUDA builds of PyTorch. Only the modules whose names end in `kernel` import it. The operations
+import these inside functions, when the first CUDA tensor comes.
 """
 
 from functools import cache

@@ -8,8 +8,11 @@ PyTorch's `scaled_mm` has these kernels. `dispatch.json` records each with its s
     1x128, 128x128 blocks      cuBLASLt on Hopper (9.x) only
     MX: groups of 32, E8M0     cuBLASLt from Blackwell (10.0), hipBLASLt on MI350
 
+A Triton kernel of ours computes what PyTorch lacks on NVIDIA GPUs from Ada on: scales in groups of 32, 64 or 128, and
+1x128 with 128x128 blocks, float32 or E8M0. A GEMM of small M takes as long as reading b, and runs on kernels of ours.
+
 Octavo is measured on Hopper only. If a GPU has no kernel for a GEMM, it raises an error unless the caller asks for
-emulation. A GEMM of small M takes as long as reading b; it runs on a kernel of ours.
+emulation.
 """
 
 from dataclasses import dataclass
@@ -29,6 +32,10 @@ MAX_SMALL_M = max(_MAX_SMALL_M.values())
 SQUARE = block(128, 128)
 STRIP = group(128)
 MX = group(32)
+
+# Of our kernel for scales along K. A tensor-core instruction multiplies 32 elements of K.
+_GROUP_SIZES = (32, 64, 128)
+_GPUS_OF_OUR_KERNEL = ("ada", "hopper", "blackwell", "rtx_blackwell")
 
 # The version of CUDA that PyTorch was built with. From 12.9 on, cuBLASLt has row and block scales for Hopper.
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
@@ -70,11 +77,20 @@ def find_backend(
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
     backend = backend_on(find_architecture(device), granularity_a, granularity_b, formats, e8m0=e8m0)
+    if backend.name == "triton" and not HAS_TRITON:
+        return Backend("none", f"{backend.reason} need Triton, which is not installed")
     small = size is not None and size[0] <= max_small_m(size[1])
     nvidia = backend.name in ("cublaslt", "cutlass")
-    if small and nvidia and granularity_a.outer and set(formats) <= set(FORMATS) and HAS_TRITON:
+    ours = granularity_a.outer or takes_blocks(granularity_a, granularity_b)
+    if small and nvidia and ours and set(formats) <= set(FORMATS) and HAS_TRITON:
         return Backend("triton", f"{backend.reason}, small M")
     return backend
+
+
+def takes_blocks(granularity_a: Granularity, granularity_b: Granularity) -> bool:
+    """Whether our kernel for scales along K takes these: equal groups in a and b, or 1x128 and 128x128 blocks."""
+    in_groups = granularity_a.rows == 1 and granularity_a.cols in _GROUP_SIZES
+    return in_groups and (granularity_b == granularity_a or (granularity_a, granularity_b) == (STRIP, SQUARE))
 
 
 def max_small_m(n: int) -> int:
@@ -94,15 +110,20 @@ def backend_on(
     a, b = granularity_a.name, granularity_b.name
     kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
     names = f"{a} x {b} scales in {' and '.join(dict.fromkeys(kinds))}"
+    note = "" if gpu.measured else f", not measured on {gpu.name}"
     key = "hopper_cuda_12.8" if gpu.key == "hopper" and _CUDA < (12, 9) else gpu.key
     line = LINES.get((key, f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
+    runs = line is not None and " x ".join(formats) in line.formats
+    ours = gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
+    if not runs and ours and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2"):
+        return Backend("triton", f"{names}{note}")
     if line is None:
         return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")
     if line.refusal:
         return Backend("none", f"PyTorch refuses {names} on {gpu.name}: {line.refusal}")
     if " x ".join(formats) not in line.formats:
         return Backend("none", f"{names} on {gpu.name} take {' or '.join(line.formats)}, not {' x '.join(formats)}")
-    return Backend(line.library, names if gpu.measured else f"{names}, not measured on {gpu.name}")
+    return Backend(line.library, f"{names}{note}")
 
 
 def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -> torch.dtype:

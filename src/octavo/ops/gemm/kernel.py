@@ -186,7 +186,7 @@ def store_sums(
     if scale_b_ptr is not None:
         acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + offs_n).to(tl.float32)
+        acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1)).to(tl.float32)
     offs = offs_m * N + offs_n
     if residual_ptr is not None:
         acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)

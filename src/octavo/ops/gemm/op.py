@@ -10,7 +10,7 @@ from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor
 from octavo.ops.gemm.backend import find_backend, returned_dtype
-from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
+from octavo.ops.gemm.cublaslt import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.gemm.reference import scaled_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
 
@@ -65,11 +65,15 @@ def scaled_mm(
     return y
 
 
-def _inlines(a: Tensor, b: Tensor, out_dtype: torch.dtype, backend: str, granularity_a: str, *rest: Any) -> bool:
-    """Whether Inductor may inline the GEMM: not emulation, and not block-scaled GEMMs.
+def _inlines(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, backend: str, granularity_a: str, scale_a: Tensor, *rest: Any
+) -> bool:
+    """Whether Inductor may inline the GEMM: not emulation, and of those with scales along K only our kernel's launches.
 
-    The fake implementation of the latter in torch 2.11 refuses the scales that the GEMMs need.
+    The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need.
     """
+    if backend == "triton" and granularity_a not in ("tensor", "row"):
+        return scale_a.dtype == torch.float32 and a.shape[1] % ALIGNMENT == 0
     return backend != "emulated" and granularity_a in ("tensor", "row")
 
 
@@ -87,12 +91,14 @@ def _scaled_mm(
     residual: Tensor | None,
     fast_accumulation: bool,
 ) -> Tensor:
+    by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
     if backend == "triton":
-        from octavo.ops.gemm import kernel
+        from octavo.ops.gemm import block_scaled_kernel, kernel
 
         added = None if residual is None else residual.contiguous()
+        if not by_a.outer:
+            return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
         return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
-    by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
     if backend == "emulated":
         y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)

@@ -1,0 +1,248 @@
+"""The scaled GEMM with scales that vary along K, as Triton kernels.
+
+    y[M,N] = sum over g of (a_g[M,G] @ b_g[N,G]^T) * s_a[M,g] * s_b[N,g]  + bias, rounded; + residual, rounded again
+
+A group g of G elements of K has one tensor-core product, whose partial sum is multiplied by the scales and added to a
+float32 sum. A tile multiplies several groups in a step of its loop: their products have registers of their own, so the
+multiplications of one group overlap the tensor core's work on the next. As in the kernels of small M, the tensor core
+computes b @ a^T, and K is split where y has too few tiles for the multiprocessors.
+
+M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers. Sixteen elements, which one load reads
+and whose sum stays in one thread, share a scale.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.granularity import Granularity
+from octavo.ops.gemm.cublaslt import ALIGNMENT
+from octavo.ops.gemm.kernel import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K, combine_kernel, store_sums
+from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
+from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
+
+NEIGHBOURS = 8  # tiles along N that run beside each other and share a, which the L2 cache then holds
+
+
+class Tiling(NamedTuple):
+    """Rows of b and of a in a tile, groups of K in a step, loads in flight, warps, and parts that K is split into."""
+
+    block_n: int
+    block_m: int
+    groups: int
+    stages: int
+    warps: int
+    split_k: int = 1
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same as `scaled_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
+
+    tiling: None chooses one.
+    """
+    (m, n), group, rows_b = (a.shape[0], b.shape[0]), granularity_a.cols or 1, granularity_b.rows or 1
+    a, b = _aligned(a), _aligned(b)
+    scale_a, scale_b = _scales(scale_a, m), _scales(scale_b, m)
+    k = a.shape[1]
+    y = allocate(a, (m, n), out_dtype)
+    if y.numel() == 0 or k == 0:
+        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
+        return y if residual is None else y + residual
+    operands, extra = (a, b, scale_a, scale_b), (bias, residual, y)
+    if m == 1:
+        block_n, block_k = 8, min(512, power_of_two_above(k))
+        launcher(_row_kernel, (cdiv(n, block_n),))(
+            *operands, *extra, n, k, GROUP=group, ROWS_B=rows_b, BLOCK_N=block_n, BLOCK_K=block_k,
+            NUM_STAGES=4, num_warps=4,
+        )  # fmt: skip
+        return y
+    block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
+    step = groups * group
+    k_per_split = cdiv(cdiv(k, step), split_k) * step
+    split_k = cdiv(k, k_per_split)
+    partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
+    launcher(_tile_kernel, (cdiv(n, block_n) * cdiv(m, block_m), split_k))(
+        *operands, *extra, partials, m, n, k, k_per_split,
+        GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % step == 0, BLOCK_M=block_m, BLOCK_N=block_n,
+        NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    if partials is not None:
+        launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
+            partials, None, None, *extra, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
+            STRIDE_SCALE_A=0, STRIDE_SCALE_B=0, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+@cache
+def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
+    """The tiling for y [m, n] and K = k on `device`."""
+    if m <= 64:
+        block_n, block_m, groups, stages, warps = 64, max(16, power_of_two_above(m)), max(2, 128 // group), 4, 4
+    else:
+        block_n, block_m, groups, stages, warps = 128, 128, 2 if group < 128 else 1, 6 if group == 32 else 3, 8
+    programs = multiprocessors(device)
+    tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
+
+    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in steps
+        combine = COMBINE_STEPS if split_k > 1 else 0
+        return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
+
+    return Tiling(block_n, block_m, groups, stages, warps, min(range(1, MAX_SPLIT_K + 1), key=time))
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """The contiguous operand, with zeros at the end of its rows where these are no multiple of a load's 16 bytes.
+
+    A group has a multiple of 16 elements, so the number of groups stays.
+    """
+    missing = -data.shape[1] % ALIGNMENT
+    return (F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data).contiguous()
+
+
+def _scales(scale: Tensor, m: int) -> Tensor:
+    """The contiguous scales as float32, or, for a small M, the exponents of E8M0, which the kernel decodes.
+
+    With a large M each thread would decode them again for every element of y that it holds.
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8) if m <= 64 else scale.float()
+    return scale.contiguous()
+
+
+@triton.jit
+def _row_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_piece = tl.arange(0, BLOCK_K // 16)
+    offs_k = offs_piece[:, None] * 16 + tl.arange(0, 16)[None, :]
+    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    scale_row_ptr = scale_b_ptr + offs_n // ROWS_B * tl.cdiv(K, GROUP)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 16), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        g = (k + offs_piece * 16) // GROUP
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptr + k + offs_k)
+            b = tl.load(b_row_ptr[:, None, None] + (k + offs_k)[None, :, :])
+            s_a = tl.load(scale_a_ptr + g)
+            s_b = tl.load(scale_row_ptr[:, None] + g[None, :])
+        else:
+            mask = k + offs_k < K
+            mask_g = k + offs_piece * 16 < K
+            a = tl.load(a_ptr + k + offs_k, mask, other=0.0)
+            b = tl.load(b_row_ptr[:, None, None] + (k + offs_k)[None, :, :], mask[None, :, :], other=0.0)
+            s_a = tl.load(scale_a_ptr + g, mask_g, other=0)
+            s_b = tl.load(scale_row_ptr[:, None] + g[None, :], mask_g[None, :], other=0)
+        products = tl.sum(b.to(tl.float32) * a.to(tl.float32)[None, :, :], 2)
+        acc += products * (_decoded(s_b) * _decoded(s_a)[None, :])
+    store_sums(tl.sum(acc, 1), 0, offs_n, y_ptr, None, bias_ptr, residual_ptr, N, 0)
+
+
+@triton.jit
+def _tile_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N, K, k_per_split,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = _tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, GROUP)
+    a_ptrs = a_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # rows beyond M and N are
+    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # computed, and not stored
+    stride = tl.cdiv(K, GROUP)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    start_k = tl.program_id(1) * k_per_split
+    for k in tl.range(start_k, tl.minimum(start_k + k_per_split, K), GROUPS * GROUP, num_stages=NUM_STAGES):
+        first = k // GROUP
+        s_a = _columns(scale_a_ptr, offs_m, M, first, stride, BLOCK_M, GROUPS, EVEN_K)
+        if ROWS_B == 1:
+            s_b = _columns(scale_b_ptr, offs_n, N, first, stride, BLOCK_N, GROUPS, EVEN_K)
+        for i in tl.static_range(GROUPS):
+            at = k + i * GROUP
+            if EVEN_K:
+                b = tl.load(b_ptrs + at)
+                a = tl.load(a_ptrs + at)
+            else:
+                mask = at + offs_k < K
+                b = tl.load(b_ptrs + at, mask[None, :], other=0.0)
+                a = tl.load(a_ptrs + at, mask[:, None], other=0.0)
+            products = tl.dot(b, a)  # [N,G] @ [G,M]
+            if ROWS_B == 1:
+                acc += products * (_decoded(s_b[i])[:, None] * _decoded(s_a[i])[None, :])
+            else:
+                tl.static_assert(ROWS_B % BLOCK_N == 0, "a tile must lie in one row of blocks")
+                s = tl.load(scale_b_ptr + pid_n * BLOCK_N // ROWS_B * stride + first + i, EVEN_K or at < K, other=0)
+                acc += products * (_decoded(s_a[i]) * _decoded(s))[None, :]
+    mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
+    rows = offs_m.to(tl.int64)[None, :]
+    if partials_ptr is not None:
+        tl.store(partials_ptr + (tl.program_id(1).to(tl.int64) * M + rows) * N + offs_n[:, None], acc, mask)
+    else:
+        store_sums(acc, rows, offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0, mask)
+
+
+@triton.jit
+def _tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
+    """(pid_m, pid_n) of this program: programs go through `NEIGHBOURS` tiles of N for each tile of M."""
+    pid = tl.program_id(0)
+    per_band = NEIGHBOURS * tiles_m
+    first_n = pid // per_band * NEIGHBOURS
+    width = tl.minimum(tiles_n - first_n, NEIGHBOURS)
+    return pid % per_band // width, first_n + pid % per_band % width
+
+
+@triton.jit
+def _columns(ptr, offs_row, ROWS, first, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr):
+    """The scales of rows `offs_row` in the groups `first`, first + 1, ...: a tuple of vectors [BLOCK].
+
+    They are loaded together: a vector alone would be loaded by every thread that needs a part of it, one by one.
+    """
+    offs_g = first + tl.arange(0, GROUPS)
+    mask = (offs_row < ROWS)[:, None]
+    if not EVEN_K:
+        mask = mask & (offs_g < stride)[None, :]
+    scales = tl.load(ptr + offs_row[:, None] * stride + offs_g[None, :], mask, other=0)
+    if GROUPS == 2:
+        columns = tl.split(scales)
+    elif GROUPS == 1:
+        columns = (tl.reshape(scales, (BLOCK,)),)
+    else:
+        tl.static_assert(GROUPS == 4)
+        even, odd = tl.split(tl.reshape(scales, (BLOCK, 2, 2)))
+        s_0, s_2 = tl.split(even)
+        s_1, s_3 = tl.split(odd)
+        columns = (s_0, s_1, s_2, s_3)
+    return columns
+
+
+@triton.jit
+def _decoded(scale):
+    """A scale in float32. E8M0 stores the exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
+    if scale.dtype == tl.uint8:
+        bits = scale.to(tl.int32)
+        special = tl.where(((bits + 1) & 255) <= 1, 1 << 22, 0)
+        scale = ((bits << 23) | special).to(tl.float32, bitcast=True)
+    return scale
