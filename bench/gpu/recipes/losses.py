@@ -25,13 +25,13 @@ from octavo.train.config import Config
 from octavo.train.loop import Trainer
 
 GPU = CONFIG.change(
-    model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1408, context=512, tied=True, vocabulary=8192,
+    model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1536, context=512, tied=True, vocabulary=8192,
     batch=32, accumulate=1, steps=500, learning_rate=1e-3, min_learning_rate=1e-5, warmup=40, evaluate_batches=48,
     validation_fraction=0.08,
 )  # fmt: skip
 CPU = GPU.change(
-    layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, context=64, vocabulary=512, batch=16, steps=100,
-    learning_rate=3e-3, min_learning_rate=3e-5, warmup=10, evaluate_batches=64, compile=False,
+    layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, context=64, vocabulary=512, batch=16, steps=60,
+    learning_rate=1e-3, min_learning_rate=1e-5, warmup=10, evaluate_batches=64, compile=False,
 )  # fmt: skip
 CHARACTERS = {"cuda": 45_000_000, "cpu": 3_000_000}  # of the text
 TOKENS = "tokens.npz"
