@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from bench.gpu.modes import speedup
-from bench.report.tables import MISSING, Result, Row
+from bench.report.tables import MISSING, Result, Row, machine, markdown, times
 
 NAMES = {"mixtral": "Mixtral's", "small experts": "small experts"}
 
@@ -24,6 +24,20 @@ def expert_modes(results: dict[str, Result]) -> Iterable[Row]:
                 "vs BF16": f"{cell['speedup'][mode]:.3f}x",
                 "SQNR of y, dx, both dw": ", ".join(f"{value:.1f}" for value in db.values()) or MISSING,
             }
+
+
+def packed_experts(results: dict[str, Result]) -> str:
+    """The experts of packed folders, forward: the speed of each scheme."""
+    result = results.get("gpu_packed_experts")
+    if result is None:
+        return "Not measured yet."
+    rows = []
+    for key, name in NAMES.items():
+        for cell in result["shapes"][key]["cells"]:
+            ms = {way: found["median"] for way, found in cell["ms"].items()}
+            speeds = {way: times(ms["bf16"], ms[way]) for way in ms if way != "bf16"}
+            rows.append({"experts": name, "tokens": f"{cell['tokens']:,}", "BF16, ms": f"{ms['bf16']:.3f}", **speeds})
+    return f"{markdown(rows)}\n\n{machine(result)}"
 
 
 def expert_gemms(results: dict[str, Result]) -> Iterable[Row]:

@@ -1,0 +1,83 @@
+"""The experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. On one GPU.
+
+The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph, but for the scheme `block`, whose
+host waits for the sizes of the groups. The outputs come first, against BF16; then the ways take turns.
+
+    python -m bench.gpu.packed_experts [--quick]
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import record
+from bench.gpu.moe import DEVICE, SHAPES, TINY, Shape
+from bench.gpu.timing import Captured, decibels, interleaved, summary
+from octavo.artifact.packed.scheme import get_scheme
+from octavo.nn import Experts
+from octavo.ops import quantize
+from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear
+
+SCHEMES = ("channel", "static", "block")
+TOKENS = {"decode": (1, 16), "prefill": (512, 8192)}
+LEAST_DB = 15.0  # two quantizations in a row leave 23 dB
+
+
+def pack(experts: Experts, name: str) -> PackedExperts:
+    """The experts by a scheme; static inputs have the scale of normal numbers up to 6."""
+    scheme = get_scheme(name)
+    layers = []
+    for matrices in (experts.gate_up_proj, experts.down_proj):
+        layer = PackedGroupedLinear(matrices, scheme)
+        for e, w in enumerate(matrices.detach()):
+            q = quantize(w, scheme.weight)
+            layer.weight[e] = q.data
+            layer.weight_scale[e] = q.scale  # one for the matrix is expanded to its rows
+        if layer.input_scale is not None:
+            layer.input_scale.fill_(6 / 448)
+        layers.append(layer)
+    return PackedExperts(*layers)
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        experts = Experts(shape.experts, shape.width, shape.mlp_width).bfloat16().requires_grad_(False)
+    ways: dict[str, Callable[..., Tensor]] = {"bf16": experts} | {name: pack(experts, name) for name in SCHEMES}
+    cells = [measure_tokens(shape, ways, tokens, kind, rounds) for kind, sizes in TOKENS.items() for tokens in sizes]
+    return {"shape": vars(shape), "cells": cells}
+
+
+@torch.inference_mode()
+def measure_tokens(
+    shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens: int, kind: str, rounds: int
+) -> dict[str, Any]:
+    with torch.device(DEVICE):
+        x = torch.randn(tokens, shape.width, dtype=torch.bfloat16)
+        weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
+    steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
+    exact = steps["bf16"]()
+    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != "bf16"}
+    assert all(db > LEAST_DB for db in quality.values()), quality  # NaN is not
+    if DEVICE == "cuda" and kind == "decode":
+        steps |= {name: Captured(step) for name, step in steps.items() if name != "block"}
+    times = interleaved(steps, rounds=rounds, repeat=10 if tokens <= 512 else 3)
+    cell = {"tokens": tokens, "kind": kind, "db": quality, "ms": {name: summary(t) for name, t in times.items()}}
+    print(shape, {name: round(ms["median"], 4) for name, ms in cell["ms"].items()}, quality, flush=True)
+    return cell
+
+
+def main() -> None:
+    shapes = SHAPES if DEVICE == "cuda" else TINY
+    rounds = 5 if "--quick" in sys.argv else 15
+    result = {name: measure(shape, rounds) for name, shape in shapes.items()}
+    if DEVICE == "cuda":
+        print(record.write("gpu_packed_experts", {"shapes": result}))
+
+
+if __name__ == "__main__":
+    main()
