@@ -66,9 +66,9 @@ def measure_tokens(
     if DEVICE == "cuda" and kind == "decode":
         steps |= {name: Captured(step) for name, step in steps.items() if name != "block"}
     times = interleaved(steps, rounds=rounds, repeat=10 if tokens <= 512 else 3)
-    cell = {"tokens": tokens, "kind": kind, "db": quality, "ms": {name: summary(t) for name, t in times.items()}}
-    print(shape, {name: round(ms["median"], 4) for name, ms in cell["ms"].items()}, quality, flush=True)
-    return cell
+    ms = {name: summary(t) for name, t in times.items()}
+    print(shape, tokens, {name: round(found["median"], 4) for name, found in ms.items()}, quality, flush=True)
+    return {"tokens": tokens, "kind": kind, "db": quality, "ms": ms}
 
 
 def main() -> None:
