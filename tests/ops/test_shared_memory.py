@@ -5,39 +5,64 @@ The other kernels reduce rows and transpose tiles, with 16 KiB at most.
 
 import pytest
 import torch
-from offline_triton import SHARED_MEMORY, compile_for, on_cpu
+from offline_triton import compile_for, on_cpu
+
+from octavo.numerics import ROW, group
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
 
-TWO = [89, 120]
+SMALL = [89, 120]  # with FP8 on tensor cores
+FP8 = [89, 90, 100, 120]
 
 
-@pytest.mark.parametrize("capability", TWO)
+@pytest.mark.parametrize("capability", SMALL)
 @pytest.mark.parametrize(("dim", "rows"), [(128, 1), (256, 32)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
 def test_attention_over_a_cache(capability, dim, rows, dtype, monkeypatch):
     from octavo.ops.attention import kernel, tiles
 
-    compiled = compile_for(capability, [kernel], monkeypatch)
+    compiled = compile_for(capability, kernel, monkeypatch)
     q, keys = on_cpu(1, rows, 1, dim, dtype=torch.bfloat16), on_cpu(1, 1, 4096, dim, dtype=dtype)
     scale = None if dtype == torch.bfloat16 else torch.ones(1)
     kernel.cached_attention(q, keys, keys, scale, scale, torch.tensor([1]), None, 1.0)
     size = keys.element_size()
-    tile = tiles.choose_tile(size, max(rows, 16), dim, SHARED_MEMORY[capability])
-    assert compiled[0].metadata.shared == tiles.shared_bytes(tile, size, max(rows, 16), dim)
-    assert all(each.metadata.shared <= SHARED_MEMORY[capability] for each in compiled)
+    tile = tiles.choose_tile(size, max(rows, 16), dim, compiled.limit)
+    assert compiled.shared[0] == tiles.shared_bytes(tile, size, max(rows, 16), dim)
+    assert compiled.fit()
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", FP8)
 @pytest.mark.parametrize("m", [1, 64])
 def test_gemm_of_small_m(capability, m, monkeypatch):
     from octavo.ops.gemm import kernel
 
-    kernel.choose.cache_clear()
-    compiled = compile_for(capability, [kernel], monkeypatch)
+    compiled = compile_for(capability, kernel, monkeypatch)
     scales = torch.ones(m, 1), torch.ones(4096, 1)
     kernel.scaled_mm(on_cpu(m, 4096), scales[0], on_cpu(4096, 4096), scales[1], None, torch.bfloat16, False)
-    kernel.choose.cache_clear()
-    assert compiled
-    assert all(each.metadata.shared <= SHARED_MEMORY[capability] for each in compiled)
+    assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", SMALL)
+@pytest.mark.parametrize("m", [1, 64, 4096])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_gemm_of_groups(capability, m, size, monkeypatch):
+    from octavo.ops.gemm import block_scaled_kernel as kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    a, b, scales = on_cpu(m, 4096), on_cpu(4096, 4096), torch.ones(4096, 4096 // size)
+    kernel.scaled_mm(a, scales[:m], group(size), b, scales, group(size), None, torch.bfloat16)
+    assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", [80, 86, *SMALL])
+@pytest.mark.parametrize("m", [1, 64, 128])
+@pytest.mark.parametrize("granularity", [ROW, group(128)], ids=lambda g: g.name)
+def test_weight_only_gemm(capability, m, granularity, monkeypatch):
+    from octavo.ops.weight_only import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    x, w = on_cpu(m, 4096, dtype=torch.bfloat16), on_cpu(4096, 4096)
+    scale = torch.ones(granularity.scale_shape((4096, 4096)))
+    kernel.weight_only_mm(x, w, scale, granularity, None, None, native=capability >= 89)
+    assert compiled.fit()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # The largest shared memory of a program, in bytes: CUDA C++ Programming Guide, "Compute Capabilities".
-SHARED_MEMORY = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 class _Driver:
@@ -29,25 +29,41 @@ class _Driver:
         return 0
 
 
-def compile_for(capability: int, modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From here on the launches of these modules of kernels compile for a GPU of this capability, with ptxas.
+class Compiled(list[Any]):
+    """The kernels that were compiled for a GPU of this capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.limit = SHARED_MEMORY[capability]
+
+    @property
+    def shared(self) -> list[int]:
+        """Bytes of shared memory of a program of each kernel."""
+        return [kernel.metadata.shared for kernel in self]
+
+    def fit(self) -> bool:
+        return bool(self) and max(self.shared) <= self.limit
+
+
+def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """From here on the launches of a module of kernels compile for a GPU of this capability, with ptxas.
 
     Returns:
         The list that the compiled kernels are added to.
     """
     from triton.runtime.driver import driver
 
-    compiled: list[Any] = []
+    compiled = Compiled(capability)
     monkeypatch.setattr(driver, "_active", _Driver(capability))
 
     def launcher(kernel: Any, grid: Any) -> Any:
         kernel.device_caches.clear()
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
-    for module in modules:
-        monkeypatch.setattr(module, "launcher", launcher)
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 128)
-        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY[capability], raising=False)
+    monkeypatch.setattr(module, "launcher", launcher)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 128)
+    monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
+    if hasattr(module, "choose"):
+        monkeypatch.setattr(module, "choose", module.choose.__wrapped__)  # without its cache
     return compiled
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GpuArchitecture:
     """A family of GPUs that run the same GEMMs.
 
     Args:
@@ -27,30 +27,30 @@ class Architecture:
 
 # A GPU belongs to the last architecture whose lowest compute capability it reaches.
 NVIDIA = (
-    Architecture("older", "NVIDIA before Ampere", (0, 0)),
-    Architecture("ampere", "Ampere (A100, RTX 30)", (8, 0)),
-    Architecture("ada", "Ada (L40S, RTX 40)", (8, 9)),
-    Architecture("hopper", "Hopper (H100, H200)", (9, 0), measured=True),
-    Architecture("blackwell", "Blackwell (B200)", (10, 0)),
-    Architecture("rtx_blackwell", "RTX Blackwell (RTX 50)", (12, 0)),
-    Architecture("unknown", "an NVIDIA GPU newer than Blackwell", (13, 0)),
+    GpuArchitecture("older", "NVIDIA before Ampere", (0, 0)),
+    GpuArchitecture("ampere", "Ampere (A100, RTX 30)", (8, 0)),
+    GpuArchitecture("ada", "Ada (L40S, RTX 40)", (8, 9)),
+    GpuArchitecture("hopper", "Hopper (H100, H200)", (9, 0), measured=True),
+    GpuArchitecture("blackwell", "Blackwell (B200)", (10, 0)),
+    GpuArchitecture("rtx_blackwell", "RTX Blackwell (RTX 50)", (12, 0)),
+    GpuArchitecture("unknown", "an NVIDIA GPU newer than Blackwell", (13, 0)),
 )
 AMD = (
-    Architecture("amd_older", "AMD before MI300", (0, 0)),
-    Architecture("mi300", "AMD MI300 (gfx942)", (9, 4)),
-    Architecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
-    Architecture("amd_other", "another AMD GPU", (9, 6)),
+    GpuArchitecture("amd_older", "AMD before MI300", (0, 0)),
+    GpuArchitecture("mi300", "AMD MI300 (gfx942)", (9, 4)),
+    GpuArchitecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
+    GpuArchitecture("amd_other", "another AMD GPU", (9, 6)),
 )
 ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
 
 
-def find_architecture(device: torch.device) -> Architecture:
+def find_architecture(device: torch.device) -> GpuArchitecture:
     """The architecture of the GPU `device`."""
     capability = torch.cuda.get_device_capability(device)
     return architecture_of(capability, amd=torch.version.hip is not None)
 
 
-def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> Architecture:
+def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> GpuArchitecture:
     """The architecture of this compute capability."""
     found = AMD[0] if amd else NVIDIA[0]
     for each in AMD if amd else NVIDIA:

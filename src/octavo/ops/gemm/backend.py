@@ -21,7 +21,7 @@ import torch
 
 from octavo.numerics.granularity import ROW, Granularity, block, group
 from octavo.ops.gemm.dispatch import LINES
-from octavo.ops.gpu_architecture import Architecture, find_architecture
+from octavo.ops.gpu_architecture import GpuArchitecture, find_architecture
 from octavo.ops.triton_support import FORMATS, HAS_TRITON
 
 # The largest N -> the largest M for which our kernel is faster than cuBLASLt, measured on an H100 at the sizes of
@@ -99,7 +99,7 @@ def max_small_m(n: int) -> int:
 
 
 def backend_on(
-    gpu: Architecture,
+    gpu: GpuArchitecture,
     granularity_a: Granularity,
     granularity_b: Granularity,
     formats: tuple[str, str],
