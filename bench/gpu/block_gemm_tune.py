@@ -1,0 +1,92 @@
+"""Times the GEMM of scales along K with many tilings, by shape, tokens and scales.
+
+It prints the tiling that `octavo.ops.gemm.block_scaled_kernel.choose` takes and the best four in microseconds and
+TFLOP/s, beside BF16 and, where it has the GEMM, cuBLASLt. Change `choose` by it. It writes no result.
+
+    python -m bench.gpu.block_gemm_tune [--rows 16,8192] [--shapes 2]
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu.serve import BEYOND_CACHE, SHAPES, in_turn
+from octavo.numerics import Cast, Granularity, QTensor, group
+from octavo.ops import quantize
+from octavo.ops.gemm import block_scaled_kernel as kernel
+from octavo.ops.gemm.backend import SQUARE, STRIP
+from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
+
+PAIRS = {"group32": (group(32),) * 2, "group64": (group(64),) * 2, "group128": (STRIP, STRIP), "block": (STRIP, SQUARE)}
+
+
+def main() -> None:
+    rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "16,8192"
+    shapes = SHAPES[-int(sys.argv[sys.argv.index("--shapes") + 1]) :] if "--shapes" in sys.argv else SHAPES
+    for m in map(int, rows.split(",")):
+        for n, k in shapes:
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            count = max(2, BEYOND_CACHE // (n * k)) if m < 1024 else 2
+            wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+            print(f"{m} x {n} x {k}: BF16 {in_turn(partial(F.linear, x), wide):.1f} us", flush=True)
+            for name, granularities in PAIRS.items():
+                began = time.perf_counter()
+                scales(name, granularities, x, wide)
+                print(f"    {time.perf_counter() - began:.1f} s", flush=True)
+            torch.cuda.empty_cache()
+
+
+def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor, wide: list[Tensor]) -> None:
+    """Time one kind of scales. The weights take turns, and together they are too large for the L2 cache at few rows."""
+    (m, k), n, group_size = x.shape, len(wide[0]), granularities[0].cols or 1
+    a, bs = (
+        quantize(x, Cast(granularity=granularities[0])),
+        [quantize(w, Cast(granularity=granularities[1])) for w in wide],
+    )
+
+    def ours(tiling: Any, b: QTensor) -> None:
+        kernel.scaled_mm(
+            a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16, None, tiling
+        )
+
+    def native(b: QTensor) -> None:
+        scaled_mm_cublaslt(a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16, False)
+
+    cast = Cast(granularity=granularities[0])
+    print(f"  {name}: quantize {in_turn(lambda _: quantize(x, cast), wide):.1f} us", end="")
+    print(f", cuBLASLt {in_turn(native, bs):.1f} us" if group_size == 128 else "", flush=True)
+    chosen, found = kernel.choose(m, n, k, group_size, x.device), {}
+    for tiling in dict.fromkeys((chosen, *(kernel.Tiling(*how) for how in tilings(m, group_size)))):
+        try:
+            found[tiling] = in_turn(partial(ours, tiling), bs)
+        except Exception as error:  # the tiling needs more shared memory than there is
+            print(f"    {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
+    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:4]):
+        flops = 2 * m * n * k / found[tiling] / 1e6
+        print(f"    {tuple(tiling)} {found[tiling]:8.1f} us  {flops:5.0f} TFLOP/s", flush=True)
+
+
+def tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
+    """BLOCK_N, BLOCK_M, groups of a step, stages, warps and splits that are worth a try."""
+    groups = {32: (2, 4), 64: (2, 4), 128: (1, 2)}[group_size]
+    if m <= 64:
+        block_m = max(16, 1 << (m - 1).bit_length())
+        yield from product((64,), (block_m,), groups, (3, 5), (4,), (1, 2, 4, 8))
+        return
+    stages = {32: (4, 6), 64: (2, 3), 128: (2, 3)}[group_size]
+    yield from product((128,), (128,), (groups[0],), (*stages, stages[1] + 1), (8,), (1,))
+    yield from product((128,), (128,), (groups[1],), (2, 3), (8,), (1,))
+    yield from product((64,), (128,), (2,), stages, (4,), (1,))
+    yield from product((128,), (64,), (2,), stages, (4,), (1,))
+    yield from product((256,), (64,), (2,), (2, 3), (8,), (1,))
+
+
+if __name__ == "__main__":
+    main()
