@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from support.live_memory import LiveMemory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -148,3 +149,18 @@ def split_vocabulary(rank):
 def test_a_vocabulary_split_over_ranks_gives_the_same():
     for errors in run_ranks(2, split_vocabulary):
         assert max(max(each) for each in errors) < 2e-6
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_the_logits_of_one_chunk_are_in_memory(chunks):
+    """And log p, of the same size: nothing of the chunk before is left when the next one begins."""
+
+    def peak(tokens):
+        x, targets = torch.randn(tokens, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (tokens,))
+        with LiveMemory(known=[x, weight, targets]) as memory:
+            linear_cross_entropy(x, weight, targets, chunk=CHUNK)
+        return memory.peak - 4 * tokens * (WIDTH + 1)  # dx, and log p of the targets
+
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    assert peak(chunks * CHUNK) < 1.05 * peak(CHUNK)
+    assert peak(CHUNK) < 4 * VOCABULARY * (WIDTH + 2.5 * CHUNK)  # dw, the logits, log p

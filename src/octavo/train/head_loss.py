@@ -92,17 +92,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         picked = torch.empty(len(x), dtype=exact, device=x.device)  # [T], log p of the targets
         for start in range(0, len(x), chunk):
             some = slice(start, start + chunk)
-            log_p = _log_softmax(inputs[some] @ w.t(), exact, group)  # [c,K] @ [V,K]^T
-            local = targets[some, None] - first
-            own = (local >= 0) & (local < len(weight))  # other ranks have the rows of the other targets
-            local = local.clamp(0, len(weight) - 1)
-            picked[some] = torch.where(own, log_p.gather(1, local), 0)[:, 0]
-            if dx is not None or dw is not None:
-                g = log_p.exp_().scatter_add_(1, local, -own.to(exact)).to(dtype)
-            if dx is not None:
-                dx[some] = g @ w  # [c,V] @ [V,K]
-            if dw is not None:
-                _add_product(dw, g, inputs[some])
+            local = targets[some] - first
+            picked[some] = _chunk(inputs[some], w, local, None if dx is None else dx[some], dw, exact, group)
         if group is not None:
             picked = _sum(picked, group)
         ctx.save_for_backward(dx, dw)
@@ -122,11 +113,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, *[None] * 6
 
 
-def _log_softmax(logits: Tensor, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
+def _chunk(
+    x: Tensor,  # [c, K]
+    w: Tensor,  # [V, K]
+    target: Tensor,  # [c]; outside 0 to V - 1 if the row of w is another rank's
+    dx: Tensor | None,  # [c, K], written
+    dw: Tensor | None,  # [V, K], added to
+    exact: torch.dtype,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """log p of the targets [c], and 0 where another rank has the row. All tensors of c * V elements end here."""
+    log_p = _log_softmax((x @ w.t()).to(exact), group)  # [c,K] @ [V,K]^T
+    own = ((target >= 0) & (target < len(w)))[:, None]
+    column = target.clamp(0, len(w) - 1)[:, None]
+    picked = torch.where(own, log_p.gather(1, column), 0)[:, 0]
+    if dx is not None or dw is not None:
+        g = log_p.exp_().scatter_add_(1, column, -own.to(exact)).to(x.dtype)
+        del log_p
+        if dx is not None:
+            dx.copy_(g @ w)  # [c,V] @ [V,K]
+        if dw is not None:
+            _add_product(dw, g, x)
+    return picked
+
+
+def _log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor:
     """log softmax(logits) [c, V]; with a group, the sum includes the logits of the other ranks."""
-    log_p = torch.log_softmax(logits, 1, dtype=dtype)
+    log_p = torch.log_softmax(logits, 1)
     if group is not None:
-        own = torch.logsumexp(logits.to(dtype), 1)  # [c]
+        own = torch.logsumexp(logits, 1)  # [c]
         every = own.new_zeros(group.size(), len(own))
         every[group.rank()] = own
         log_p += (own - torch.logsumexp(_sum(every, group), 0))[:, None]
@@ -142,6 +157,8 @@ def _add_product(dw: Tensor, g: Tensor, x: Tensor) -> None:
     """dw[V,K] += g[c,V]^T @ x[c,K], with sums in the dtype of dw."""
     if g.dtype == dw.dtype:
         dw.addmm_(g.t(), x)
+    elif g.is_cuda and torch.compiler.is_compiling():  # torch 2.11 cannot trace addmm with out_dtype
+        dw += torch.mm(g.t(), x, out_dtype=dw.dtype)
     elif g.is_cuda:
         torch.addmm(dw, g.t(), x, out_dtype=dw.dtype, out=dw)
     else:  # the CPU has no product of BF16 with an FP32 sum

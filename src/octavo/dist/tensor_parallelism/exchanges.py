@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory  # registers the operations of torch.ops.symm_mem
 from torch import Tensor
 
 from octavo.dist.tensor_parallelism.ranks import Ranks
