@@ -19,11 +19,13 @@ from rich.console import Console
 from bench import record
 from examples import demo
 from octavo.telemetry import watch
+from octavo.telemetry.collection import CHECK_INTERVAL
 from octavo.train.config import Config
 from octavo.train.loop import Trainer
 from octavo.train.start import start_run
 
 INTERVAL = 50
+BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL - 1  # one of these steps has the full sample
 
 
 def begin(out: Path, *overrides: str) -> Trainer:
@@ -41,19 +43,20 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
     """Median processor time of steps, and the share of a step that the watch costs at the default interval.
 
     Args:
-        steps: of each run: half of them sampled, half of them not.
+        steps: of each run: a third have a full sample, a third a brief one, and a third none.
         overrides: settings of the demo as `--key value`.
     """
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = (begin(Path(folder) / name, *overrides) for name in ("plain", "watched"))
         for trainer in (plain, watched):
             trainer.step()
-        differences: dict[str, list[float]] = {"sampled": [], "not sampled": []}
+        differences: dict[str, list[float]] = {"full": [], "brief": [], "not sampled": []}
         base = []
-        with watch(watched.model, folder=Path(folder), interval=2, resumed_at=watched.state.step) as found:
-            watched.watch = found
-            for _ in range(steps):
-                before, kind = milliseconds(plain), "sampled" if found.sampled else "not sampled"
+        with watch(watched.model, folder=Path(folder), interval=3, resumed_at=watched.state.step) as found:
+            watched.watch, found.check_interval = found, 2
+            for number in range(found.done + 1, found.done + steps + 1):
+                before = milliseconds(plain)
+                kind = "not sampled" if not found.sampled else "brief" if number % 3 else "full"
                 middle, after = milliseconds(watched), milliseconds(plain)
                 base += [before, after]
                 differences[kind].append(middle - (before + after) / 2)
@@ -61,13 +64,14 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
             trainer.lock.__exit__(None, None, None)
     step = statistics.median(base)
     extra = {kind: statistics.median(found) for kind, found in differences.items()}
-    overhead = (extra["not sampled"] * (INTERVAL - 1) + extra["sampled"]) / INTERVAL / step
+    unsampled = extra["not sampled"] * (INTERVAL - BRIEF_SAMPLES - 1)
+    overhead = (unsampled + extra["brief"] * BRIEF_SAMPLES + extra["full"]) / INTERVAL / step
     return {"step_ms": step, "extra_ms": extra, "interval": INTERVAL, "overhead": overhead, "steps": steps}
 
 
 def main() -> None:
     result = measure(int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else 150)
-    print(f"a step {result['step_ms']:.1f} ms; more when sampled, and when not: {result['extra_ms']} ms")
+    print(f"a step {result['step_ms']:.1f} ms; more by the kind of its sample: {result['extra_ms']} ms")
     print(f"at interval {INTERVAL}: {result['overhead']:.2%}")
     print(record.write("cpu_watch", result))
 

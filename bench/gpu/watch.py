@@ -1,8 +1,8 @@
 """The cost of `octavo.watch` at the layer stack of bench.gpu.stack: one process, one GPU, the fused rowwise stack.
 
-Two models with the same weights, one of them watched, take turns: a step that is not sampled, a sampled one, and as
-many steps in a row as the default interval has. Outputs and gradients must be equal bit for bit. The limits are 2 % of
-a step at the default interval, and 1 % of the peak memory.
+Two models with the same weights, one of them watched, take turns: a step that is not sampled, one with a brief sample,
+one with a full sample, and as many steps in a row as the default interval has. Outputs and gradients must be equal bit
+for bit. The limits are 2 % of a step at the default interval, and 1 % of the peak memory.
 
     python -m bench.gpu.watch [--quick]         2 minutes, or 1.5: most of it compiles
 """
@@ -19,10 +19,13 @@ from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
 from bench.gpu.timing import interleaved, summary
 from octavo.telemetry import Watch, watch
+from octavo.telemetry.collection import CHECK_INTERVAL
 
 INTERVAL = 50
+BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL - 1  # one of these steps has the full sample
 NEVER = 1 << 30
-PLAIN, UNSAMPLED, SAMPLED, DEFAULT = "not watched", "watched, not sampled", "sampled", "at the default interval"
+PLAIN, UNSAMPLED, BRIEF, FULL = "not watched", "watched, not sampled", "brief sample", "full sample"
+DEFAULT = "at the default interval"
 
 
 class WatchedRunner(Runner):
@@ -40,12 +43,12 @@ class WatchedRunner(Runner):
         self.x.grad = None
         self.watch.step()
 
-    def every(self, interval: int) -> Callable[[], None]:
-        """The step of a watch of this interval. The watch changes its interval where it has another one."""
+    def every(self, full: int, brief: int) -> Callable[[], None]:
+        """The step of a watch with samples at these intervals. The watch changes its intervals where it has others."""
 
         def step() -> None:
-            if self.watch.interval != interval:
-                self.watch.interval = interval
+            if (self.watch.interval, self.watch.check_interval) != (full, brief):
+                self.watch.interval, self.watch.check_interval = full, brief
                 self.watch.go_back(0)
             self.step()
 
@@ -77,27 +80,33 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
     peaks = {PLAIN: peak(plain.step, before)}
     before = allocated()
     watched = WatchedRunner(mode, **options)
-    sampled, unsampled, usual = watched.every(1), watched.every(NEVER), watched.every(INTERVAL)
-    peaks |= {SAMPLED: peak(sampled, before), UNSAMPLED: peak(unsampled, before)}
+    single = {
+        UNSAMPLED: watched.every(NEVER, NEVER),
+        BRIEF: watched.every(NEVER, 1),
+        FULL: watched.every(1, NEVER),
+    }
+    peaks |= {name: peak(step, before) for name, step in single.items()}
     equal = all(torch.equal(a, b) for a, b in zip(plain.gradients(), watched.gradients(), strict=True))
     long = max(rounds // 3, 2)
-    turns = ((UNSAMPLED, unsampled, rounds, repeat), (SAMPLED, sampled, rounds, repeat), (DEFAULT, usual, long, many))
+    turns = [(name, step, rounds, repeat) for name, step in single.items()]
+    turns.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), long, many))
     times = {
         name: interleaved({PLAIN: plain.step, name: step}, rounds=count, repeat=each, warmup=2)
         for name, step, count, each in turns
     }
     watched.watch.close()
     extra = {name: _median(found[name]) - _median(found[PLAIN]) for name, found in times.items()}
-    base = _median(times[UNSAMPLED][PLAIN])
+    samples = extra[BRIEF] * BRIEF_SAMPLES + extra[FULL]
+    more = (extra[UNSAMPLED] * (INTERVAL - BRIEF_SAMPLES - 1) + samples) / INTERVAL
     return {
         "equal": equal,
         "interval": INTERVAL,
         "ms": {name: {which: summary(t) for which, t in found.items()} for name, found in times.items()},
-        "sample_ms": extra[SAMPLED],
+        "sample_ms": {name: extra[name] for name in (BRIEF, FULL)},
         "overhead": extra[DEFAULT] / _median(times[DEFAULT][PLAIN]),
-        "overhead_of_parts": (extra[UNSAMPLED] + extra[SAMPLED] / INTERVAL) / base,
+        "overhead_of_parts": more / _median(times[UNSAMPLED][PLAIN]),
         "peak_bytes": peaks,
-        "memory": max(peaks[SAMPLED], peaks[UNSAMPLED]) / peaks[PLAIN] - 1 if peaks[PLAIN] else None,
+        "memory": max(peaks.values()) / peaks[PLAIN] - 1 if peaks[PLAIN] else None,
     }
 
 
@@ -111,7 +120,8 @@ def main() -> None:
         print(
             f"{name:24} {found[name]['median']:8.2f} ms; not watched, in turn with it, {found[PLAIN]['median']:.2f} ms"
         )
-    print(f"a sample costs {result['sample_ms']:.2f} ms")
+    for name, cost in result["sample_ms"].items():
+        print(f"a {name} costs {cost:.2f} ms")
     print(f"at interval {INTERVAL}: {result['overhead']:.2%} of a step; by parts {result['overhead_of_parts']:.2%}")
     print(f"peak memory {result['memory'] or 0:+.2%}; equal outputs and gradients: {result['equal']}")
     print(record.write("gpu_watch", {"layers": CONFIG.layers, **result}))

@@ -107,16 +107,39 @@ def test_the_kurtosis_of_gradients_has_no_limit(rules, samples):
     assert check(rules, sample) == []
 
 
-def test_an_operand_that_becomes_zero_is_found_at_the_second_sample(rules, samples):
-    """It is all zero, or becomes so in eight bits: then underflow, which has a rule too, does not repeat it."""
+def make_zero(records):
+    records["amax"], records["binades"], records["flushed"] = 0, 0, 0
+
+
+def test_an_operand_that_becomes_zero_is_found_at_once_by_one_rule(rules, samples):
+    """It is all zero, or becomes so in eight bits: underflow and the gap of its scale do not repeat it."""
     found = []
     for _ in range(3):
         [sample] = samples(1)
-        sample[0]["amax"][0, DY], sample[0]["binades"][0, DY] = 0, 0
+        make_zero(sample[0][0, DY : DY + 1])
         sample[0]["flushed"][2, X] = 0.5
         sample[0]["gap"][2, X] = 40
         found.append([(event.rule, event.layer, event.operand) for event in check(rules, sample)])
-    assert found == [[], [("dead_scale", "blocks.0.up", "dy"), ("dead_scale", "blocks.2.up", "x")], []]
+    assert sorted(found[0]) == [("dead_scale", "blocks.0.up", "dy"), ("dead_scale", "blocks.2.up", "x")]
+    assert found[1:] == [[], []]
+
+
+def test_a_batch_without_targets_is_no_fault_and_two_samples_without_are(rules, samples):
+    found = []
+    for zero in (True, False, True, True, True):
+        [sample] = samples(1)
+        if zero:
+            make_zero(sample[0][:, DY])
+        found.append([(event.rule, event.operand) for event in check(rules, sample)])
+    assert found == [[], [], [], [("dead_scale", "dy")] * LAYERS, []]
+
+
+def test_an_operand_that_is_zero_from_the_start_is_found_at_the_second_sample(samples):
+    rules, found = SampleRules(watched_layers(LAYERS)), []
+    for sample in samples(3):
+        make_zero(sample[0][0, DY : DY + 1])
+        found.append([(event.rule, event.layer) for event in check(rules, sample)])
+    assert found == [[], [("dead_scale", "blocks.0.up")], []]
 
 
 def test_a_layer_is_found_by_its_gradient_and_by_the_alignment_of_its_weights(rules, samples):

@@ -13,28 +13,17 @@ each step.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.cast import Cast, parse_cast
-from octavo.numerics.scaling import SMALLEST_SCALE, split_scale
+from octavo.numerics.cast import parse_cast
 from octavo.ops.inductor import OPERATIONS
-from octavo.ops.statistics import (
-    FIELD,
-    Found,
-    add_statistics,
-    numbers_of,
-    quantization_statistics,
-    sampled_scale,
-    scale_statistics,
-    shift_statistics,
-    tensor_statistics,
-)
+from octavo.ops.quantized_operand import QuantizedOperand
+from octavo.ops.statistics import FIELD, Found, add_statistics, brief_statistics, tensor_statistics
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -43,15 +32,17 @@ class Sampling:
     """Whether operands are recorded now, by any watch of the process, and how many rows of each."""
 
     rows = 0  # 0: not now
-    _requests: ClassVar[dict[int, int]] = {}
+    brief = False  # only the numbers that rules judge
+    _requests: ClassVar[dict[int, tuple[int, bool]]] = {}
 
     @classmethod
-    def request(cls, watch: object, rows: int) -> None:
+    def request(cls, watch: object, rows: int, *, brief: bool = False) -> None:
         """Record `rows` rows of each operand from now on; 0 withdraws the request of this watch."""
         cls._requests.pop(id(watch), None)
         if rows:
-            cls._requests[id(watch)] = rows
-        cls.rows = max(cls._requests.values(), default=0)
+            cls._requests[id(watch)] = rows, brief
+        cls.rows = max((rows for rows, _ in cls._requests.values()), default=0)
+        cls.brief = all(brief for _, brief in cls._requests.values())
 
 
 def observe(
@@ -119,105 +110,45 @@ def _observe(
     if not backward and torch._C._current_graph_task_id() != -1:  # in a backward pass: a recomputation
         stats[slot, FIELD["recomputed"]] = 1
         return
-    quantized = None if data is None or scale is None else _Quantized(data, scale, parse_cast(spec), amax)
+    quantized = None
+    index = sampled_rows(source[0].shape[0] if source else 1, Sampling.rows, stats.device)
+    if data is not None and scale is not None:
+        folds = row_scale, shift_scale
+        quantized = QuantizedOperand(data, scale, parse_cast(spec), index, amax, *folds, Sampling.brief)
     if kind in ("w", "bytes"):
         _add_weights(stats[slot:], source, sizes, quantized)
         return
-    index = sampled_rows(source[0].shape[0], Sampling.rows, stats.device)
     x = _numbers(kind, [t[index] if t.ndim == 2 else t for t in source])
     start = 0
     for i, size in enumerate(sizes or [x.shape[1]]):
         columns = slice(start, start := start + size)
-        finite, found = tensor_statistics(x[:, columns])
+        part, found = _of_tensor(x[:, columns], moments=not backward)
         if quantized is not None:
-            factors = None if column_scale is None else column_scale[columns].t(), row_scale
-            found |= quantized.statistics(finite, index, columns, *factors, shift_scale)
+            column = None if column_scale is None else column_scale[columns].t()
+            found |= quantized.statistics(part, found, columns, column)
         add_statistics(stats[slot + i], found)
 
 
-@dataclass(frozen=True)
-class _Quantized:
-    """The bytes and scales of an operand [M, K], and its amax [1, 1] where the scales were known before."""
-
-    data: Tensor
-    scale: Tensor
-    cast: Cast
-    amax: Tensor | None
-
-    def cut(self, rows: slice) -> Self:
-        """Those of the rows of one of several stacked weights, which have row scales."""
-        return (
-            self
-            if self.data.shape[0] == rows.stop - rows.start
-            else replace(self, data=self.data[rows], scale=self.scale[rows])
-        )
-
-    def statistics(
-        self,
-        x: Tensor,
-        index: Tensor,
-        columns: slice = slice(None),
-        column_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-        shift_scale: Tensor | None = None,
-    ) -> Found:
-        """The errors of the sampled rows x = operand[index, columns], and the range of the scales.
-
-        Args:
-            column_scale, row_scale: [1, K'] and [M, 1], multiplied into the operand before it was quantized. They are
-                taken out of the scales: x ≈ numbers * scale / (row_scale * column_scale).
-            shift_scale: [M, 1]: the exponents of c = 2^e * s_g take bytes from h (`scale_folding.dw_operand`).
-        """
-        numbers = self._numbers(index, columns)
-        scale = sampled_scale(self.scale, index, self.cast.granularity, x.shape[1])
-        all_scales = self.scale
-        if row_scale is not None:
-            scale, all_scales = scale / row_scale[index], self.scale / row_scale
-        if column_scale is not None:
-            scale = scale / column_scale
-        found = quantization_statistics(x, numbers, scale, self.cast.fmt) | scale_statistics(all_scales, column_scale)
-        if shift_scale is not None:
-            exponent = split_scale(shift_scale)[1] + split_scale(self.scale)[1]
-            found |= shift_statistics(numbers, exponent.amax() - exponent[index], self.cast.fmt)
-        return found | self._of_amax(found["scale"], folded=column_scale is not None or row_scale is not None)
-
-    def of_bytes(self, index: Tensor) -> Found:
-        """The statistics of a tensor of which there are only bytes: its errors are unknown."""
-        scale = sampled_scale(self.scale, index, self.cast.granularity, self.data.shape[1])
-        x, scales = self._numbers(index, slice(None)) * scale, scale_statistics(self.scale, None)
-        unknown = torch.full((), torch.nan, dtype=torch.float64, device=x.device)
-        errors = dict.fromkeys(("saturated", "flushed", "noise"), unknown)
-        return tensor_statistics(x)[1] | errors | scales | self._of_amax(scales["scale"], folded=False)
-
-    def _numbers(self, index: Tensor, columns: slice) -> Tensor:
-        return numbers_of(self.data.view(torch.uint8)[:, columns][index].view(self.data.dtype))
-
-    def _of_amax(self, scale: Tensor, *, folded: bool) -> Found:
-        """The amax of all rows, where the quantization found it, and the gap between a scale known before and it."""
-        if self.amax is not None:
-            expected = self.scale * self.cast.fmt.max
-            return {"all_amax": self.amax.amax(), "minus_gap": torch.log2(self.amax / expected).amax()}
-        if self.cast.scale == "fp32" and not folded:
-            return {"all_amax": torch.where(scale > SMALLEST_SCALE, scale * self.cast.fmt.max, 0)}
-        return {}
-
-
-def _add_weights(stats: Tensor, source: list[Tensor], sizes: list[int], quantized: _Quantized | None) -> None:
+def _add_weights(stats: Tensor, source: list[Tensor], sizes: list[int], quantized: QuantizedOperand | None) -> None:
     """Add the statistics of the weights [N_i, K], of which `quantized` has all rows."""
     start = 0
     for i, size in enumerate(sizes):
         index = sampled_rows(size, Sampling.rows, stats.device)
-        rows = slice(start, start + size)
-        part = None if quantized is None else quantized.cut(rows)
+        part = None if quantized is None else quantized.cut(slice(start, start + size), index)
         if not source:
             assert part is not None
-            found = part.of_bytes(index)
+            found = part.of_bytes()
         else:
-            x, found = tensor_statistics(source[i][index].float())
+            x, found = _of_tensor(source[i][index].float(), moments=True)
             if part is not None:
-                found |= part.statistics(x, index)
+                found |= part.statistics(x, found)
         add_statistics(stats[i], found)
         start += size
+
+
+def _of_tensor(x: Tensor, *, moments: bool) -> tuple[Tensor, Found]:
+    """The statistics of x, and x, where they are full without inf and NaN. The moments of dy have no rule."""
+    return (x, brief_statistics(x, moments=moments)) if Sampling.brief else tensor_statistics(x)
 
 
 def _numbers(kind: str, source: list[Tensor]) -> Tensor:

@@ -5,8 +5,9 @@
                          Watch.step(): ranks are combined, the buffers are copied to the host without waiting
     during step n + 1:   a thread waits for the copy, computes the records and appends them to the files
 
-The step is the number of optimizer steps that are done when it ends. Sampled are the first step after the watch began,
-and each multiple of the interval. Only modules in training mode are recorded.
+The step is the number of optimizer steps that are done when it ends. The first step after the watch began, and each
+multiple of the interval, has a full sample, which the files hold. Each other multiple of `CHECK_INTERVAL` has a brief
+one, for the rules (`octavo.telemetry.rules`). Only modules in training mode are recorded.
 """
 
 from __future__ import annotations
@@ -15,26 +16,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.artifact.atomic_folder import WriteError
-from octavo.ops.observation import Sampling
-from octavo.ops.statistics import MAXIMA, WIDTH, clear_statistics
-from octavo.telemetry.gradients import WeightStatistics
-from octavo.telemetry.layers import Layers, gate_and_up
-from octavo.telemetry.records import LAYER_MAXIMA, combined, layer_records, operand_records
+from octavo.telemetry.layers import Layers
+from octavo.telemetry.measurement import Measurement, Sample
 from octavo.telemetry.schema import OPERANDS, RECOMPUTED, Event, WatchedLayer
 from octavo.telemetry.storage import LIMIT, Records, WatchWriter
-from octavo.telemetry.transfer import Transfer
 
+CHECK_INTERVAL = 10  # steps between samples of either kind, unless the interval is less
 _KEPT = 16  # samples that `take` can return
 
 
@@ -57,7 +53,8 @@ def watch(
     Args:
         model: on its device.
         folder: of the run; the records are in its folder `watch` (`octavo.telemetry.schema`). None writes no files.
-        interval: the steps between samples.
+        interval: the steps between full samples, which the files hold. Every tenth step has a brief sample besides,
+            of the numbers that rules judge: see `Watch.take`.
         rows: of each operand that are read in a sampled step.
         dtype: of the GEMMs that are not quantized: that of autocast.
         limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
@@ -80,24 +77,15 @@ def watch(
     return Watch(model, folder, interval, rows, dtype, limit, resumed_at)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The records of one sampled step: arrays of `OPERAND` and `LAYER` (`octavo.telemetry.schema`)."""
-
-    step: int
-    operands: Records
-    layer_records: Records
-
-
 class Watch:
     """A model that is being watched: see `watch`.
 
     Attributes:
         layers: as they ran in the last sample, by the number that records have for them.
-        interval: the steps between samples now.
+        interval: the steps between full samples now.
+        check_interval: the steps between samples of either kind.
         done: the steps of the optimizer that are done.
-        sampled: whether the step that comes next, or that runs now, is sampled.
-        listeners: called with each sample, a step after it was taken, in the thread of the training.
+        listeners: called with each full sample, a step after it was taken, in the thread of the training.
     """
 
     def __init__(
@@ -115,26 +103,22 @@ class Watch:
         self._layers = Layers(model)
         if not self._layers.modules:
             raise ValueError("the model has no linear layer to watch")
-        self._rows, self._dtype, self.interval, self.done = rows, dtype, interval, resumed_at
+        self._dtype, self.check_interval, self.done = dtype, CHECK_INTERVAL, resumed_at
         self._seen: list[set[str]] = [set() for _ in self._layers.modules]
         self.layers: Sequence[WatchedLayer] = self._layers.describe(dtype, self._seen)
         self._writer: WatchWriter | None = None
         if folder is not None and _rank() == 0:
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
-            self.interval = self._writer.interval
-        self._device = _device_of(model)
-        self._layers.attach(self._device)
-        self._weights = WeightStatistics(self._layers.modules, gate_and_up(model), rows, self._device)
+            interval = self._writer.interval
+        self._measurement = Measurement(model, self._layers, rows)
+        self.interval = self._measurement.largest_of_ranks(interval)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
         self.listeners: list[Callable[[Sample], None]] = []
         self._pending: Future[tuple[Sample, int]] | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ]
-        self.sampled, self._taken, self._closed = False, resumed_at, False
-        self._arm(first=True)
+        self._new: deque[Sample] = deque(maxlen=_KEPT)
+        self._closed = False
+        self._measurement.begin(full=True, brief=False)
 
     def step(self) -> None:
         """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
@@ -143,23 +127,28 @@ class Watch:
         self.done += 1
         self._receive()
         if self.sampled:
-            self._send()
-        self._arm()
+            interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
+            self._pending = self._thread.submit(self._finish, self._measurement.end(self.done, interval))
+        self._begin()
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the step that comes next, or that runs now, has a sample of either kind."""
+        return self._measurement.full or self._measurement.brief
 
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
-        if self.sampled:
-            self._weights.read_gradients()
+        self._measurement.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
-        """The records of operands and layers of each sample since the last call, up to 16."""
+        """The records of operands and layers of each sample of either kind since the last call, up to 16."""
         self._receive()
-        taken = [(sample.operands, sample.layer_records) for sample in self._samples if sample.step > self._taken]
-        self._taken = max((sample.step for sample in self._samples), default=self._taken)
+        taken = [(sample.operands, sample.layer_records) for sample in self._new]
+        self._new.clear()
         return taken
 
     def latest(self) -> Sample | None:
-        """The last sample; None before the first sampled step has ended."""
+        """The last full sample; None before the first sampled step has ended."""
         self._receive()
         return self._samples[-1] if self._samples else None
 
@@ -176,20 +165,18 @@ class Watch:
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, to which the run went back. The next step is the one after it."""
         self._receive()
-        self._samples = deque((sample for sample in self._samples if sample.step <= step), _KEPT)
-        self._taken = min(self._taken, step)
+        for samples in (self._samples, self._new):
+            while samples and samples[-1].step > step:
+                samples.pop()
         if self._writer is not None:
             self._writer.drop_after(step)
         self.done = step
-        self._arm()
+        self._begin()
 
     def close(self) -> None:
         """Write what is pending, and leave the model as it was before."""
         self._closed = True
-        Sampling.request(self, 0)
-        for hook in self._hooks:
-            hook.remove()
-        self._layers.detach()
+        self._measurement.close()
         try:
             self._receive()
         finally:
@@ -203,41 +190,15 @@ class Watch:
     ) -> None:
         self.close()
 
-    def _arm(self, *, first: bool = False) -> None:
+    def _begin(self) -> None:
         """Decide whether the next step is sampled."""
-        self.sampled = first or (self.done + 1) % self.interval == 0
-        if self.sampled:
-            for stats in self._layers.stats:
-                clear_statistics(stats)
-            self._weights.clear()
-        Sampling.request(self, self._rows if self.sampled else 0)
+        number = self.done + 1
+        self._measurement.begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self.sampled:
-            self._weights.before_update(_parameters(optimizer))
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self.sampled:
-            self._weights.after_update(_parameters(optimizer))
-
-    @torch.no_grad()
-    def _send(self) -> None:
-        """Combine the statistics of all ranks, and begin to copy them to the host."""
-        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)  # no layer may be converted
-        operands, weights = torch.cat([nothing, *self._layers.stats]), self._weights.stats()
-        tables = (operands, len(MAXIMA)), (weights, len(LAYER_MAXIMA))
-        self._pending = self._thread.submit(self._finish, self.done, Transfer(tables, self.interval))
-
-    def _finish(self, step: int, transfer: Transfer) -> tuple[Sample, int]:
-        """In the thread: the records of a step, which are written, and the interval of rank 0."""
-        (operand_stats, layer_stats), interval = transfer.wait()
-        layers, operands, places = self._layers.operands()
-        sample = Sample(
-            step,
-            operand_records(step, layers, operands, combined(operand_stats, places)),
-            layer_records(step, self._layers.sizes(), layer_stats),
-        )
-        if self._writer is not None:
+    def _finish(self, finish: Callable[[], tuple[Sample, int]]) -> tuple[Sample, int]:
+        """In the thread: the sample, which is written if it is full, and the largest interval of the ranks."""
+        sample, interval = finish()
+        if self._writer is not None and not sample.brief:
             self._writer.write(sample.operands, sample.layer_records)
         return sample, interval
 
@@ -260,10 +221,12 @@ class Watch:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._samples.append(sample)
+        self._new.append(sample)
         self._note_what_ran(sample)
-        for listener in self.listeners:
-            listener(sample)
+        if not sample.brief:
+            self._samples.append(sample)
+            for listener in self.listeners:
+                listener(sample)
 
     def _note_what_ran(self, sample: Sample) -> None:
         for record in sample.operands:
@@ -277,19 +240,6 @@ class Watch:
             self.layers = layers
             if self._writer is not None:
                 self._writer.write_layers(layers)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """That of the first parameter; of weights that are kept on the host, and computed with on a GPU, the GPU."""
-    parameter = next(model.parameters())
-    if hasattr(parameter, "device_mesh"):
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return parameter.device
 
 
 def _rank() -> int:

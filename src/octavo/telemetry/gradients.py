@@ -32,6 +32,9 @@ class WeightStatistics:
         modules: the layers.
         pairs: the gate and up layers.
         rows: the number of rows that are sampled for histograms.
+
+    Attributes:
+        pairs: the numbers of the gate and up layers.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class WeightStatistics:
         rows: int,
         device: torch.device,
     ) -> None:
-        self._modules, self._pairs, self._rows, self._device = modules, pairs, rows, device
+        numbers = {id(module): i for i, module in enumerate(modules)}
+        self._modules, self._rows, self._device = modules, rows, device
+        self.pairs = [(numbers[id(gate)], numbers[id(up)]) for gate, up in pairs]
         self._before: dict[int, Tensor] = {}
         self.clear()
 
@@ -96,11 +101,20 @@ class WeightStatistics:
         for i, module in enumerate(self._modules):
             w = _local(weight_of(module))
             self._found[i] |= _weight(w) if w.numel() else {}
-        numbers = {id(module): i for i, module in enumerate(self._modules)}
-        for gate, up in self._pairs:
-            found = _alignment(_local(weight_of(gate)), _local(weight_of(up)), self._rows)
-            self._found[numbers[id(gate)]] |= found
-            self._found[numbers[id(up)]] |= found
+        for pair, found in zip(self.pairs, self._alignments(), strict=True):
+            for i in pair:
+                self._found[i] |= found
+
+    @torch.no_grad()
+    def alignments(self) -> Tensor:
+        """Of each pair the sum of |cosine|, and the number of rows: float64 [pairs, 2]."""
+        nothing = torch.zeros((), device=self._device)
+        found = [each.get(name, nothing) for each in self._alignments() for name in ("alignment", "aligned_rows")]
+        return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
+
+    def _alignments(self) -> list[dict[str, Tensor]]:
+        weights = [[_local(weight_of(self._modules[i])) for i in pair] for pair in self.pairs]
+        return [_alignment(gate, up, self._rows) for gate, up in weights]
 
 
 def _gradient(g: Tensor, rows: int) -> dict[str, Tensor]:

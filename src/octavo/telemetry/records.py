@@ -7,6 +7,7 @@ moments M_k = sum(x^k) / n and the mean M_1:
     kurtosis = (M_4 - 4 M_1 M_3 + 6 M_1^2 M_2 - 3 M_1^4) / (M_2 - M_1^2)^2
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> 
 
     Args:
         layers, operands: [n], the numbers of the layer and the operand of each row of `stats`.
-        stats: [n, WIDTH]; a row without elements gives no record.
+        stats: [n, WIDTH]; a row without elements gives no record. A brief sample has no histogram: all numbers that are
+            not zero are in the last entry of the binades.
     """
     seen = stats[:, FIELD["elements"]] > 0
     stats, layers, operands = stats[seen], layers[seen], operands[seen]
@@ -56,10 +58,13 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> 
             records[share] = np.where(quantized, field[share] / n, np.nan)
         records["sqnr"] = np.where(quantized & (m2 > 0), 10 * np.log10(field["x2"] / field["noise"]), np.nan)
         records["zero_rows"] = field["zero_rows"] / field["rows"]
-        records["nonfinite"] = np.fmax(field["nonfinite"] / n, field["nan_scales"] / field["scales"])
+        unseen = ~np.isfinite(field["x1"]) / n  # of a brief sample: at least one element
+        records["nonfinite"] = np.fmax(field["nonfinite"] / n + unseen, field["nan_scales"] / field["scales"])
         records["shift_lost"] = np.where(field["codes"] > 0, field["lost"] / field["codes"], 0)
         records["gap"] = -_known(field["minus_gap"])
     records["binades"] = binades(stats[:, FIELD["exponents"] :], amax, n)
+    brief = np.nan_to_num(field["nonzero"] / n)
+    records["binades"][:, -1] += np.rint(brief * FULL_SHARE).astype(np.uint16)
     return records
 
 
@@ -89,6 +94,23 @@ def layer_records(step: int, sizes: Array, stats: Array) -> Array:
     records["gradient_binades"] = binades(
         stats[:, LAYER_FIELD["exponents"] :], field["gradient_amax"], field["sampled"]
     )
+    return records
+
+
+def alignment_records(step: int, pairs: Sequence[tuple[int, int]], stats: Array) -> Array:
+    """The `LAYER` records of a brief sample: the alignment of gates and ups, and NaN for all else.
+
+    Args:
+        pairs: [n], the numbers of the gate and up layers.
+        stats: [n, 2], the sum of |cosine|, and the number of rows.
+    """
+    records = np.zeros(2 * len(pairs), LAYER)
+    for name in LAYER.names or ():
+        if LAYER[name] == np.float32:
+            records[name] = np.nan
+    records["step"], records["layer"] = step, np.array(pairs, int).ravel()
+    with np.errstate(invalid="ignore"):
+        records["alignment"] = np.repeat(stats[:, 0] / stats[:, 1], 2)
     return records
 
 

@@ -67,9 +67,9 @@ def saturated(sample: Sample, history: History) -> Grid:
 
 
 def flushed(sample: Sample, history: History) -> Grid:
-    """The share of the elements other than zero that become zero. All of them is the matter of `zeros_in_a_row`."""
+    """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
     share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
-    return _of_quantized(sample, np.where(sample.all_zero, np.nan, share))
+    return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
 
 
 def shifted(sample: Sample, history: History) -> Grid:
@@ -95,12 +95,24 @@ def scale_too_small(sample: Sample, history: History) -> Grid:
 
 def scale_too_large(sample: Sample, history: History) -> Grid:
     """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
-    return _of_quantized(sample, np.where(sample.all_zero, np.nan, sample["gap"] / sample.binades))
+    known = ~sample.all_flushed & ~sample.all_zero
+    return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
+
+
+def all_flushed(sample: Sample, history: History) -> Grid:
+    """1 where nearly all elements other than zero become zero."""
+    return _of_quantized(sample, sample.all_flushed.astype(np.float64))
 
 
 def zeros_in_a_row(sample: Sample, history: History) -> Grid:
-    """The number of samples in a row, this one included, in which the operand was all zero in eight bits."""
-    return np.where(sample.all_zero, history.zeros + 1, 0)
+    """The number of samples in a row, this one included, in which the operand was all zero.
+
+    One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
+    the operand is zero in all layers.
+    """
+    zero = sample.all_zero
+    became = (history.samples >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~zero.all(axis=0)
+    return np.where(zero, history.zeros + 1 + became, 0)
 
 
 def no_scale(sample: Sample, history: History) -> Grid:
@@ -155,11 +167,7 @@ RULES = (
         scale_too_large,
         "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
     ),
-    Rule(
-        "dead_scale",
-        ZERO_SAMPLES - 1,
-        zeros_in_a_row,
-        "all of {operand} is zero in {format}, {value:g} samples in a row",
-    ),
+    Rule("dead_scale", 0.0, all_flushed, "all of {operand} becomes zero in {format}"),
+    Rule("dead_scale", ZERO_SAMPLES - 1, zeros_in_a_row, "all of {operand} is zero"),
     Rule("dead_scale", 0.0, no_scale, "the scale of {operand} is zero or not finite"),
 )

@@ -50,9 +50,15 @@ class Sample:
 
     @property
     def all_zero(self) -> Mask:
-        """The operands whose eight-bit numbers are all zero."""
-        amax, flushed = self["amax"], self["flushed"]
-        found: Mask = (amax == 0) | ((flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero))
+        """The operands that are all zero before they are quantized."""
+        found: Mask = (self["amax"] == 0) & self.quantized
+        return found
+
+    @property
+    def all_flushed(self) -> Mask:
+        """The operands whose elements other than zero nearly all become zero in eight bits."""
+        flushed = self["flushed"]
+        found: Mask = (flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero)
         return found & self.quantized
 
     @property

@@ -1,0 +1,105 @@
+"""Brief samples: of every tenth step, for the rules alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from watch_oracle import matrix
+
+import octavo
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.telemetry import read_watch
+from octavo.telemetry.rules import RULES
+from octavo.telemetry.rules.sample import History, Sample
+
+MODELS = {
+    "llama": lambda: Llama(LlamaConfig(64, 1, 32, 4, 2, 48, 16)),
+    "gpt2": lambda: GPT2(GPT2Config(64, 1, 32, 4, 16)),
+}
+BEFORE_COMPARED = 4  # samples
+
+
+def one_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 64, bias=False))
+    octavo.convert(model)
+    return model
+
+
+def train(model, watch, steps, x=None, change=None):
+    """Steps that leave the weights as they are. `change` is called with the number of each step."""
+    x = matrix(48, 80, spread=1) if x is None else x
+    for _ in range(steps):
+        if change is not None:
+            change(watch.done + 1)
+        y = model(x)
+        (y * torch.linspace(-1, 1, y.shape[-1])).square().mean().backward()
+        watch.read_gradients()
+        model.zero_grad()
+        octavo.update_scales(model)
+        watch.step()
+
+
+def judged(watch, sample):
+    """The numbers that the rules find, compared with samples of ones."""
+    history = History(len(watch.layers), samples=BEFORE_COMPARED)
+    history.amax[:], history.kurtosis[:] = 1, 1
+    made = Sample(*sample, watch.layers)
+    with np.errstate(invalid="ignore"):
+        return {f"{rule.name} {rule.number.__name__}": rule.number(made, history) for rule in RULES}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "tensorwise_rotated", "blockwise", "mxfp8", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rules_find_the_same_numbers_in_a_brief_sample_as_in_a_full_one(name, recipe):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    octavo.convert(model, recipe)
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    with octavo.watch(model, interval=9, rows=16) as watch:
+        train(model, watch, 10, tokens)
+        _, full, brief = watch.take()
+    assert (full[0]["step"][0], brief[0]["step"][0]) == (9, 10)
+    expected = judged(watch, full)
+    for rule, numbers in judged(watch, brief).items():
+        if rule != "non_finite nonfinite_gradient":  # a brief sample has no gradients of weights
+            np.testing.assert_allclose(numbers, expected[rule], rtol=1e-4, atol=1e-6, err_msg=rule)
+    assert np.isfinite(expected["underflow flushed"]).any() == (recipe != "bf16")
+    assert np.isfinite(expected["swiglu_alignment alignment"]).any() == (name == "llama")
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("row", [0, 17])
+def test_a_number_that_is_not_finite_is_found_in_any_row(bad, row):
+    model, x = one_layer(), matrix(48, 80, spread=1)
+
+    def spoil(step):
+        x[row, 5] = bad if step == 10 else 1
+
+    with octavo.watch(model, interval=9, rows=4) as watch:
+        train(model, watch, 10, x, spoil)
+        _, full, brief = watch.take()
+    assert full[0]["nonfinite"].tolist() == [0, 0, 0]
+    assert brief[0]["nonfinite"][0] > 0
+    assert brief[0]["nonfinite"][1] == 0  # w is finite
+
+
+def test_brief_samples_are_for_rules_alone(tmp_path):
+    model, heard = one_layer(), []
+    with octavo.watch(model, folder=tmp_path, interval=15) as watch:
+        watch.listeners.append(lambda sample: heard.append(sample.step))
+        train(model, watch, 31)
+        assert [operands["step"][0] for operands, _ in watch.take()] == [1, 10, 15, 20, 30]
+        assert watch.take() == []
+        assert (watch.latest().step, watch.latest().brief) == (30, False)
+    assert heard == [1, 15, 30]
+    assert np.unique(read_watch(tmp_path).operands["step"]).tolist() == [1, 15, 30]
+
+
+def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_path):
+    model = one_layer()
+    with octavo.watch(model, folder=tmp_path, interval=2, limit=2000) as watch:
+        train(model, watch, 40)
+        steps = [operands["step"][0] for operands, _ in watch.take()]
+        assert watch.interval == read_watch(tmp_path).interval > 4
+        assert {10, 20, 30, 40} <= set(steps)
