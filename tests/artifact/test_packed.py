@@ -132,7 +132,6 @@ GROUP = ("config_groups", "group_0")
         (_set(*GROUP, "weights", "num_bits", value=4), "nearest is channel, but .*weights.num_bits is 4, required 8"),
         (_set(*GROUP, "weights", "strategy", value="attn_head"), "weights.strategy is 'attn_head', required"),
         (_set(*GROUP, "weights", "group_size", value=128), "weights.group_size is 128"),
-        (_set(*GROUP, "input_activations", value=None), "input_activations is None"),
         (_set(*GROUP, "input_activations", "dynamic", value=False), "input_activations.dynamic is False"),
         (_set(*GROUP, "targets", value=["re:.*q_proj"]), "no group of config_groups has a.o_proj"),
         (_set("config_groups", value={}), "config_groups must hold groups"),
@@ -145,6 +144,23 @@ def test_another_packing_is_refused_by_setting(change: Callable[[dict[str, Any]]
     config = copy.deepcopy(quantization_config(packing(), LINEARS))
     change(config)
     with pytest.raises(ArtifactError, match=named):
+        read(config)
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "block"])
+def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme: str) -> None:
+    config = quantization_config(packing(scheme), LINEARS)
+    _set(*GROUP, "input_activations", value=None)(config)
+    (found,) = set(read(config).schemes.values())
+    assert found.inputs is None
+    assert found.weight == SCHEMES[scheme].weight
+    assert read(quantization_config(read(config), LINEARS)) == read(config)
+
+
+def test_groups_of_weights_alone_are_refused() -> None:
+    config = quantization_config(packing("group32"), LINEARS)
+    _set(*GROUP, "input_activations", value=None)(config)
+    with pytest.raises(ArtifactError, match="nearest is group32, but .*input_activations is None"):
         read(config)
 
 

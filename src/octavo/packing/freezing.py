@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.artifact.atomic_folder import check_absent
 from octavo.artifact.packed.layouts import read_config
-from octavo.artifact.packed.scheme import STATIC
+from octavo.artifact.packed.scheme import STATIC, STATIC_INPUTS
 from octavo.device import choose_device
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
 from octavo.hf.meta_model import read_meta_model
@@ -131,7 +131,7 @@ def _warm_up(
 
     whole = model if is_language_model(model) else getattr(model, "base_model", model)
     seen = observe_inputs(whole, layers, moved())
-    return {name: scale_from_amax(amax, STATIC.inputs.fmt).reshape(1).cpu() for name, amax in seen.items()}
+    return {name: scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
 
 
 def _record(chosen: Prompts, prompts: PromptOptions) -> dict[str, object]:

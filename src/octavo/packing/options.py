@@ -17,8 +17,9 @@ class PackOptions:
     """The options of `pack`.
 
     Attributes:
-        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64 or group128. None takes the
-            scheme of a run's recipe (`octavo.packing.chosen_layers.SCHEME_OF`), and channel for a model folder.
+        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128 or weight. None
+            takes the scheme of a run's recipe (`octavo.packing.chosen_layers.SCHEME_OF`), and channel for a model
+            folder.
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block),
             autofp8 (static or tensor).

@@ -96,7 +96,10 @@ class PackJob:
     def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
         """The entries of octavo.json (docs/format.md), `remarks` last."""
         schemes = {
-            scheme.name: {"weight": self.weights.cast(scheme).to_dict(), "input": scheme.inputs.to_dict()}
+            scheme.name: {
+                "weight": self.weights.cast(scheme).to_dict(),
+                "input": scheme.inputs and scheme.inputs.to_dict(),
+            }
             for scheme in (*self.schemes.values(), *self.experts.values())
         }
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}

@@ -171,7 +171,7 @@ def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, 
     if new.weight == old.weight:
         return data, scale, math.inf
     before = old.packed_weight(data, scale)
-    if old.weight.granularity == TENSOR and new is CHANNEL:
+    if old.weight.granularity == TENSOR and new.weight == CHANNEL.weight:
         return data, before.scale.expand(len(data), 1).contiguous(), math.inf
     wide = before.dequantize()
     q = quantize(wide, new.weight)

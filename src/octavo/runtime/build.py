@@ -1,6 +1,7 @@
 """From a packed folder to a model that computes with its weights. Every file is checked before it is used."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.runtime.compiling import compile_meanwhile, small_model
 from octavo.runtime.expert_loading import ExpertLoading
 from octavo.runtime.fused import fuse
+from octavo.runtime.gemm_path import weight_only_note
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
 
@@ -97,6 +99,8 @@ def fill(
     stacks = experts.stack(tensors)
     model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
+    if note := weight_only_note(Counter(packing.schemes.values()), torch.device(device)):
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) or None

@@ -4,16 +4,17 @@
     MLP           n_q as above, or quantize(x);  u = n_q @ [w_gate; w_up]^T;  h_q = quantize(silu(gate) * up)
                   y = h_q @ w_down^T
 
-This holds for layers of the scheme `channel`, in our models and in the decoder layers of transformers that
-`octavo.nn.transformers_fusion` knows. All other layers run one by one, and so do these where autograd records: the
+This holds for layers of the schemes `channel` and `weight`, in our models and in the decoder layers of transformers
+that `octavo.nn.transformers_fusion` knows. All other layers run one by one, and so do these where autograd records: the
 fused operations have no gradient. The operations and their order are those of training, so the packed model of a run
-gives the same bits as the run.
+gives the same bits as the run. Where the GEMM is weight-only (`octavo.runtime.gemm_path`), PyTorch computes norms and
+activations, and nothing is quantized.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.artifact.packed.scheme import CHANNEL
 from octavo.kv_cache.served_attention import serve_attention
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import Norm, wider_first
@@ -21,7 +22,7 @@ from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import child, read_norm, watched
 from octavo.nn.transformers_fusion import fuse_decoder_layers
-from octavo.numerics import QTensor
+from octavo.numerics import Cast, QTensor
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize
 from octavo.runtime.packed_gradient import wants_gradient
 from octavo.runtime.packed_linear import PackedLinear
@@ -36,8 +37,8 @@ class PackedNormLinear(NormLinear):
         norm, stack = read_norm(self.norm), child(self, "stack")
         if x.numel() == 0 or norm is None or not stack.holds(self.linears) or wants_gradient(x, residual, *norm[1:]):
             return None
-        total, n_q = _normed(x, residual, norm)
-        y = stack(n_q, compute_dtype(x)).view(*x.shape[:-1], -1)
+        total, n = _normed(x, residual, norm, stack.input_cast)
+        y = stack(n, compute_dtype(x)).view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stack.sizes, -1), x if residual is None else total.view(x.shape)
 
 
@@ -50,17 +51,19 @@ class PackedMLP(FusedMLP):
         found = self._hidden(x, norm, residual)
         if found is None or found[0].dtype != compute_dtype(x):
             return super().forward_residual(x, norm, residual)
-        total, h_q = found
-        return self._last(h_q, x, total)  # the GEMM adds
+        total, h = found
+        return self._last(h, x, total)  # the GEMM adds
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
         if found is None:
             return super().run(x, norm, residual)
-        total, h_q = found
-        return self._last(h_q, x), x if residual is None else total.view(x.shape)
+        total, h = found
+        return self._last(h, x), x if residual is None else total.view(x.shape)
 
-    def _hidden(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, QTensor] | None:
+    def _hidden(
+        self, x: Tensor, norm: nn.Module | None, residual: Tensor | None
+    ) -> tuple[Tensor, QTensor | Tensor] | None:
         """x + residual [T, K], and the input [T, F] of the last layer; None if the layers cannot run fused."""
         known, stack = None if norm is None else read_norm(norm), child(self, "stack")
         unknown = norm is not None and known is None
@@ -68,19 +71,28 @@ class PackedMLP(FusedMLP):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
+        cast = stack.input_cast
         if known is None:
             total = _rows(x)
-            n_q = quantize(total, CHANNEL.inputs)
+            n = total if cast is None else quantize(total, cast)
         else:
-            total, n_q = _normed(x, residual, known)
-        u = stack(n_q, compute_dtype(x))  # [T,K] @ [2F,K]^T
-        return total, activation_quantize(u, self.activation, CHANNEL.inputs)
+            total, n = _normed(x, residual, known, cast)
+        u = stack(n, compute_dtype(x))  # [T,K] @ [2F,K]^T
+        cast = self._outer.input_cast
+        if cast is None:
+            return total, self.activate(*torch.split_with_sizes(u, stack.sizes, -1))
+        return total, activation_quantize(u, self.activation, cast)
 
-    def _last(self, h_q: QTensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
+    @property
+    def _outer(self) -> PackedLinear:
         outer = self.outer
         assert isinstance(outer, PackedLinear)
-        y = outer.product(h_q, outer.packed_weight(), compute_dtype(x), residual)  # [T,F] @ [K,F]^T
+        return outer
+
+    def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
+        outer = self._outer
+        y = outer.product(h, outer.packed_weight(), compute_dtype(x), residual)  # [T,F] @ [K,F]^T
         return y.view(*x.shape[:-1], -1)
 
 
@@ -103,16 +115,22 @@ def fuse(model: nn.Module) -> None:
 
 
 def _is_alone(layer: nn.Module) -> bool:
-    """Whether `layer` takes a quantized input: it is packed by channel, and has no hooks."""
+    """Whether `layer` can take its input from a fused operation: it is packed by channel, and has no hooks."""
     return isinstance(layer, PackedLinear) and layer.by_channel and not watched(layer)
 
 
-def _normed(x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, QTensor]:
-    """x + residual [T, K], and its norm, quantized by row [T, K]."""
+def _normed(x: Tensor, residual: Tensor | None, norm: Norm, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:
+    """x + residual [T, K], and its norm [T, K], cast by row if there is a cast."""
     how, gamma, beta = norm
     x, residual = wider_first(x, residual)
     rest = None if residual is None else _rows(residual)
-    return norm_quantize_inference(_rows(x), rest, gamma, beta, how.eps, CHANNEL.inputs, center=how.center)
+    if cast is not None:
+        return norm_quantize_inference(_rows(x), rest, gamma, beta, how.eps, cast, center=how.center)
+    total = _rows(x) if rest is None else _rows(x) + rest
+    gamma, beta = gamma.to(x.dtype), None if beta is None else beta.to(x.dtype)
+    if how.center:
+        return total, F.layer_norm(total, gamma.shape, gamma, beta, how.eps)
+    return total, F.rms_norm(total, gamma.shape, gamma, how.eps)
 
 
 def _rows(x: Tensor) -> Tensor:

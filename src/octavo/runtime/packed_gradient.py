@@ -6,6 +6,7 @@ The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, tra
     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
                            out of the sum
+    weight-only            dx = dy[T,N] @ w[N,K], with w widened, of any scales
 
 s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
 (`octavo.nn.linear_function`).
@@ -29,11 +30,17 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 class PackedProduct(torch.autograd.Function):
-    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K]."""
+    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K].
+
+    If the GEMM is `weight_only`, dy is not quantized either.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any, weight_only: bool
+    ) -> Tensor:
         ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
+        ctx.weight_only = weight_only
         ctx.save_for_backward(w_data, w_scale)
         y: Tensor = product(x)
         return y
@@ -43,12 +50,14 @@ class PackedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         data, scale = ctx.saved_tensors
         w = QTensor(data, scale, ctx.format, ctx.granularity)
-        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w)
-        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None
+        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w, ctx.weight_only)
+        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
 
 
-def input_gradient(dy: Tensor, w: QTensor) -> Tensor:
+def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
     """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
+    if weight_only:
+        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
     if w.granularity == TENSOR:
         w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
     if w.granularity == ROW:

@@ -2,8 +2,9 @@
 
     y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
 
-x is quantized in each call, as the scheme says (`octavo.artifact.packed.scheme`). On a machine with an FP8 GEMM the
-weight is never widened. The weight is a constant: x has a gradient (`octavo.runtime.packed_gradient`), the weight none.
+x is quantized in each call, as the scheme says (`octavo.artifact.packed.scheme`), or keeps its dtype where the GEMM is
+weight-only (`octavo.runtime.gemm_path`). The weight is a constant: x has a gradient (`octavo.runtime.packed_gradient`),
+the weight none.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
-from octavo.artifact.packed.scheme import CHANNEL, STATIC, Scheme
+from octavo.artifact.packed.scheme import CHANNEL, STATIC, STATIC_INPUTS, WEIGHT, Scheme
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.numerics import TENSOR, QTensor, scale_from_amax
-from octavo.ops import quantize, scaled_mm
+from octavo.numerics import TENSOR, Cast, QTensor, scale_from_amax
+from octavo.ops import quantize, quantize_scaled, scaled_mm, weight_only_mm
+from octavo.runtime.gemm_path import input_cast
 from octavo.runtime.packed_gradient import PackedProduct, wants_gradient
 
 
@@ -86,9 +88,15 @@ class PackedLinear(PackedModule):
 
     @property
     def by_channel(self) -> bool:
-        """Whether the scheme is `channel`, the one of the fused operations: x is cast by row, and no scale varies along
-        the sum."""
-        return self.scheme.name == CHANNEL.name
+        """Whether the fused operations take the scheme, `channel` or `weight`: x is cast by row or not at all, and no
+        scale varies along the sum."""
+        return self.scheme.name in (CHANNEL.name, WEIGHT.name)
+
+    @property
+    def input_cast(self) -> Cast | None:
+        """The cast of x on the device of the weight; None if x keeps its dtype."""
+        weight: Any = self._buffers["weight"]
+        return input_cast(self.scheme, weight.device)
 
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
@@ -99,24 +107,30 @@ class PackedLinear(PackedModule):
         w_q = self.packed_weight()
 
         def product(x: Tensor) -> Tensor:
-            x_q = self.scheme.quantized_input(x.reshape(-1, x.shape[-1]), self._buffers["input_scale"])
-            return self.product(x_q, w_q, dtype).view(*x.shape[:-1], self.out_features)
+            rows = self._operand(x.reshape(-1, x.shape[-1]), cast)
+            return self.product(rows, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
+        cast = self.input_cast
         if not wants_gradient(x):
             return product(x)
-        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product)  # type: ignore[no-untyped-call]
+        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, cast is None)  # type: ignore[no-untyped-call]
         return y
+
+    def _operand(self, x: Tensor, cast: Cast | None) -> QTensor | Tensor:
+        """x [T, K] as the GEMM takes it: cast by its own amax or by the scale that is stored, or as it is."""
+        if cast is None:
+            return x
+        scale = self._buffers["input_scale"]
+        return quantize(x, cast) if scale is None else quantize_scaled(x, scale.unsqueeze(1), cast)[0]
 
     def packed_weight(self) -> QTensor:
         """The weight [N, K]."""
         buffers: Any = self._buffers  # faster than by attribute, as in `octavo.nn.norm_linear.child`
         return self.cached_weight(buffers["weight"], buffers["weight_scale"], self.scheme.packed_weight)
 
-    def product(self, x_q: QTensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """y [T, N] of the quantized input [T, K] and weight [N, K]; plus a residual [T, N]."""
-        return scaled_mm(
-            x_q, w_q, bias=self.bias, residual=residual, out_dtype=dtype, fast_accumulation=True
-        )  # [T,K] @ [N,K]^T
+    def product(self, x: QTensor | Tensor, w_q: QTensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """y [T, N] of the input [T, K], quantized or not, and the weight [N, K]; plus a residual [T, N]."""
+        return packed_product(x, w_q, self.bias, dtype, residual)
 
     @property
     def freezable(self) -> bool:
@@ -127,7 +141,7 @@ class PackedLinear(PackedModule):
     def input_limit(self) -> Tensor | None:
         """The largest magnitude of x, 0-dim, that the stored scale holds; None where the scale is not stored."""
         scale = self.input_scale
-        return None if scale is None else scale.view(()) * self.scheme.inputs.fmt.max * ROUNDED
+        return None if scale is None else scale.view(()) * STATIC_INPUTS.fmt.max * ROUNDED
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Become a layer of the scheme static, whose scale of the input follows from `amax`, 0-dim; returns it, [1]."""
@@ -135,12 +149,21 @@ class PackedLinear(PackedModule):
             q = quantize(self.packed_weight().dequantize(), STATIC.weight)
             self.weight, self.weight_scale = q.data, q.scale.reshape(1)
         self.scheme = STATIC
-        self.input_scale = scale_from_amax(amax, STATIC.inputs.fmt).reshape(1).to(self.weight_scale.device)
+        self.input_scale = scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).to(self.weight_scale.device)
         return self.input_scale.clone()
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, scheme={self.scheme.name}, frozen"
+
+
+def packed_product(
+    x: QTensor | Tensor, w_q: QTensor, bias: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """y [T, N] in `dtype` of the input x [T, K] and a packed weight [N, K]; weight-only if x is not quantized."""
+    if isinstance(x, Tensor):
+        return weight_only_mm(x.to(dtype), w_q, bias=bias, residual=residual)  # [T,K] @ [N,K]^T
+    return scaled_mm(x, w_q, bias=bias, residual=residual, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
 
 
 def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:

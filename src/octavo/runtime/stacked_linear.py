@@ -1,6 +1,8 @@
 """Packed layers that read one input, as one GEMM: their weights lie in one buffer, stacked along N.
 
-    y[T, N_1 + N_2 + ...] = x_q[T,K] @ weight[N_1 + N_2 + ..., K]^T * s_x[T] * s_w[N_1 + N_2 + ...]
+    y[T, N_1 + N_2 + ...] = x[T,K] @ weight[N_1 + N_2 + ..., K]^T * s_w[N_1 + N_2 + ...]
+
+x is quantized by row, or not where the GEMM is weight-only.
 
 No weight is in memory twice: the stack owns the buffers, and each layer's weight, scale and bias are views of them,
 under their former names (`state_dict`, `layer.weight`).
@@ -16,13 +18,13 @@ from torch import Tensor, nn
 from octavo.artifact.packed.scheme import CHANNEL
 from octavo.nn.norm_linear import watched
 from octavo.nn.stacked_weights import Stack
-from octavo.numerics import QTensor
-from octavo.ops import scaled_mm
-from octavo.runtime.packed_linear import PackedLinear, PackedModule
+from octavo.numerics import Cast, QTensor
+from octavo.runtime.gemm_path import input_cast
+from octavo.runtime.packed_linear import PackedLinear, PackedModule, packed_product
 
 
 class PackedStack(PackedModule):
-    """The weights of layers of the scheme `channel` with the same number of inputs.
+    """The weights of layers of the scheme `channel`, or all of `weight`, with the same number of inputs.
 
     Buffers, which are in `state_dict` under the names of the layers only:
         weight: e4m3 [sum of N, K].
@@ -50,11 +52,16 @@ class PackedStack(PackedModule):
         """Whether `layers` are the layers of the stack, and none has hooks."""
         return tuple(layers) == self.layers and not any(map(watched, layers))
 
-    def forward(self, x_q: QTensor, dtype: torch.dtype) -> Tensor:
-        """y [T, sum of N] of x_q [T, K]."""
+    @property
+    def input_cast(self) -> Cast | None:
+        buffers: Any = self._buffers
+        return input_cast(self.layers[0].scheme, buffers["weight"].device)
+
+    def forward(self, x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
+        """y [T, sum of N] of x [T, K], cast as `input_cast` says."""
         buffers: Any = self._buffers  # faster than by attribute, as in `octavo.nn.norm_linear.child`
         w_q = self.cached_weight(buffers["weight"], buffers["weight_scale"], CHANNEL.packed_weight)
-        return scaled_mm(x_q, w_q, bias=buffers["bias"], out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [sum N,K]^T
+        return packed_product(x, w_q, buffers["bias"], dtype)  # [T,K] @ [sum N,K]^T
 
     def disband(self) -> None:
         """Give each layer a copy of its rows, and hold no layer any more: what is fused with the stack runs unfused."""
@@ -73,9 +80,10 @@ class PackedStack(PackedModule):
 
 
 def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
-    """The layers, if all are of the scheme `channel`, of the same number of inputs, and not stacked yet; else None."""
+    """The layers, if all are of the scheme `channel` or all of `weight`, of the same number of inputs, and not stacked
+    yet; else None."""
     found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.by_channel]
-    same = len(found) == len(layers) and len({layer.in_features for layer in found}) == 1
+    same = len(found) == len(layers) and len({(layer.in_features, layer.scheme.name) for layer in found}) == 1
     return found if same and not any(isinstance(layer, PackedShare) for layer in found) else None
 
 
@@ -103,6 +111,10 @@ class PackedShare(PackedLinear):
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
         return self.stack.bias[self.begin : self.end] if self.has_bias and self.stack.bias is not None else None
+
+    @property
+    def input_cast(self) -> Cast | None:
+        return self.stack.input_cast
 
     def packed_weight(self) -> QTensor:
         return self.scheme.packed_weight(self.weight, self.weight_scale)

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.config_checks import check_settings, differences, packed_layers
-from octavo.artifact.packed.scheme import SCHEMES, Scheme
+from octavo.artifact.packed.scheme import SCHEMES, WEIGHT_ONLY, Scheme
 
 KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _FLOAT_SCALES = ("torch.float32", "torch.bfloat16", "torch.float16")
@@ -21,18 +21,16 @@ _REQUIRED = {"quant_method": "compressed-tensors", "quantization_status": "compr
 
 def describe(schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
     """The `quantization_config` of layers packed by `schemes`, with the layers `ignore` unpacked."""
-    groups: dict[str, list[str]] = {}
-    for name, scheme in schemes.items():
-        groups.setdefault(scheme.name, []).append(name)
-    used = [SCHEMES[name] for name in groups]
-    formats = {scheme.format for scheme in used}
+    used = {scheme.name: scheme for scheme in schemes.values()}
+    groups = {used[name]: [layer for layer, scheme in schemes.items() if scheme.name == name] for name in used}
+    formats = {scheme.format for scheme in groups}
     return {
         **_REQUIRED,
         "kv_cache_scheme": dict(KV_CACHE_SCHEME) if kv_cache else None,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": {
-            f"group_{i}": scheme.group(["Linear"] if len(used) == 1 else groups[scheme.name])
-            for i, scheme in enumerate(used)
+            f"group_{i}": scheme.group(["Linear"] if len(groups) == 1 else layers)
+            for i, (scheme, layers) in enumerate(groups.items())
         },
         "ignore": list(ignore),
     }
@@ -78,14 +76,14 @@ def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Sche
 def _scheme(group: Mapping[str, Any], name: str, where: Path) -> Scheme:
     path = f"quantization_config.config_groups.{name}"
     group = {key: _arguments(value) for key, value in group.items()}
-    wrong = {scheme.name: differences(group, scheme.group([]), path) for scheme in SCHEMES.values()}
+    wrong = {scheme: differences(group, scheme.group([]), path) for scheme in (*SCHEMES.values(), *WEIGHT_ONLY)}
     closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
     if wrong[closest]:
         raise ArtifactError(
-            f"{where}: this is none of the schemes that octavo runs ({', '.join(SCHEMES)}); nearest is {closest}, but "
-            + "; ".join(wrong[closest])
+            f"{where}: this is none of the schemes that octavo runs ({', '.join(SCHEMES)}); nearest is {closest.name}, "
+            f"but {'; '.join(wrong[closest])}"
         )
-    return SCHEMES[closest]
+    return closest
 
 
 def _arguments(value: Any) -> Any:

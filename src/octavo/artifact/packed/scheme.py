@@ -8,6 +8,7 @@
 | block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
 | mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
 | group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
+| weight | a scale for each output channel | float32 [N, 1] | none: the input stays in BF16 |
 
 Every scale multiplies: w ≈ weight * weight_scale. `Scheme.group` has the spelling of compressed-tensors
 (github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
-from octavo.ops import quantize, quantize_scaled
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -35,7 +35,7 @@ class Scheme:
 
     Args:
         name: on the command line.
-        weight, inputs: the casts of the weight and of the input.
+        weight, inputs: the casts of the weight and of the input; None for an input that stays in high precision.
         format: the name of the file format in compressed-tensors.
         weight_arguments, input_arguments: the casts in the spelling of compressed-tensors.
         static: the scale of the input is stored, and not computed when the layer runs.
@@ -43,10 +43,10 @@ class Scheme:
 
     name: str
     weight: Cast
-    inputs: Cast
+    inputs: Cast | None
     format: str
     weight_arguments: Mapping[str, Any]
-    input_arguments: Mapping[str, Any]
+    input_arguments: Mapping[str, Any] | None
     static: bool = False
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Scheme:
         return {
             "targets": list(targets),
             "weights": {**self.weight_arguments, "dynamic": False},
-            "input_activations": dict(self.input_arguments),
+            "input_activations": None if self.input_arguments is None else dict(self.input_arguments),
             "output_activations": None,
             "format": self.format,
         }
@@ -86,10 +86,6 @@ class Scheme:
         scale = scale.view(torch.float8_e8m0fnu) if self.weight.scale == "e8m0" else scale
         return QTensor(data, scale, self.weight.fmt, self.weight.granularity)
 
-    def quantized_input(self, x: Tensor, scale: Tensor | None) -> QTensor:
-        """The input x [T, K] as the layer casts it: by its own amax, or by the `scale` [1] that is stored."""
-        return quantize(x, self.inputs) if scale is None else quantize_scaled(x, scale.unsqueeze(1), self.inputs)[0]
-
     def empty_scale(self, n: int, k: int) -> Tensor:
         if self.weight.granularity == TENSOR:
             return torch.empty(1)
@@ -108,8 +104,11 @@ BLOCK = Scheme(
 )  # fmt: skip
 # DeepSeek's scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
 BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
+# compressed-tensors calls the format of weights alone so.
+WEIGHT = Scheme("weight", ROW_W, None, "naive-quantized", {**_EIGHT_BITS, "strategy": "channel"}, None)
+STATIC_INPUTS = Cast(granularity=TENSOR)
 STATIC = Scheme(
-    "static", Cast(granularity=TENSOR), Cast(granularity=TENSOR), "float-quantized",
+    "static", Cast(granularity=TENSOR), STATIC_INPUTS, "float-quantized",
     {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,
 )  # fmt: skip
 MX = Scheme("mx", MX_GROUPS, MX_GROUPS, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
@@ -122,7 +121,13 @@ def _groups(size: int) -> Scheme:
 
 GROUPS = tuple(_groups(size) for size in (32, 64, 128))
 
-SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS)}
+# Weights alone with the scales of `tensor` and `block`: read and not written by `pack`.
+WEIGHT_ONLY = tuple(
+    replace(WEIGHT, name=f"weight, {each.name}", weight=each.weight, weight_arguments=each.weight_arguments)
+    for each in (TENSORWISE, BLOCK)
+)
+
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT)}
 
 
 def get_scheme(name: str) -> Scheme:

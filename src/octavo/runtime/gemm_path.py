@@ -1,0 +1,57 @@
+"""The GEMM that a packed layer runs on a device, by its scheme.
+
+    eight bits     y = x_q[T,K] @ w_q[N,K]^T    the input is cast as the scheme says
+    weight-only    y = x[T,K] @ w_q[N,K]^T      the input keeps its dtype, and the weight is widened in the kernel
+
+The scheme `weight` is weight-only on every device. So is every other scheme on a GPU without an FP8 GEMM for it, such
+as an Ampere: the result is then closer to the BF16 model's than the scheme's own.
+"""
+
+from collections import Counter
+from functools import lru_cache
+
+import torch
+
+from octavo.artifact.packed.scheme import Scheme
+from octavo.numerics import ROW, TENSOR, Cast
+from octavo.ops import Backend, find_backend, find_weight_only_backend
+from octavo.words import plural
+
+
+def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
+    find = find_gemm if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
+    return find(scheme, device)[0]
+
+
+def find_gemm(scheme: Scheme, device: torch.device) -> tuple[Cast | None, Backend]:
+    """The cast of the input of a layer on `device`, None if its GEMM is weight-only; and the GEMM, of a large M."""
+    weight_only = find_weight_only_backend(device, torch.bfloat16, scheme.weight.granularity, 1)
+    if scheme.inputs is None:
+        return None, weight_only
+    x, w = scheme.inputs, scheme.weight
+    by = ROW if w.granularity == TENSOR and not scheme.static else w.granularity  # as `Scheme.packed_weight` has it
+    e8m0 = x.scale == "e8m0", w.scale == "e8m0"
+    backend = find_backend(device, x.granularity, by, (x.format, w.format), e8m0=e8m0)
+    if backend.name == "none":
+        return None, Backend(weight_only.name, f"{backend.reason}: weight-only")
+    return x, backend
+
+
+_find_cached = lru_cache(maxsize=256)(find_gemm)
+
+
+def weight_only_note(schemes: Counter[Scheme], device: torch.device) -> str:
+    """The layers that run weight-only on `device` although their scheme casts inputs, with the reason; "" for none.
+
+    Args:
+        schemes: of the packed layers, with the number of layers of each.
+    """
+    notes = []
+    for scheme, count in schemes.items():
+        cast, backend = find_gemm(scheme, device)
+        if scheme.inputs is not None and cast is None:
+            notes.append(f"{plural(count, 'layer')} of the scheme {scheme.name} ({backend.reason})")
+    if not notes:
+        return ""
+    return f"on {device} these layers compute with inputs that are not quantized: {'; '.join(notes)}"

@@ -1,0 +1,125 @@
+"""Packed models whose GEMMs are weight-only: by their scheme, or because a GPU has no FP8 GEMM for it."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from operation_counts import operations
+from packed_layers import gradients, packed_layer, worst_row
+from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
+
+import octavo
+from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, WEIGHT
+from octavo.ops import Backend
+from octavo.packing import pack, unpack
+from octavo.runtime import gemm_path
+from octavo.runtime.gemm_path import find_gemm, input_cast, weight_only_note
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each architecture, packed by the scheme `weight`, and unpacked again."""
+    root = tmp_path_factory.mktemp("weight")
+    for name in ARCHITECTURES:
+        make_model(name).save_pretrained(root / name)
+        pack(root / name, root / f"{name} packed", scheme="weight")
+        unpack(root / f"{name} packed", root / f"{name} unpacked")
+    return root
+
+
+@pytest.fixture
+def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no FP8 GEMM, as an Ampere GPU has none."""
+    monkeypatch.setattr(gemm_path, "find_backend", lambda *args, **options: Backend("none", "no FP8 GEMM here"))
+    monkeypatch.setattr(gemm_path, "_find_cached", find_gemm)
+
+
+def unpacked(models: Path, name: str) -> Any:
+    """The model with the widened weights, which are those of the packed one rounded to BF16."""
+    model = copy.deepcopy(make_model(name))
+    model.load_state_dict(type(model).from_pretrained(models / f"{name} unpacked").state_dict())
+    return model.bfloat16()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_only_the_weight_is_rounded(models: Path, name: str) -> None:
+    model = octavo.load(models / f"{name} packed")
+    exact = logits(make_model(name))
+    wide = logits(unpacked(models, name))
+    assert distance(logits(model), wide) < 0.03  # both round activations to BF16
+    assert distance(logits(model.float()), exact) < 0.15
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(models: Path, name: str) -> None:
+    model = octavo.load(models / f"{name} packed")
+    seen = operations(lambda: logits(model))
+    assert seen["octavo::weight_only_mm"] == 8
+    assert not {f"octavo::{op}" for op in ("scaled_mm", "quantize", "norm_quantize", "activation_quantize")} & set(seen)
+    reference = layer_by_layer(model)
+    assert operations(lambda: logits(reference))["octavo::weight_only_mm"] == 14
+    for each in (model, reference):
+        each.float()
+    assert distance(logits(model), logits(reference)) < 1e-5
+
+
+def test_generate_and_a_saved_state(models: Path) -> None:
+    model = octavo.load(models / "llama packed")
+    ids = tokens(9)
+    found = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert found.shape == (2, 14)
+    other = octavo.load(models / "llama packed")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.generate(ids, max_new_tokens=5, do_sample=False), found)
+
+
+def test_the_gradient_is_that_of_the_widened_weight() -> None:
+    layer = packed_layer("weight")
+    assert worst_row(*gradients(layer)) > 120
+    seen = operations(lambda: gradients(layer))
+    assert seen["octavo::quantize"] == seen["octavo::scaled_mm"] == 0
+
+
+def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
+    folders: dict[str, Path], models: Path, no_fp8_gemm: None
+) -> None:
+    with pytest.warns(UserWarning, match=r"14 layers of the scheme channel \(no FP8 GEMM here: weight-only\)"):
+        model = octavo.load(folders["llama"])
+    assert operations(lambda: logits(model))["octavo::weight_only_mm"] == 8
+    assert torch.equal(logits(model), logits(octavo.load(models / "llama packed")))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "static"])
+def test_every_scheme_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
+    layer = packed_layer(scheme)
+    x = torch.randn(3, layer.in_features)
+    exact = x.double() @ layer.packed_weight().dequantize().double().t()
+    bias = layer.bias
+    exact = exact if bias is None else exact + bias.double()
+    assert distance(layer(x), exact) < 1e-6
+
+
+def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert input_cast(WEIGHT, CPU) is None
+    assert input_cast(CHANNEL, CPU) == CHANNEL.inputs
+    asked = []
+
+    def found(device: torch.device, *asks: Any, e8m0: tuple[bool, bool]) -> Backend:
+        asked.append((*asks, e8m0))
+        return Backend("none" if e8m0[0] else "cublaslt", "why")
+
+    monkeypatch.setattr(gemm_path, "find_backend", found)
+    monkeypatch.setattr(gemm_path, "find_weight_only_backend", lambda *_: Backend("triton", ""))
+    assert find_gemm(CHANNEL, CUDA) == (CHANNEL.inputs, Backend("cublaslt", "why"))
+    assert find_gemm(MX, CUDA) == (None, Backend("triton", "why: weight-only"))
+    row, group = CHANNEL.weight.granularity, MX.weight.granularity
+    assert asked == [(row, row, ("e4m3", "e4m3"), (False, False)), (group, group, ("e4m3", "e4m3"), (True, True))]
+    note = weight_only_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
+    assert note.endswith("inputs that are not quantized: 2 layers of the scheme mx (why: weight-only)")
+    assert weight_only_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""
