@@ -62,6 +62,8 @@ def oracle(experts: PackedExperts, x: Tensor, index: Tensor, weight: Tensor) -> 
 def _product(layer: PackedGroupedLinear, e: int, x: Tensor) -> Tensor:
     """w[e] times x [K], rounded as the scheme says."""
     scheme, x = layer.scheme, x.double()
+    if scheme.inputs is None:
+        return _matrix(layer, e) @ x
     size = (scheme.inputs.granularity.cols or len(x)) if not runs_grouped(scheme) else len(x)
     groups = x.view(-1, size)
     if layer.input_scale is not None:

@@ -7,7 +7,7 @@
 The operations of the scheme `channel`, and their order, are those of training (`octavo.nn.experts_function`). The
 schemes with one scale for a row, an expert's matrix or its input run as one grouped GEMM. PyTorch's grouped GEMM takes
 no scales that vary along the sum, so blocks and groups run expert by expert, for which the host waits for the number of
-rows of each.
+rows of each. So do weight-only GEMMs (`octavo.runtime.gemm_path`).
 """
 
 from typing import Any
@@ -21,21 +21,23 @@ from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.nn.experts import check_routing, plain_experts
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear import compute_dtype
-from octavo.numerics import ROW, TENSOR, QTensor
-from octavo.numerics.codec import cast
+from octavo.numerics import ROW, TENSOR, Cast, QTensor
+from octavo.numerics.codec import cast as cast_to
 from octavo.ops import (
     Rows,
     activation_quantize,
     combine,
+    find_grouped_backend,
     gather_quantize,
     group_of_rows,
     grouped_mm,
     quantize,
-    scaled_mm,
     sort_by_expert,
 )
+from octavo.recipe import ROW_X
+from octavo.runtime.gemm_path import input_cast
 from octavo.runtime.packed_gradient import wants_gradient
-from octavo.runtime.packed_linear import PackedModule
+from octavo.runtime.packed_linear import PackedModule, packed_product
 
 
 class PackedGroupedLinear(PackedModule):
@@ -73,19 +75,26 @@ class PackedGroupedLinear(PackedModule):
     @property
     def by_row(self) -> bool:
         """Whether the input is cast by row, as the fused operations cast it."""
-        return self.is_grouped and not self.scheme.static
+        return self.is_grouped and not self.scheme.static and self._input_cast is not None
+
+    @property
+    def _input_cast(self) -> Cast | None:
+        """The cast of the input; None if it keeps its dtype, as where the device has no grouped GEMM either."""
+        cast, device = input_cast(self.scheme, self.weight.device), self.weight.device
+        formats = self.scheme.weight.format, self.scheme.weight.format
+        return None if self.is_grouped and find_grouped_backend(device, formats).name == "none" else cast
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
-        if self.is_grouped:
-            return self.product(self._quantized(x, offsets), offsets, x.dtype)
+        cast = self._input_cast
+        if self.is_grouped and cast is not None:
+            return self.product(self._quantized(x, offsets, cast), offsets, x.dtype)
         y = x.new_zeros(x.shape[0], self.weight.shape[1])
         start = 0
         for e, end in enumerate(offsets.tolist()):  # the host waits
             if end > start:
-                w_q = self.scheme.packed_weight(self.weight[e], self.weight_scale[e])
-                x_q = self.scheme.quantized_input(x[start:end], None)
-                y[start:end] = scaled_mm(x_q, w_q, out_dtype=x.dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
+                rows = x[start:end] if cast is None else quantize(x[start:end], cast)
+                y[start:end] = packed_product(rows, self._matrix(e), None, x.dtype)  # [M_e,K] @ [N,K]^T
             start = end
         return y
 
@@ -96,17 +105,20 @@ class PackedGroupedLinear(PackedModule):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrices [E, N, K] as numbers."""
-        make = _by_row if self.is_grouped else self.scheme.packed_weight
-        pairs = zip(self.weight, self.weight_scale, strict=True)
-        return torch.stack([make(data, scale).dequantize(dtype) for data, scale in pairs])
+        return torch.stack([self._matrix(e).dequantize(dtype) for e in range(len(self.weight))])
 
-    def _quantized(self, x: Tensor, offsets: Tensor) -> QTensor:
+    def _matrix(self, e: int) -> QTensor:
+        """The matrix [N, K] of an expert."""
+        make = _by_row if self.is_grouped else self.scheme.packed_weight
+        return make(self.weight[e], self.weight_scale[e])
+
+    def _quantized(self, x: Tensor, offsets: Tensor, cast: Cast) -> QTensor:
         """x [M, K] by row: by its own amax, or by the scale of its expert."""
         if self.input_scale is None:
-            return quantize(x, CHANNEL.inputs)
+            return quantize(x, cast)
         expert = group_of_rows(offsets, x.shape[0]).clamp(max=len(offsets) - 1)
-        scale, fmt = self.input_scale[expert].unsqueeze(1), self.scheme.inputs.fmt
-        return QTensor(cast(x.float() * (1 / scale), fmt), scale, fmt, ROW)
+        scale = self.input_scale[expert].unsqueeze(1)
+        return QTensor(cast_to(x.float() * (1 / scale), cast.fmt), scale, cast.fmt, ROW)
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
@@ -148,7 +160,7 @@ class PackedExperts(nn.Module):
         rows = sort_by_expert(index, len(self.down_proj.weight))
         u = self._inner(x, rows)
         if self.down_proj.by_row:
-            h_q = activation_quantize(u, "swiglu", CHANNEL.inputs)
+            h_q = activation_quantize(u, "swiglu", ROW_X)
             y = self.down_proj.product(h_q, rows.offsets, u.dtype)
         else:
             gate, up = u.chunk(2, 1)
@@ -160,7 +172,7 @@ class PackedExperts(nn.Module):
         dtype, top_k = compute_dtype(x), rows.row.shape[1]
         if not self.gate_up_proj.by_row:
             return self.gate_up_proj(x.to(dtype)[rows.slot // top_k], rows.offsets)  # type: ignore[no-any-return]
-        n_q = gather_quantize(x, CHANNEL.inputs, slot=rows.slot, top_k=top_k)
+        n_q = gather_quantize(x, ROW_X, slot=rows.slot, top_k=top_k)
         return self.gate_up_proj.product(n_q, rows.offsets, dtype)
 
 
