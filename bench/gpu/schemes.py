@@ -20,8 +20,9 @@ from bench import record
 from bench.gpu.llama import GEMMS, TOKENS
 from bench.gpu.serve import BEYOND_CACHE, in_turn
 from bench.gpu.timing import decibels, interleaved
-from octavo.artifact.packed.scheme import SCHEMES, Scheme
-from octavo.ops import find_backend, quantize
+from octavo.artifact.packed.scheme import SCHEMES, STATIC_INPUTS, Scheme
+from octavo.numerics import QTensor
+from octavo.ops import find_backend, find_weight_only_backend, quantize
 from octavo.runtime.packed_linear import PackedLinear
 
 BASE = "bf16"
@@ -78,23 +79,29 @@ def pack(layer: nn.Linear, scheme: Scheme, x: Tensor) -> PackedLinear:
     q = quantize(layer.weight.detach(), scheme.weight)
     packed.weight, packed.weight_scale = q.data, scheme.stored_scale(q)
     if scheme.static:
-        packed.input_scale = quantize(x, scheme.inputs).scale.reshape(1)
+        packed.input_scale = quantize(x, STATIC_INPUTS).scale.reshape(1)
     return packed
 
 
 def check(layer: PackedLinear, x: Tensor) -> dict[str, Any]:
     """The worst SQNR of a row, of the first 256, against float64 on the operands that the layer quantizes."""
-    x_q, w_q = layer.scheme.quantized_input(x, layer.input_scale), layer.packed_weight()
-    exact = x_q.dequantize()[:256].double() @ w_q.dequantize().double().t()
+    operand, w_q = layer.operand(x), layer.packed_weight()
+    wide = operand if isinstance(operand, Tensor) else operand.dequantize()
+    exact = wide[:256].double() @ w_q.dequantize().double().t()
     with torch.no_grad():
         y = layer(x)[:256].double()
     worst = min(decibels(*pair) for pair in zip(exact, y, strict=True))
     assert worst > LEAST_DB, f"{layer.scheme.name}, {list(x.shape)} x {list(w_q.shape)}: {worst:.1f} dB in a row"
-    formats = (x_q.format.name, w_q.format.name)
-    e8m0 = x_q.scale.dtype == torch.float8_e8m0fnu, w_q.scale.dtype == torch.float8_e8m0fnu
-    size = (x.shape[0], w_q.shape[0])
-    backend = find_backend(x.device, x_q.granularity, w_q.granularity, formats, size, e8m0=e8m0)
-    return {"backend": backend.name, "worst_db": worst}
+    return {"backend": backend(operand, w_q), "worst_db": worst}
+
+
+def backend(x: Tensor | QTensor, w_q: QTensor) -> str:
+    """The name of the implementation of the GEMM."""
+    if isinstance(x, Tensor):
+        return find_weight_only_backend(x.device, x.dtype, w_q.granularity, x.shape[0]).name
+    formats, size = (x.format.name, w_q.format.name), (x.shape[0], w_q.shape[0])
+    e8m0 = x.scale.dtype == torch.float8_e8m0fnu, w_q.scale.dtype == torch.float8_e8m0fnu
+    return find_backend(x.data.device, x.granularity, w_q.granularity, formats, size, e8m0=e8m0).name
 
 
 if __name__ == "__main__":

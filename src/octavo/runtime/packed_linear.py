@@ -107,17 +107,17 @@ class PackedLinear(PackedModule):
         w_q = self.packed_weight()
 
         def product(x: Tensor) -> Tensor:
-            rows = self._operand(x.reshape(-1, x.shape[-1]), cast)
+            rows = self.operand(x.reshape(-1, x.shape[-1]))
             return self.product(rows, w_q, dtype).view(*x.shape[:-1], self.out_features)
 
-        cast = self.input_cast
         if not wants_gradient(x):
             return product(x)
-        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, cast is None)  # type: ignore[no-untyped-call]
+        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
         return y
 
-    def _operand(self, x: Tensor, cast: Cast | None) -> QTensor | Tensor:
+    def operand(self, x: Tensor) -> QTensor | Tensor:
         """x [T, K] as the GEMM takes it: cast by its own amax or by the scale that is stored, or as it is."""
+        cast = self.input_cast
         if cast is None:
             return x
         scale = self._buffers["input_scale"]
