@@ -27,8 +27,9 @@ from octavo.ops.gemm.cublaslt import ALIGNMENT
 from octavo.ops.gemm.kernel import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K, combine_kernel, store_sums
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
-from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
+from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory
 
+SMALL_M = 64  # up to which a tile has all rows of a
 NEIGHBOURS = 8  # tiles along N that run beside each other and share a, which the L2 cache then holds
 
 
@@ -95,11 +96,13 @@ def scaled_mm(
 
 @cache
 def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
-    """The tiling for y [m, n] and K = k on `device`."""
-    if m <= 64:
-        block_n, block_m, groups, stages, warps = 64, max(16, power_of_two_above(m)), max(2, 128 // group), 4, 4
-    else:
-        block_n, block_m, groups, stages, warps = 128, 128, 2 if group < 128 else 1, 6 if group == 32 else 3, 8
+    """The tiling for y [m, n] and K = k, in groups of `group`, on `device`."""
+    few = m <= SMALL_M
+    block_n, block_m = (64, max(16, power_of_two_above(m))) if few else (128, 128)
+    groups = max(2, 128 // group) if few else 2
+    memory, of_group = shared_memory(device), (block_n + block_m) * (group + 4)  # bytes of a group with its scales
+    groups = groups if 2 * groups * of_group <= memory else 1
+    stages = min(4, memory // (groups * of_group))
     programs = multiprocessors(device)
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
 
@@ -107,7 +110,7 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
         combine = COMBINE_STEPS if split_k > 1 else 0
         return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
 
-    return Tiling(block_n, block_m, groups, stages, warps, min(range(1, MAX_SPLIT_K + 1), key=time))
+    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, min(range(1, MAX_SPLIT_K + 1), key=time))
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -125,7 +128,7 @@ def _scales(scale: Tensor, m: int) -> Tensor:
     With a large M each thread would decode them again for every element of y that it holds.
     """
     if scale.dtype == torch.float8_e8m0fnu:
-        scale = scale.view(torch.uint8) if m <= 64 else scale.float()
+        scale = scale.view(torch.uint8) if m <= SMALL_M else scale.float()
     return scale.contiguous()
 
 
