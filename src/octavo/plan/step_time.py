@@ -20,11 +20,13 @@ from octavo.recipe import Recipe
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
-# Both from bench/results/gpu_fsdp_16_layers_2_gpus.json: the share of the rate of a copy that FSDP2's copy of gradients
-# into the reduction reaches; and how much longer computation takes for each second of NCCL's kernels beside it, which
-# take multiprocessors and memory bandwidth (GEMMs of BF16: 294 ms, 279 alone).
+# From bench/results/gpu_fsdp_16_layers_2_gpus.json: the share of the rate of a copy that FSDP2's copy of gradients into
+# the reduction reaches.
 REDUCTION_COPY_SHARE = 0.5
-SLOWED = 0.17
+# How much longer computation takes for each second of NCCL's kernels beside it, which take multiprocessors, memory
+# bandwidth and power; fitted to bench/results/gpu_fsdp_{16,32}_layers_2_gpus.json. With 32 layers the GEMMs of a block
+# take 16.7 ms in BF16 (14.9 alone).
+SLOWED_BF16, SLOWED_FP8 = 1.1, 0.45
 CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has many cores: a guess
 
 
@@ -205,6 +207,6 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
     )
     if setup.states.offloaded and degrees.data == 1:
         return training.step(Links(PCIE), 2)
-    return training.step(links, degrees.data, degrees.dp_shard) + SLOWED * min(
-        blocks, training.hidden(links, degrees.dp_shard)
-    )
+    beside = min(blocks, training.hidden(links, degrees.dp_shard))
+    slowed = SLOWED_FP8 if setup.recipe.quantized else SLOWED_BF16
+    return training.step(links, degrees.data, degrees.dp_shard) + slowed * beside
