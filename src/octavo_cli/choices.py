@@ -6,7 +6,7 @@
 FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")
 CACHES = ("bf16", "fp8")  # of octavo plan
 GGUF_WEIGHTS = ("q8_0", "f16")
-GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "mi300x")
+GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "l40s", "rtx5090", "mi300x", "mi355x")
 KV_CACHES = ("auto", "bf16", "fp8", "int8")
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")

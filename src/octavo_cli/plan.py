@@ -113,6 +113,7 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
         "parameters": f"{setup.model.parameters / 1e9:.2f} B",
         "GPUs": f"{plan.gpus} {setup.gpu.name}",
         "recipe": setup.recipe.name,
+        "GEMMs": ", ".join(dict.fromkeys(backend.name for backend in plan.gemms.values())),
         "tokens a step": f"{plan.tokens_per_step:,}",
     }
     found |= {f"GB {_name(name)}": f"{size / 1e9:.2f}" for name, size in memory.parts.items()}
@@ -139,6 +140,7 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
 
 def _serving(plan: ServingPlan) -> dict[str, str]:
     return {
+        "GEMMs": plan.gemm,
         "GB weights": f"{plan.weights / 1e9:.2f}",
         "GB keys and values": f"{plan.cache / 1e9:.2f}",
         "KB of a token's keys and values": f"{plan.cache_a_token / 1e3:.1f}",
@@ -164,7 +166,8 @@ def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
         gpu = plan.setup.gpu
         rates = "; ".join(f"{name}: {origin}" for name, origin in plan.origins.items())
         found.append(
-            f"{gpu.name}: {rates}. Data sheet: {gpu.source}." + (f" Measured: {gpu.measured}." * bool(gpu.measured))
+            f"{gpu.name}: {rates}. Data sheet: {gpu.source}. "
+            + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
         )
     if not all(plan.fits for plan in plans):
         found.append(

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.nn.backends import gemm_backends, pick_recipe
+from octavo.nn.backends import choose_recipe, gemm_backends, in_formats_of, pick_recipe
+from octavo.ops.gpu_architecture import ARCHITECTURES
 
 
 def test_every_recipe_runs_on_a_cpu_by_emulation() -> None:
@@ -44,3 +45,25 @@ def test_an_older_gpu_is_told_what_fp8_needs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_auto_on_a_cpu_is_rowwise() -> None:
     assert octavo.convert(nn.Sequential(nn.Linear(16, 16)), "auto").recipe == octavo.PRESETS["rowwise"]()
+
+
+def test_a_preset_on_an_mi300_gets_its_formats(tmp_path) -> None:
+    """A recipe that states its formats keeps them."""
+    mi300 = ARCHITECTURES["mi300"]
+    assert choose_recipe("tensorwise", mi300).name == "tensorwise_fnuz"
+    assert choose_recipe("bf16", mi300).name == "bf16"
+    assert choose_recipe(octavo.PRESETS["tensorwise"](), mi300).name == "tensorwise"
+    path = tmp_path / "mine.json"
+    path.write_text(octavo.PRESETS["tensorwise"]().to_json())
+    assert choose_recipe(str(path), mi300).name == "tensorwise"
+    for place in (ARCHITECTURES["mi350"], ARCHITECTURES["ada"], torch.device("cpu")):
+        assert choose_recipe("tensorwise", place).name == "tensorwise"
+
+
+@pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "delayed"])
+@pytest.mark.parametrize("key", ["ada", "hopper", "blackwell", "rtx_blackwell", "mi300", "mi350"])
+def test_every_gpu_with_fp8_runs_row_and_tensor_scales(preset: str, key: str) -> None:
+    gpu = ARCHITECTURES[key]
+    for gradients in ("e4m3", "e5m2"):
+        recipe = in_formats_of(gpu, octavo.PRESETS[preset](gradients))
+        assert "none" not in {backend.name for backend in gemm_backends(recipe, gpu).values()}

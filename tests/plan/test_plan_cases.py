@@ -4,8 +4,10 @@ import pytest
 
 from octavo.artifact.run import RunFolder
 from octavo.plan.cases import Case, make_cases, parse_count
+from octavo.plan.gemms import find_gemms
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import model_presets
+from octavo.recipe import get_recipe
 from octavo.train.config import Config
 from octavo.train.run_settings import write_settings
 
@@ -96,8 +98,10 @@ def test_every_gpu_is_complete():
     for name, gpu in known_gpus().items():
         assert find_gpu(name.upper()) is gpu
         assert gpu.bandwidth / 1e12 < gpu.bf16 / 1e12  # more arithmetic than bytes
-        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=1e-3)
+        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02)
         assert gpu.source
+        found = find_gemms(get_recipe("rowwise"), gpu)
+        assert {backend.name == "none" for backend in found.values()} == {gpu.fp8 is None}
         assert set(gpu.origins) == {"matrix products", "attention", "memory", "links"}
 
 

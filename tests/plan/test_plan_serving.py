@@ -79,9 +79,17 @@ def test_gpus_share_weights_and_cache():
         (Case("llama-3-8b", gpus=3), "--gpus must divide the 32 heads"),
         (Case("llama-3-8b", gpus=0), "must be at least 1"),
         (Case("llama-3-8b", ("--context", "9000")), "must be at most the 8192 tokens"),
-        (Case("llama-3-8b", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs"),
     ],
 )
 def test_bad_input(case, message):
     with pytest.raises(ValueError, match=message):
         case.serving()
+
+
+def test_a_gpu_without_fp8_gemms_serves_weights_in_eight_bits():
+    """It reads half the bytes of a BF16 model in each step, and computes prompts at the same speed."""
+    fp8, bf16 = (Case("llama-3-8b", ("--recipe", recipe), "a100").serving() for recipe in ("rowwise", "bf16"))
+    assert (fp8.gemm, bf16.gemm) == ("weight-only", "bf16")
+    assert fp8.weights < 0.6 * bf16.weights
+    assert fp8.step_seconds < 0.7 * bf16.step_seconds
+    assert fp8.prefill_seconds == bf16.prefill_seconds

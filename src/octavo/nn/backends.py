@@ -1,37 +1,73 @@
-"""The backends of the three GEMMs of a recipe: the same decision that a scaled GEMM makes when it is called."""
+"""The backends of the three GEMMs of a recipe: the same decision that a scaled GEMM makes when it is called.
+
+Each function takes a device, or the architecture of a GPU that need not be here.
+"""
+
+from pathlib import Path
 
 import torch
 
+from octavo.numerics.cast import Cast
 from octavo.ops import Backend, find_backend
-from octavo.ops.gpu_architecture import find_architecture
-from octavo.recipe import Recipe, fnuz, rowwise, tensorwise
+from octavo.ops.gemm import backend_on
+from octavo.ops.gpu_architecture import GpuArchitecture, find_architecture
+from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
+
+Place = torch.device | GpuArchitecture
 
 
-def gemm_backends(recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backends of y, dx and dw on `device`; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
+def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
+    """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
     backends = {}
     for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw)):
         if gemm is None:
             backends[name] = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
         else:
-            a, b = gemm.a, gemm.b
-            e8m0 = a.scale == "e8m0", b.scale == "e8m0"
-            backends[name] = find_backend(device, a.granularity, b.granularity, (a.format, b.format), e8m0=e8m0)
+            backends[name] = product_backend(gemm.a, gemm.b, place)
     return backends
 
 
-def pick_recipe(device: torch.device) -> Recipe:
-    """`rowwise` if `device` has its GEMMs, else `tensorwise`; on an MI300 in FNUZ formats.
+def product_backend(a: Cast, b: Cast, place: Place) -> Backend:
+    """The backend of a product of operands that are cast by `a` and `b`."""
+    formats, e8m0 = (a.format, b.format), (a.scale == "e8m0", b.scale == "e8m0")
+    if isinstance(place, GpuArchitecture):
+        return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
+    return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)
+
+
+def choose_recipe(recipe: str | Path | Recipe, place: Place) -> Recipe:
+    """The recipe of a name, of a file, or `pick_recipe` for "auto". A preset on an MI300 gets that GPU's formats.
+
+    Raises:
+        ValueError: no such recipe; or "auto" on a GPU without FP8 GEMMs.
+        TypeError: neither a name nor a path nor a `Recipe`.
+    """
+    if recipe == "auto":
+        return pick_recipe(place)
+    found = get_recipe(recipe)
+    return in_formats_of(place, found) if isinstance(recipe, str) and recipe in PRESETS else found
+
+
+def in_formats_of(place: Place, recipe: Recipe) -> Recipe:
+    """A preset in the eight-bit formats of a GPU: FNUZ on an MI300."""
+    on_gpu = isinstance(place, GpuArchitecture) or place.type == "cuda"
+    return fnuz(recipe) if on_gpu and recipe.quantized and _architecture(place).key == "mi300" else recipe
+
+
+def pick_recipe(place: Place) -> Recipe:
+    """`rowwise` if the GPU has its GEMMs, else `tensorwise`; on an MI300 in FNUZ formats.
 
     Raises:
         ValueError: a GPU that has the GEMMs of neither.
     """
-    recipes = [rowwise(), tensorwise(), fnuz(rowwise()), fnuz(tensorwise())]
-    for recipe in recipes:
-        backends = gemm_backends(recipe, device)
-        if all(backend.name != "none" for backend in backends.values()):
+    for recipe in (in_formats_of(place, rowwise()), in_formats_of(place, tensorwise())):
+        if all(backend.name != "none" for backend in gemm_backends(recipe, place).values()):
             return recipe
     raise ValueError(
-        f"{find_architecture(device).name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
+        f"{_architecture(place).name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
         "MI300 or MI350 of AMD; train in BF16 here"
     )
+
+
+def _architecture(place: Place) -> GpuArchitecture:
+    return place if isinstance(place, GpuArchitecture) else find_architecture(place)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.backends import gemm_backends, pick_recipe
+from octavo.nn.backends import choose_recipe, gemm_backends
 from octavo.nn.conv1d import shape_of, to_fp8_conv1d
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
@@ -30,7 +30,7 @@ from octavo.nn.speedup.lookup import find_speedups
 from octavo.nn.timm_fusion import fuse_vision_blocks, mark_saved_inputs
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.ops import Backend
-from octavo.recipe import Recipe, get_recipe
+from octavo.recipe import Recipe
 from octavo.tracing.forward_pass import ForwardPass, trace_forward
 
 
@@ -100,7 +100,7 @@ def convert(
     layers = select_linears(model, skip, [*experts, *products])
     first = next(next(iter([*(layer.module for layer in layers), *experts.values(), *products.values()])).parameters())
     device = _execution_device(first) if device is None else torch.device(device)
-    recipe = pick_recipe(device) if recipe == "auto" else get_recipe(recipe)
+    recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=True)
     backends = gemm_backends(recipe, device)

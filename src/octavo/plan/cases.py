@@ -13,12 +13,12 @@ from typing import Any
 from octavo.artifact.run import RunFolder
 from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
+from octavo.plan.gemms import chosen_recipe
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture, model_presets
 from octavo.plan.serving import ServingPlan, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.training import TrainingPlan
-from octavo.recipe import get_recipe
 from octavo.train.config import Config
 from octavo.train.mesh import find_degrees
 from octavo.train.run_settings import read_settings
@@ -61,7 +61,7 @@ class Case:
         """The GPUs share each layer; the setting batch counts the sequences that are generated at once."""
         model, config = self._resolve()
         gpu = find_gpu(self.gpu)
-        recipe = get_recipe(("rowwise" if gpu.fp8 else "bf16") if config.recipe == "auto" else config.recipe)
+        recipe = chosen_recipe(config.recipe, gpu)
         batch = config.batch if "--batch" in _names(self.settings) else 1
         return plan_serving(model, recipe, gpu, gpus=self.gpus, batch=batch, context=config.context, cache=self.cache)
 

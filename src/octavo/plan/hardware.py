@@ -21,6 +21,7 @@ class Gpu:
     """A GPU. Bytes, bytes a second and FLOP/s; `fp8` is None where there is no FP8 GEMM.
 
     Attributes:
+        architecture: its key in `octavo.ops.gpu_architecture`, which decides the GEMMs.
         link: bytes a second and direction to the other GPUs of the node, over NVLink, Infinity Fabric or PCIe.
         grid: the file of octavo.nn.speedup with the measured times of linear layers; None if none were measured.
         copy: measured bytes a second of a copy, reads and writes.
@@ -30,6 +31,7 @@ class Gpu:
 
     key: str
     name: str
+    architecture: str
     memory: float
     bandwidth: float
     bf16: float

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.plan.architecture import Architecture, Block, Layer
 from octavo.plan.communication import Links
+from octavo.plan.gemms import find_gemms
 from octavo.plan.hardware import Gpu
 from octavo.plan.rates import linear_seconds
 from octavo.recipe import Recipe
@@ -26,12 +27,15 @@ class ServingPlan:
     """Memory of one GPU in bytes, and speed.
 
     Attributes:
+        gemm: the backend of the linear layers, "bf16", or "weight-only" for weights in eight bits on a GPU without the
+            GEMM of the recipe.
         prefill_seconds: of the prompts of the whole batch.
         step_seconds: of one new token of each sequence, at the full context.
         largest_batch: sequences of the context that fit.
     """
 
     model: str
+    gemm: str
     weights: float
     cache: float
     cache_a_token: float
@@ -54,7 +58,8 @@ def plan_serving(
     """Plan to serve `model` on `gpus` GPUs that share each layer (tensor parallel).
 
     Args:
-        recipe: bf16, or a recipe in eight bits: then the linear layers of the blocks are packed.
+        recipe: bf16, or a recipe in eight bits: then the linear layers of the blocks are packed. On a GPU without its
+            GEMM they run weight-only, the prompt at the speed of BF16.
         batch: sequences that are generated at once.
         context: tokens of each, prompt and new ones.
         cache: dtype of keys and values, bf16 or fp8.
@@ -68,10 +73,13 @@ def plan_serving(
     kept = batch * context * each
     working = 4.0 * model.width * context + 6.0 * batch * model.vocabulary
     free = gpu.memory - weights - working
-    prefill = _prefill_seconds(model, recipe, gpu, gpus, batch, context)
+    gemm = find_gemms(recipe, gpu)["y"].name
+    prefill_gemms = Recipe("bf16") if gemm == "none" else recipe
+    prefill = _prefill_seconds(model, prefill_gemms, gpu, gpus, batch, context)
     step = _step_seconds(model, recipe, gpu, gpus, batch, batch * context * each)
     return ServingPlan(
         model=model.name,
+        gemm="weight-only" if gemm == "none" else gemm,
         weights=weights,
         cache=kept,
         cache_a_token=each * gpus,
@@ -107,8 +115,6 @@ def _check(model: Architecture, gpu: Gpu, recipe: Recipe, gpus: int, batch: int,
         raise ValueError(f"--gpus, --batch and --context must be at least 1; got {gpus}, {batch} and {context}")
     if context > model.context:
         raise ValueError(f"--context must be at most the {model.context} tokens of {model.name}; got {context}")
-    if recipe.quantized and gpu.fp8 is None:
-        raise ValueError(f"{gpu.name} has no FP8 GEMMs, which the recipe {recipe.name} needs: give --recipe bf16")
     heads = model.blocks[0].attention.heads
     if heads % gpus:
         raise ValueError(f"--gpus must divide the {heads} heads of {model.name}; got {gpus}")

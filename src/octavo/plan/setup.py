@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from octavo.plan.architecture import Architecture
+from octavo.plan.gemms import check_gemms, chosen_recipe
 from octavo.plan.hardware import Gpu
 from octavo.plan.states import States, states_of
-from octavo.recipe import Recipe, get_recipe
+from octavo.recipe import Recipe
 from octavo.train.config import Config
 from octavo.train.loss import LARGE_VOCABULARY
 from octavo.train.mesh import Degrees, find_degrees
@@ -70,10 +71,8 @@ def make_setup(model: Architecture, config: Config, gpu: Gpu, gpus: int) -> Setu
     """
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1; got {gpus}")
-    recipe = get_recipe(("rowwise" if gpu.fp8 else "bf16") if config.recipe == "auto" else config.recipe)
-    recipe = recipe.in_bf16(*config.bf16_gemms)
-    if recipe.quantized and gpu.fp8 is None:
-        raise ValueError(f"{gpu.name} has no FP8 GEMMs, which the recipe {recipe.name} needs: give --recipe bf16")
+    recipe = chosen_recipe(config.recipe, gpu).in_bf16(*config.bf16_gemms)
+    check_gemms(recipe, gpu)
     if config.context > model.context:
         raise ValueError(f"--context must be at most the {model.context} tokens of {model.name}; got {config.context}")
     degrees = find_degrees(config.parallel, gpus)

@@ -5,6 +5,8 @@ from functools import cached_property
 from typing import Any
 
 from octavo.nn.speedup.lookup import LEAST_SPEEDUP
+from octavo.ops import Backend
+from octavo.plan.gemms import find_gemms
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.rates import has_measured, layer_speedup
 from octavo.plan.setup import Setup
@@ -45,6 +47,11 @@ class TrainingPlan:
     @cached_property
     def time(self) -> StepTime:
         return plan_step(self.setup, self.network)
+
+    @property
+    def gemms(self) -> dict[str, Backend]:
+        """The backends of y, dx and dw."""
+        return find_gemms(self.setup.recipe, self.setup.gpu)
 
     @property
     def gpus(self) -> int:
@@ -120,6 +127,7 @@ class TrainingPlan:
             "model": setup.model.name,
             "parameters": setup.model.parameters,
             "recipe": setup.recipe.name,
+            "gemms": {name: backend.name for name, backend in self.gemms.items()},
             "gpu": setup.gpu.name,
             "gpus": self.gpus,
             "tokens_per_step": self.tokens_per_step,

@@ -14,8 +14,8 @@ from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfi
 from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert
-from octavo.nn.backends import pick_recipe
-from octavo.recipe import Recipe, get_recipe
+from octavo.nn.backends import choose_recipe
+from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import describe_language_model, open_language_model
 from octavo.train.memory import total_memory
@@ -68,8 +68,7 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
 
 def chosen_recipe(config: Config, device: torch.device) -> Recipe:
     """The recipe that `config` runs on `device`."""
-    recipe = pick_recipe(device) if config.recipe == "auto" else get_recipe(config.recipe)
-    return recipe.in_bf16(*config.bf16_gemms)
+    return choose_recipe(config.recipe, device).in_bf16(*config.bf16_gemms)
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
