@@ -89,8 +89,8 @@ def pack_command(
     """Write a model with its linear weights in FP8.
 
     The folder is a whole model: octavo generate, vLLM and transformers (with compressed-tensors) open it. Output heads,
-    routers, layers that training skipped, and everything but linear layers stay in BF16, and so do the experts of a
-    mixture without --experts.
+    routers, layers that training skipped or moved to BF16, and everything but linear layers stay in BF16, and so do the
+    experts of a mixture without --experts. --layer NAME=SCHEME packs a layer that training moved to BF16 all the same.
 
     Example:
 
@@ -144,6 +144,13 @@ def pack_command(
     print_facts(_facts(report, kept))
     if kept is not None:
         print_budget(kept)
+    if report.unpacked_expert_bytes:
+        share = report.unpacked_expert_bytes / report.folder_bytes
+        say(
+            f"warning: {share:.0%} of the folder, {report.unpacked_expert_bytes / 1e6:.2f} MB, are experts in BF16: "
+            "--experts packs them too",
+            "yellow",
+        )
     if layout in READERS:
         say(f"for {READERS[layout]}: transformers computes nonsense from it, or fails")
 

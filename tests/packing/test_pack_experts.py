@@ -9,6 +9,7 @@ import torch
 from metrics import distance
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, open_theirs, outputs, write_text
+from typer.testing import CliRunner
 
 import octavo
 from octavo.artifact.files import ArtifactError
@@ -18,6 +19,7 @@ from octavo.ops import quantize
 from octavo.packing import pack
 from octavo.runtime.packed_experts import PackedGroupedLinear
 from octavo.verification import verify
+from octavo_cli.app import app
 
 HOW: list[dict[str, Any]] = [
     {"scheme": "channel"},
@@ -156,3 +158,15 @@ def test_static_scales_of_experts_are_refused_by_name(sources, tmp_path):
 def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ValueError, match="has no stacked experts: leave --experts out"):
         pack(make_model(tmp_path / "llama", "llama"), tmp_path / "packed", experts=True)
+
+
+def test_experts_in_bf16_are_said_with_their_share_of_the_bytes(sources, tmp_path):
+    call = ["pack", str(sources["mixtral"]), str(tmp_path / "plain")]
+    said = CliRunner().invoke(app, call).output
+    sizes = {name: t.nbytes for name, t in load_file(tmp_path / "plain" / "model.safetensors").items()}
+    experts = sum(size for name, size in sizes.items() if is_expert(name))
+    folder = sum(file.stat().st_size for file in (tmp_path / "plain").iterdir())
+    expected = f"warning: {experts / folder:.0%} of the folder, {experts / 1e6:.2f} MB, are experts in BF16: --experts"
+    assert expected in said
+    packed = CliRunner().invoke(app, [*call[:2], str(tmp_path / "packed"), "--experts"]).output
+    assert "experts in BF16" not in packed

@@ -18,7 +18,7 @@ A large file of tensors is several files with an index. The number of ranks of t
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.artifact.files import ArtifactError
+from octavo.artifact.files import ArtifactError, read_json
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class RunFolder:
     def actions(self) -> Path:
         """The actions of the early warning; not there before the first."""
         return self.path / "actions.json"
+
+    def promoted(self, step: int) -> dict[str, str]:
+        """The layers that the run had moved to BF16 by `step`, and why. An ArtifactError if actions.json is damaged."""
+        found = read_json(self.actions).get("promotions", ()) if self.actions.is_file() else ()
+        try:
+            return {
+                action["layer"]: f"training moved it to BF16 at step {action['step']} ({action['rule']})"
+                for action in found
+                if action["to"] == "bf16" and action["step"] <= step
+            }
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"{self.actions} is damaged: {type(error).__name__} {error}") from error
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"

@@ -35,6 +35,7 @@ class Source:
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
         trained_as: the name that a layer had in training, by its name here, where the two differ.
+        promoted: the layers that training moved to BF16 (`octavo.nn.promotion`), and why.
     """
 
     origin: Path
@@ -45,6 +46,7 @@ class Source:
     reader: ShardReader
     left_out: Sequence[str] = ()
     trained_as: Mapping[str, str] = field(default_factory=dict)
+    promoted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -146,11 +148,13 @@ def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
         recipe = similar_preset(Recipe.from_dict(recipe))
+    promoted = folder.promoted(folder.step_of(checkpoint))
     trained = reader.trained_names() if isinstance(reader, Conv1DReader) else {}
     if trained:  # the run's globs are of its own names
         skip = [ours for ours, name in trained.items() if any(fnmatchcase(name, glob) for glob in skip)]
         skip = [name for name in skip if name in meta_model.linears()]
-    return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained)
+        promoted = {ours: promoted[name] for ours, name in trained.items() if name in promoted}
+    return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained, promoted=promoted)
 
 
 def _meta(spec: Spec) -> Tensor:

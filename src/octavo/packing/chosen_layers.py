@@ -1,6 +1,6 @@
 """The layers of a model that are packed, their schemes, and the scales that are known before a weight is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -54,13 +54,19 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), known)
     usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
     default = options.scheme or usual
-    names = [layer.name for layer in linears if not layer.reason]
+    promoted = _promoted(source, [layer.name for layer in linears], options.layers)
+    names = [layer.name for layer in linears if not layer.reason and layer.name not in promoted]
+    if promoted and not names and not experts:
+        raise ValueError(
+            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step, or "
+            "name layers in --layer to pack them all the same"
+        )
     chosen = _schemes([*names, *experts], default, options.layers)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
     _check_experts(of_experts, experts, source)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
     static = _static_scales(source, schemes, options)
-    skipped = {layer.name: layer.reason for layer in linears if layer.reason}
+    skipped = promoted | {layer.name: layer.reason for layer in linears if layer.reason}
     if static is not None:
         unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
         skipped |= dict.fromkeys(unscaled, "training left it in BF16")
@@ -68,6 +74,16 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     check_groups((layer.name for layer in linears), schemes)
     _check_sizes(source, schemes, options.tensor_parallel)
     return ChosenLayers(schemes, skipped, static, of_experts)
+
+
+def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
+    """The layers that stay in BF16 as in training, with those that readers fuse with them, unless `asked` has them."""
+    left = {}
+    for group in groups(names):
+        promoted = [name for name in group if name in source.promoted and name not in asked]
+        for name in group if promoted else ():
+            left[name] = source.promoted.get(name, f"readers fuse it with {promoted[0]}, which training moved to BF16")
+    return left
 
 
 def _experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]:

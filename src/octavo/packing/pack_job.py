@@ -74,12 +74,21 @@ class PackJob:
     @property
     def bf16_bytes(self) -> int:
         """The bytes of the packed weights in BF16."""
-        files, specs = self.source.meta_model.experts, self.source.specs
-        sizes = [specs[f"{name}.weight"].numel for name in self.schemes]
+        linears = 2 * sum(self.source.specs[f"{name}.weight"].numel for name in self.schemes)
+        return linears + self._expert_bytes(packed=True)
+
+    @property
+    def unpacked_expert_bytes(self) -> int:
+        """The bytes of the experts that stay in BF16."""
+        return self._expert_bytes(packed=False)
+
+    def _expert_bytes(self, *, packed: bool) -> int:
+        """The bytes in BF16 of the experts that are packed, or of those that are not."""
+        files, size = self.source.meta_model.experts, 0
         for stack, parts in ({} if files is None else files.parts_of_stacks).items():
-            packed = sum(_layer(part) in self.experts for part in parts)
-            sizes.append(specs[stack].numel // len(parts) * packed)  # the parts of a stack are of one size
-        return 2 * sum(sizes)
+            count = sum((_layer(part) in self.experts) == packed for part in parts)
+            size += 2 * self.source.specs[stack].numel // len(parts) * count  # the parts of a stack are of one size
+        return size
 
     def config(self) -> dict[str, Any]:
         meta_model = self.source.meta_model

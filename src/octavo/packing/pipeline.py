@@ -82,5 +82,6 @@ def pack_source(
         ratios=job.weights.ratios,
         cached=len(job.kv_scales) // 2,
         has_tokenizer=has_tokenizer(out),
+        unpacked_expert_bytes=job.unpacked_expert_bytes,
         not_linear=job.not_linear,
     )

@@ -21,6 +21,7 @@ class PackReport(WrittenModel):
             smallest.
         cached: the number of attention layers whose keys and values have scales.
         has_tokenizer: whether the folder holds a tokenizer.
+        unpacked_expert_bytes: the size of the experts of a mixture that stay in BF16.
         not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
     """
 
@@ -32,6 +33,7 @@ class PackReport(WrittenModel):
     ratios: Mapping[str, float]
     cached: int
     has_tokenizer: bool
+    unpacked_expert_bytes: int
     not_linear: Sequence[Leftover]
 
     @property
