@@ -10,6 +10,7 @@ PLAIN = "ours plain: rowwise, compile"
 # of serving
 SERVE, SERVE_GRAPH, SERVE_TORCHAO = "ours, compile", "ours, compile, CUDA graph", "torchao, compile"
 SERVE_FP8_CACHE = "ours, FP8 KV cache"
+SERVE_FP8_ATTENTION = "ours, compile, FP8 attention"
 # of `generate`, beside "octavo", "BF16, eager" and "BF16, static"
 HOOKED, FP8_CACHE = "octavo, eager", "octavo, FP8 cache"
 # of whole decoding steps by cache

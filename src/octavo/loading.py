@@ -6,7 +6,9 @@ from typing import Any
 from octavo.extras import import_extra
 
 
-def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str = "auto") -> Any:
+def load(
+    folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str = "auto", attention: str = "bf16"
+) -> Any:
     """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
 
     Args:
@@ -14,6 +16,9 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str =
         device: for the model: a torch.device, or its name; "auto" takes the GPU if there is one.
         kv_cache: dtype of the keys and values in `generate`: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8"
             if the folder has scales for it, else the dtype of the model.
+        attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 2,048
+            tokens and more without padding, heads of 128 elements, on a Hopper GPU with the extra `cudnn`. Other
+            prompts attend in BF16. If the GPU, its libraries or the size of the heads exclude FP8, a warning says so.
 
     Returns:
         The model in evaluation mode, of the class that config.json names, with its `generate` and `config`. Its packed
@@ -22,7 +27,7 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str =
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist, or the dtype is unknown.
+        ValueError: the device does not exist, or the dtype or the attention is unknown.
         ImportError: transformers is not installed.
 
     Example:
@@ -35,4 +40,4 @@ def load(folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str =
     import_extra("transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers")
     from octavo.runtime.transformers_model import load_transformers
 
-    return load_transformers(os.fspath(folder), device, kv_cache)
+    return load_transformers(os.fspath(folder), device, kv_cache, attention)

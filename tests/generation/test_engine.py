@@ -8,7 +8,7 @@ from generation_examples import answers, batch, pair, sessions
 from model_examples import GPT, GQA, lively, tokens
 
 from octavo.generation import Engine, Sampling
-from octavo.generation.engine import capacity_for
+from octavo.generation.memory import capacity_for
 from octavo.generation.prompts import Prompts
 
 

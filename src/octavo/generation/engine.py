@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.generation.forward import key_dtype, key_shape, make_forward, most_tokens
+from octavo.generation.forward import Forward, key_dtype, key_shape, make_forward, most_tokens
 from octavo.generation.loop import Choose, Stop, decode
-from octavo.generation.memory import check_memory, fits, free_bytes
+from octavo.generation.memory import capacity_for, check_memory, fits, free_bytes
+from octavo.generation.prompt_attention import check_attention, use_fp8_attention
 from octavo.generation.prompts import Prompts, pad_prompts
 from octavo.generation.sampling import Sampling
 from octavo.generation.session import Session, prefix_worth_sharing
@@ -30,7 +31,6 @@ from octavo.ops.compiling import compile_only
 from octavo.ops.triton_support import has_kernels
 
 AUTO = "auto"
-SMALLEST = 256  # tokens of the smallest cache
 SESSIONS = 4  # at most; the one unused for the longest time goes first
 
 
@@ -44,22 +44,32 @@ class Engine:
             scales for it, else the dtype that the model computes keys in.
         kv_scales: of an FP8 cache, a pair for each layer (of keys, of values), float32 with one element or one a head.
             None computes them from each prompt.
+        attention: of prompts, "bf16" or "fp8", see `octavo.load`.
 
     Raises:
-        ValueError: the dtype is unknown.
+        ValueError: the dtype, or the attention, is unknown.
 
     Attributes:
         asked: whether a dtype of the cache was asked for.
         limit: tokens that the cache may hold: the context, or the sliding window of the model.
     """
 
-    def __init__(self, model: Any, *, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context: int,
+        kv_cache: str = AUTO,
+        kv_scales: Pairs | None = None,
+        attention: str = "bf16",
+    ) -> None:
+        check_attention(attention)
         dtype = ("fp8" if kv_scales else None) if kv_cache == AUTO else kv_cache
         if dtype is not None:
             check_settings(dtype, None, None)
         self.model, self.context, self.dtype = model, context, dtype
         self.scales = kv_scales if dtype == "fp8" else None
-        self.asked = kv_cache != AUTO
+        self.asked, self.fp8_attention = kv_cache != AUTO, attention == "fp8"
         most = most_tokens(model)
         self.limit = context if most is None else min(most, context)
         self.sessions: list[Session] = []  # the one used last is the last
@@ -233,15 +243,21 @@ class Engine:
         if not fits(shape, batch * capacity, self.dtype, device):
             capacity = tokens
         check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
-        forward = make_forward(self.model, capacity, self.dtype, self.scales)
+        forward = self._forward(capacity)
         return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
+
+    def _forward(self, capacity: int) -> Forward:
+        forward = make_forward(self.model, capacity, self.dtype, self.scales)
+        if self.fp8_attention:
+            use_fp8_attention(forward, self.model, self.device)
+        return forward
 
     def _shared(self, prompts: Prompts) -> Session | None:
         """A session of one row with the prefix that all prompts share, if that saves time."""
         prefix = prefix_worth_sharing(prompts)
         if not prefix:
             return None
-        shared = Session(make_forward(self.model, prefix, self.dtype, self.scales), 1, self.device, captures=False)
+        shared = Session(self._forward(prefix), 1, self.device, captures=False)
         begin = prompts.padding[0]
         shared.prefill(Prompts(prompts.ids[:1, begin : begin + prefix], (0,)))
         return shared
@@ -271,14 +287,6 @@ def parts_of(model: nn.Module) -> list[Any]:
             parts += (t.data_ptr() for t in module._buffers.values() if t is not None)
             waiting += module._modules.values()
     return parts
-
-
-def capacity_for(tokens: int, context: int) -> int:
-    """Room of a cache for `tokens` tokens: a power of two, or one and a half, so that few sizes serve all lengths."""
-    size = SMALLEST
-    while size < tokens:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, context)
 
 
 def _most_likely(ids: Tensor, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether the memory of the device suffices for a cache."""
+"""The room of a cache, and whether the memory of the device suffices for it."""
 
 import torch
 
@@ -7,6 +7,15 @@ from octavo.kv_cache.layer import DTYPES
 from octavo.words import plural
 
 GIB = 1 << 30
+SMALLEST = 256  # tokens of the smallest cache
+
+
+def capacity_for(tokens: int, context: int) -> int:
+    """Room of a cache for `tokens` tokens: a power of two, or one and a half, so that few sizes serve all lengths."""
+    size = SMALLEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, context)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -28,17 +28,19 @@ KNOWN = {
 }  # fmt: skip
 
 
-def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None) -> None:
+def accelerate_generate(
+    model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None, attention: str = "bf16"
+) -> None:
     """Let `model.generate` of a model of transformers run on an engine. The model keeps its class's name.
 
     If the cache does not serve the model's attention, `generate` runs on transformers' own loop. Where `kv_cache` names
     a dtype, it raises an UnservedError instead.
 
     Args:
-        model, context, kv_cache, kv_scales: see `Engine`.
+        model, context, kv_cache, kv_scales, attention: see `Engine`.
 
     Raises:
-        ValueError: the dtype of the cache is unknown.
+        ValueError: the dtype of the cache, or the attention, is unknown.
 
     Example:
 
@@ -46,7 +48,7 @@ def accelerate_generate(model: Any, context: int, kv_cache: str = AUTO, kv_scale
         ids = model.generate(**inputs, max_new_tokens=20)     int64 [B, T + up to 20]
     """
     model.octavo_notices = set()
-    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     model.__class__ = mix_classes(Accelerated, type(model))
 
 

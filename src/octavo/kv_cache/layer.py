@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kv_cache.fp8_prompts import fp8_prompt_attention, is_faster_in_fp8
 from octavo.kv_cache.length import Length
 from octavo.kv_cache.prompts import prompt_attention
 from octavo.numerics.scaling import SMALLEST_SCALE
@@ -49,6 +50,7 @@ class LayerKVCache:
         device: of the buffers.
         length: the count of tokens that the layers of a model share; its owner advances it. None makes one, which
             `append` advances.
+        fp8_attention: whether long prompts attend in E4M3 where that is faster (`octavo.kv_cache.fp8_prompts`).
 
     Attributes:
         keys, values: the buffers [B, G, S, D]. The first `length` tokens are in use.
@@ -73,11 +75,12 @@ class LayerKVCache:
         margin: float | None = None,
         device: torch.device | str = "cpu",
         length: Length | None = None,
+        fp8_attention: bool = False,
     ) -> None:
         check_settings(dtype, per, margin)
         self.dtype, self.per = dtype, per or ("head" if dtype == "int8" else "tensor")
         self.margin = MARGINS.get(dtype, 1.0) if margin is None else margin
-        self.max_tokens = int(shape[2])
+        self.max_tokens, self.fp8_attention = int(shape[2]), fp8_attention
         stored = DTYPES[dtype]
         self.keys, self.values = (torch.zeros(*shape, dtype=stored, device=device) for _ in range(2))
         self.count = Length(self.max_tokens, device) if length is None else length
@@ -93,6 +96,9 @@ class LayerKVCache:
                 f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
             )
         self.warming = stored in LARGEST and scales is None
+        # Whether one scale of E4M3 serves all heads, as attention in FP8 needs.
+        one = self.per == "tensor" if scales is None else all(s.numel() == 1 for s in scales)
+        self.one_scale = one and dtype == "fp8"
         self.empty = True
 
     @property
@@ -171,10 +177,20 @@ class LayerKVCache:
         The result is NaN if replays of a CUDA graph moved the device's count of tokens away from the host's.
         """
         end = self.count.host
-        k = widened(self.keys[:, :, :end], self.k_scale, q.dtype)
-        v = widened(self.values[:, :, :end], self.v_scale, q.dtype)
-        y = prompt_attention(q, k, v, first=first, scale=scale)
+        k, v = self.keys[:, :, :end], self.values[:, :, :end]
+        if self.one_scale and self.runs_fp8(q, first):
+            scales = self.k_scale[:1], torch.where(self.length == end, self.v_scale[:1], torch.nan)  # type: ignore[index]
+            return fp8_prompt_attention(q, k, v, scales, scale=scale)
+        k, v = widened(k, self.k_scale, q.dtype), widened(v, self.v_scale, q.dtype)
+        if self.runs_fp8(q, first):
+            y = fp8_prompt_attention(q, k, v, scale=scale)
+        else:
+            y = prompt_attention(q, k, v, first=first, scale=scale)
         return y.masked_fill_(self.length != end, torch.nan)
+
+    def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
+        """Whether the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
+        return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
 
     def freeze(self) -> None:
         """End the warm-up: the scales no longer change, and `reset` keeps them.

@@ -37,8 +37,8 @@ class Appended(NamedTuple):
     was_empty: bool  # whether the cache was empty before
 
     def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
-        """Attention of the queries [B, H, T, D] of the tokens just stored. A prompt attends to unrounded keys."""
-        if self.was_empty and q.shape[2] > 1:
+        """Attention of the queries [B, H, T, D] of the tokens just stored. In BF16 a prompt sees unrounded keys."""
+        if self.was_empty and q.shape[2] > 1 and not self.store.runs_fp8(q, first):
             assert self.keys is not None
             assert self.values is not None
             return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
@@ -54,6 +54,7 @@ class ModelKVCache:
         dtype: as of `LayerKVCache`; None takes that of the first keys.
         scales, per, margin: as of `LayerKVCache`; `scales` one pair a layer, in order or by the name of its attention.
         freezes: whether the scales of a warm-up are frozen after the first tokens. If not, `freeze` does it.
+        fp8_attention: as of `LayerKVCache`.
 
     Attributes:
         stores: one `LayerKVCache` a layer; empty before the first keys.
@@ -74,6 +75,7 @@ class ModelKVCache:
         per: str | None = None,
         margin: float | None = None,
         freezes: bool = True,
+        fp8_attention: bool = False,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
@@ -82,7 +84,7 @@ class ModelKVCache:
         if scales is not None and len(scales) != layers:
             raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
         self.layers, self.max_tokens, self.dtype, self.freezes = layers, max_tokens, dtype, freezes
-        self.scales, self.per, self.margin = scales, per, margin
+        self.scales, self.per, self.margin, self.fp8_attention = scales, per, margin, fp8_attention
         self.stores: list[LayerKVCache] = []
         self.length: Length | None = None
         self.first: Tensor | None = None
@@ -197,6 +199,7 @@ class ModelKVCache:
                     margin=self.margin,
                     device=k.device,
                     length=self.length,
+                    fp8_attention=self.fp8_attention,
                 )
                 for i in range(self.layers)
             ]

@@ -10,7 +10,13 @@ from octavo.ops.activation import (
     activation_scales,
 )
 from octavo.ops.attention import append_kv, cached_attention
-from octavo.ops.attention_fp8 import Attended, fp8_attention, fp8_attention_backward, fp8_attention_limit
+from octavo.ops.attention_fp8 import (
+    Attended,
+    fp8_attention,
+    fp8_attention_backward,
+    fp8_attention_limit,
+    quantize_heads,
+)
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
 from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
@@ -63,6 +69,7 @@ __all__ = [
     "norm_quantize",
     "norm_quantize_inference",
     "quantize",
+    "quantize_heads",
     "quantize_matrices",
     "quantize_scaled",
     "quantize_stack",

@@ -17,19 +17,23 @@ from transformers import GenerationConfig
 from octavo.artifact.packed.layouts import read_config
 from octavo.device import choose_device
 from octavo.generation.engine import AUTO
+from octavo.generation.prompt_attention import check_attention
 from octavo.generation.transformers_generate import accelerate_generate
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.kv_cache.layer import check_settings
 from octavo.runtime.build import fill
 
 
-def load_transformers(folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO) -> Any:
+def load_transformers(
+    folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO, attention: str = "bf16"
+) -> Any:
     """Open a packed folder as a model of transformers. Only its files are read, and none of them is a pickle.
 
     Args:
         folder: a folder that `octavo pack` wrote, from a Hugging Face model or from a run of `octavo train`.
         device: for the model; "auto" takes the GPU if there is one.
         kv_cache: dtype of the keys and values in `generate`, see `octavo.load`.
+        attention: of prompts in `generate`, see `octavo.load`.
 
     Returns:
         The model in evaluation mode, of the class that config.json names. All but its packed layers is BF16.
@@ -37,10 +41,11 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu", kv
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist, or the dtype is unknown.
+        ValueError: the device does not exist, or the dtype or the attention is unknown.
     """
     if kv_cache != AUTO:
         check_settings(kv_cache, None, None)
+    check_attention(attention)
     place = choose_device(device)
     path = Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
@@ -49,5 +54,5 @@ def load_transformers(folder: str | Path, device: str | torch.device = "cpu", kv
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if model.can_generate():
-        accelerate_generate(model, meta_model.context, kv_cache, kv_scales)
+        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
     return model

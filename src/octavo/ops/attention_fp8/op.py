@@ -63,7 +63,8 @@ def fp8_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attended: Attended,
+    o: Tensor,
+    stats: Tensor,
     dy_scale: Tensor,
     q_scale: Tensor,
     k_scale: Tensor,
@@ -71,17 +72,19 @@ def fp8_attention_backward(
     out_scales: Tensor,
     *,
     scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of `fp8_attention`, in E4M3.
 
     Args:
         dy: float8_e4m3fn [B, T, H, D], contiguous, with the scale `dy_scale`.
-        q, k, v, q_scale, k_scale, v_scale, scale: those of `fp8_attention`, which returned `attended`.
+        q, k, v, q_scale, k_scale, v_scale, scale: those of `fp8_attention`.
+        o, stats: its results.
         out_scales: float32 [3] of dq, dk and dv, which are rounded to E4M3 with them. Larger numbers saturate.
+        dtype: of the gradients.
 
     Returns:
-        dq [B, H, T, D], dk and dv [B, G, S, D] in the dtype of `attended.y`, and their largest magnitudes before they
-        were rounded, float32 [3].
+        dq [B, H, T, D], dk and dv [B, G, S, D], and their largest magnitudes before they were rounded, float32 [3].
 
     Raises:
         ValueError: for another shape or dtype.
@@ -89,11 +92,12 @@ def fp8_attention_backward(
     """
     _check(q, k, v, q_scale, k_scale, v_scale)
     check_tensor("dy", dy, (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), E4M3.dtype)
+    check_tensor("o", o, tuple(dy.shape), E4M3.dtype)
+    check_tensor("stats", stats, tuple(q.shape[:3]), torch.float32)
     check_tensor("out_scales", out_scales, (3,), torch.float32)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     scales = torch.cat([x.view(1) for x in (q_scale, k_scale, v_scale, dy_scale)] + [out_scales])
-    y, o, stats = attended
-    dq, dk, dv, amax = _fp8_attention_backward(dy, q, k, v, o, stats, scales, factor, y.dtype)
+    dq, dk, dv, amax = _fp8_attention_backward(dy, q, k, v, o, stats, scales, factor, dtype)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), amax
 
 

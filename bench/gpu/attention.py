@@ -1,0 +1,133 @@
+"""Causal attention in FP8 beside PyTorch's in BF16: one layer forward and backward, and the prefill of a Llama.
+
+The heads are Llama-3-8B's: 32 of queries and 8 of keys, 128 elements each. Results and gradients come first, against
+float64 on one group of heads. `cuDNN` is the operation alone; the other modes of FP8 begin and end in BF16 (or read the
+keys and values of an FP8 cache as they are), with their casts. The prefill is that of `bench.gpu.serve`.
+
+    python -m bench.gpu.attention [--quick]
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import record
+from bench.gpu.attention_oracle import attention64
+from bench.gpu.attention_prefill import prefill
+from bench.gpu.timing import decibels, interleaved
+from octavo.kv_cache.fp8_prompts import fp8_prompt_attention
+from octavo.nn.quantized_attention import GradientScales, attend_fp8
+from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+TOKENS = (2048, 8192, 32768)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for a rehearsal
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
+Step = Callable[[], Any]
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv
+    result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": []}
+    for tokens in TOKENS:
+        cell = measure(tokens, rounds=4 if quick else 10)
+        result["cells"].append(cell)
+        print(tokens, {which: cell[which]["ms"] for which in ("forward", "backward", "both")}, flush=True)
+        print(tokens, {mode: {name: round(db, 1) for name, db in found.items()} for mode, found in cell["db"].items()})
+        record.write("gpu_attention", result)
+    result["prefill"] = prefill(layers=4 if quick else 32, rounds=3 if quick else 8)
+    print(result["prefill"], flush=True)
+    print(record.write("gpu_attention", result))
+
+
+def measure(tokens: int, rounds: int) -> dict[str, Any]:
+    """The SQNR of each mode, and its milliseconds forward, backward, and both."""
+    torch.manual_seed(0)
+    shapes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    q, k, v, dy = (torch.randn(1, tokens, n, DIM, device=DEVICE).bfloat16().transpose(1, 2) for n in shapes)
+    passes = modes(q, k, v, dy)
+    db = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
+    repeat = max(1, min(20, 100_000_000 // tokens**2))
+    times = {which: interleaved(steps, rounds=rounds, repeat=repeat) for which, steps in passes.items()}
+    return {"tokens": tokens, "db": db, **{which: timed(found) for which, found in times.items()}}
+
+
+def timed(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {"rounds": times, "ms": {name: statistics.median(found) for name, found in times.items()}}
+
+
+def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, Step]]:
+    """The steps of each pass by mode. A step of both passes returns y and the gradients."""
+    forward: dict[str, Step] = {}
+    backward: dict[str, Step] = {}
+    both: dict[str, Step] = {}
+    for name, backend in BACKENDS.items():
+        call = partial(in_bf16, backend)
+        mode = f"BF16, {name}"
+        forward[mode] = partial(without_gradient, call, q, k, v)
+        backward[mode], both[mode] = backward_of(call, q, k, v, dy), partial(train, call, q, k, v, dy)
+    call = partial(attend_fp8, gradients=GradientScales(DEVICE))
+    for _ in range(2):  # the first pass has no scales of earlier ones
+        train(call, q, k, v, dy)
+    forward[OURS] = partial(fp8_prompt_attention, q, k, v, scale=DIM**-0.5)
+    backward[OURS], both[OURS] = backward_of(call, q, k, v, dy), partial(train, call, q, k, v, dy)
+    forward[ALONE], backward[ALONE] = alone(q, k, v, dy)
+    (k_data, k_scale), (v_data, v_scale) = quantize_heads(k), quantize_heads(v)
+    stored = k_data.contiguous(), v_data.contiguous(), (k_scale, v_scale)  # as a cache holds them: [B, G, S, D]
+    forward[CACHED] = partial(fp8_prompt_attention, q, *stored, scale=DIM**-0.5)
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def in_bf16(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@torch.no_grad()
+def without_gradient(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return call(q, k, v)
+
+
+def train(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """y, dq, dk and dv."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    y = call(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def backward_of(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Step:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    y = call(*leaves)
+    return partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Step, Step]:
+    """Both passes of cuDNN, with the widening of their results, of operands that are quantized before."""
+    (q, q_scale), (k, k_scale), (v, v_scale), (g, g_scale) = (quantize_heads(x) for x in (q, k, v, dy))
+    scales = q_scale, k_scale, v_scale
+    _, o, stats = fp8_attention(q, k, v, *scales)
+    out_scales = torch.full((3,), 0.05, device=DEVICE)
+    operands = g.transpose(1, 2), q, k, v, o, stats, g_scale, *scales, out_scales
+    return partial(fp8_attention, q, k, v, *scales), partial(fp8_attention_backward, *operands)
+
+
+def quality(y: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor) -> dict[str, float]:
+    """The SQNR of a mode on the first group of heads, in dB."""
+    group = HEADS // KV_HEADS
+    q, k, v, dy = (x[0, : x.shape[1] // KV_HEADS] for x in given)
+    expected = attention64(q, k[0], v[0], dy)
+    found = y[0, :group], dq[0, :group], dk[0, 0], dv[0, 0]
+    named = zip(("y", "dq", "dk", "dv"), expected, found, strict=True)
+    return {name: decibels(exact, actual.double()) for name, exact, actual in named}
+
+
+if __name__ == "__main__":
+    main()
