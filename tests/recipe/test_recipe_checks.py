@@ -78,6 +78,22 @@ def test_casts_refuse(fields, message):
         Cast(**fields)
 
 
+def test_casts_are_equal_where_all_settings_are():
+    changes = [
+        {"format": "e5m2"}, {"granularity": group(32)}, {"scale": "pow2"}, {"rounding": "stochastic"},
+        {"relative_floor": 0.5}, {"granularity": TENSOR}, {"granularity": TENSOR, "history": History()},
+        {"granularity": TENSOR, "history": History(margin=2.0)}, {"granularity": TENSOR, "history": History(16)},
+    ]  # fmt: skip
+    casts = [Cast(), *(Cast(**change) for change in changes)]
+    assert len(set(casts)) == len(casts)
+    assert all((a == b) == (i == j) for i, a in enumerate(casts) for j, b in enumerate(casts))
+    assert Cast(relative_floor=1) == Cast(relative_floor=1.0)
+    whole, real = (Cast(granularity=TENSOR, history=History(margin=margin)) for margin in (1, 1.0))
+    assert whole == real
+    assert hash(whole) == hash(real)
+    assert Cast() != "e4m3 row fp32 0.0"
+
+
 @pytest.mark.parametrize("operand", ["a", "b"])
 def test_row_scales_in_e8m0_are_refused(operand):
     row = Cast(granularity=ROW)

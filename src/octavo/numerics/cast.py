@@ -1,6 +1,6 @@
 """A cast: all settings of the quantization of one tensor to eight bits."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -12,9 +12,12 @@ SCALE_KINDS = ("fp32", "pow2", "e8m0")
 ROUNDINGS = ("nearest", "stochastic")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cast:
     """The settings of a quantization. Frozen and hashable.
+
+    Casts are compared by one string. torch.compile would take a number that differs between two recipes of one code for
+    a variable.
 
     Args:
         format: "e4m3", "e5m2", "e4m3fnuz" or "e5m2fnuz".
@@ -38,7 +41,8 @@ class Cast:
     rounding: str = "nearest"
     relative_floor: float = 0.0
     history: History | None = None
-    spec: str = field(init=False, repr=False, compare=False)
+    spec: str = field(init=False, repr=False)
+    _key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         fp8_format(self.format)
@@ -52,8 +56,17 @@ class Cast:
             raise ValueError(
                 f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}"
             )
-        spec = f"{self.format} {self.granularity.name} {self.scale} {self.relative_floor}"
+        spec = f"{self.format} {self.granularity.name} {self.scale} {float(self.relative_floor)}"
         object.__setattr__(self, "spec", spec)  # the dataclass is frozen
+        history = () if self.history is None else tuple(vars(self.history).values())
+        numbers = [value if isinstance(value, str) else float(value) for value in history]
+        object.__setattr__(self, "_key", f"{spec} {self.rounding} {numbers}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cast) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def fmt(self) -> Format:
@@ -70,9 +83,8 @@ class Cast:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
-        fields = asdict(self) | {"granularity": self.granularity.name}
-        del fields["spec"]
-        return fields
+        values = asdict(self) | {"granularity": self.granularity.name}
+        return {each.name: values[each.name] for each in fields(self) if each.init}
 
 
 @cache
