@@ -51,6 +51,12 @@ def calibrate_command(
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
     sites = plural(len(found.sites), "site")
     say(f"{plural(found.prompts, 'prompt')}{fewer}, {plural(found.tokens, 'token')}, {sites}")
+    if found.unseen:
+        names = ", ".join(found.unseen[:3]) + (", ..." if len(found.unseen) > 3 else "")
+        say(
+            f"no token reached {len(found.unseen)} matrices of experts ({names}): a static scale of such an input is "
+            "the largest of the layer's other experts. More data may reach it"
+        )
     _print_outliers(found)
 
 
@@ -61,7 +67,7 @@ def _print_outliers(found: Calibration) -> None:
 
     high = PERCENTILES[-1]
     rows = []
-    for name, statistics in found.sites.items():
+    for name, statistics in ((name, s) for name, s in found.sites.items() if s.tokens):
         percentile = statistics.percentile(high)
         ratio = statistics.amax / percentile if percentile else float("inf") if statistics.amax else 1.0
         rows.append((ratio, name, statistics.amax, percentile, len(statistics.outlier_channels())))

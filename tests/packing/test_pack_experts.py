@@ -150,11 +150,6 @@ def test_an_expert_of_zeros_is_packed_as_zeros(sources, tmp_path):
     assert outputs(octavo.load(tmp_path / "packed")).isfinite().all()
 
 
-def test_static_scales_of_experts_are_refused_by_name(sources, tmp_path):
-    with pytest.raises(ValueError, match=r"experts\.0\..*: the scheme static stores the scale of an input.*no token"):
-        pack(sources["mixtral"], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})
-
-
 def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ValueError, match="has no stacked experts: leave --experts out"):
         pack(make_model(tmp_path / "llama", "llama"), tmp_path / "packed", experts=True)

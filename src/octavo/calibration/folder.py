@@ -11,11 +11,13 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from octavo.artifact.atomic_folder import whole_folder
@@ -60,6 +62,11 @@ class Calibration:
         return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
 
     @property
+    def unseen(self) -> list[str]:
+        """The matrices of experts to which no token came, by their names in the files."""
+        return [layer for layer, site in self.layers.items() if not self.observed[site].statistics.tokens]
+
+    @property
     def input_histories(self) -> dict[str, list[float]]:
         """The amax of the input in each batch, oldest first, by the name of the linear layer (`octavo.seed_scales`)."""
         return {layer: self.observed[site].statistics.history for layer, site in self.layers.items()}
@@ -68,19 +75,25 @@ class Calibration:
     def record(self) -> dict[str, object]:
         """The origin of the statistics, for octavo.json."""
         settings = dict(self.settings)
-        return {"prompts": self.prompts, "tokens": self.tokens, "settings": settings, "model_hash": self.model_hash}
+        unseen = {"unseen_experts": self.unseen} if self.unseen else {}
+        origin = {"prompts": self.prompts, "tokens": self.tokens, "settings": settings, "model_hash": self.model_hash}
+        return origin | unseen
 
     def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
         """A static e4m3 scale of a site, or of the input of a linear layer, see `Statistics.scale`.
 
-        Layers that read one tensor have one scale. Raises a KeyError if `site` names neither a site nor a layer.
+        Layers that read one tensor have one scale. An expert that saw no token has the largest scale of the other
+        experts of its layer. Raises a KeyError if `site` names neither a site nor a layer.
         """
         name = self.layers.get(site, site)
         if name not in self.observed:
             raise KeyError(
                 f"{site} is no site and no linear layer of this calibration, which has {list(self.observed)[:4]}"
             )
-        return self.observed[name].statistics.scale(rule, percentile)
+        found = [self.observed[name].statistics]
+        if not found[0].tokens:
+            found = [s for other, s in self.sites.items() if s.tokens and _of_any(other) == _of_any(name)] or found
+        return torch.stack([statistics.scale(rule, percentile) for statistics in found]).amax()
 
     def save(self, folder: Path) -> None:
         """Write `folder`, which appears whole or not at all.
@@ -117,6 +130,11 @@ class Calibration:
         tensors = load_tensors(Path(folder) / TENSORS)
         observed = from_tensors(described["sites"], tensors, where)
         return cls(observed, **{name: described[name] for name in _FIELDS if name != "sites"})
+
+
+def _of_any(site: str) -> str:
+    """The name of an expert's site without the number of the expert."""
+    return re.sub(r"\.\d+(\.[^.]+\.input)$", r".*\1", site)
 
 
 def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:

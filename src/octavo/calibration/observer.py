@@ -8,19 +8,25 @@ A site is one tensor of the computation. Linear layers that read the same tensor
 share the site of the first of them, because one tensor has one scale, and readers that fuse such layers need one scale.
 Queries, keys and values are observed after the rotation and before the heads of keys are repeated. For this an entry in
 transformers' registry of attention functions observes its arguments and calls "sdpa".
+
+Each expert of a mixture has two sites: the input of its gate and up matrices, which is the tokens that the router chose
+it for, and the input of its down matrix, which is computed here a second time. The sites of an expert without a token
+saw none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from octavo.calibration.statistics import Statistics
+from octavo.hf.expert_names import ExpertMatrices
 
 KINDS = ("input", "norm", "query", "key", "value")
 _ATTENTION = "octavo_observe"
@@ -41,10 +47,13 @@ class Observer:
     Args:
         model: of transformers. Its modules may be on the meta device.
         linears: the names of the linear layers that packing would pack.
+        experts: the matrices of the experts of each module of experts, by their names in the files.
     """
 
-    def __init__(self, model: Any, linears: Sequence[str]) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, linears: Sequence[str], experts: Mapping[str, Sequence[ExpertMatrices]] | None = None
+    ) -> None:
+        self._model, self._experts = model, experts or {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._linears = set(linears)
         self._found: dict[str, Observed] = {}
@@ -59,6 +68,8 @@ class Observer:
         for name, module in self._model.named_modules():
             if name in self._linears:
                 hooks.append(module.register_forward_pre_hook(self._before_linear(name), with_kwargs=True))
+            elif name in self._experts:
+                hooks.append(module.register_forward_pre_hook(self._before_experts(self._experts[name])))
             elif is_norm(module):
                 hooks.append(module.register_forward_hook(self._after_norm(name)))
         try:
@@ -93,6 +104,18 @@ class Observer:
 
         return hook
 
+    def _before_experts(self, experts: Sequence[ExpertMatrices]) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> None:
+            if self._looking:
+                x, index, _ = args
+                for e, names in enumerate(experts):
+                    n = x[(index == e).any(1)]
+                    gate, up = linear(n, module.gate_up_proj[e]).chunk(2, -1)
+                    self._see(f"{names.gate}.input", "input", n, (names.gate, names.up))
+                    self._see(f"{names.down}.input", "input", module.act_fn(gate) * up, (names.down,))
+
+        return hook
+
     def _after_norm(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             if self._looking:
@@ -124,11 +147,12 @@ class Observer:
         if name not in self._found[site].layers:
             self._found[site].layers.append(name)
 
-    def _see(self, site: str, kind: str, x: Tensor) -> _Measured:
+    def _see(self, site: str, kind: str, x: Tensor, layers: Sequence[str] = ()) -> _Measured:
         measured = self._measured.get(id(x))
         if measured is None or not measured.is_of(x):  # a norm's output is often a linear layer's input: counted once
             measured = self._measured[id(x)] = _Measured(x, Statistics(site).update(x))
-        self._found.setdefault(site, Observed(kind, Statistics(site))).statistics.merge(measured.statistics)
+        found = self._found.setdefault(site, Observed(kind, Statistics(site), list(layers)))
+        found.statistics.merge(measured.statistics)
         return measured
 
 

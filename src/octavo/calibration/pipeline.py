@@ -86,7 +86,7 @@ def _run_all(
 ) -> dict[str, Observed]:
     """Run every part that the work folder does not have yet. Returns the sites of all parts."""
     linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
-    observer = Observer(parts.model, linears)
+    observer = Observer(parts.model, linears, parts.experts)
     count, doing = len(parts.blocks) + 2, "calibrating, block by block"
     with observer.watch(), parts.loaded_frame():
         for part in range(workdir.done(count), count):

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.artifact.run import RunFolder
+from octavo.hf.expert_names import expert_matrices
+from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import open_tensors
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
+from octavo.nn.expert_conversion import find_experts
 
-SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
+SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
 _OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # a LayerNorm's parameters in BERT's first checkpoints
 
 Looking = Callable[[], AbstractContextManager[None]]
@@ -52,8 +55,9 @@ def _unsupported(model: Any) -> str:
         return "it has an encoder and a decoder"
     if any(isinstance(module, Conv1D) for module in model.modules()):
         return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
-    if fused := [name for name, p in model.named_parameters() if p.ndim == 3]:
-        return f"its experts are one tensor ({fused[0]}) and no linear layers"
+    known = find_experts(model)
+    if fused := [name for name, p in model.named_parameters() if p.ndim == 3 and name.rpartition(".")[0] not in known]:
+        return f"its experts are one tensor ({fused[0]}) of a class that Octavo does not know"
     if len(_stacks(model)) != 1:
         return f"it must have one list of its num_hidden_layers blocks, and has {len(_stacks(model))}"
     return ""
@@ -84,6 +88,7 @@ class BlockModel:
         model: on the meta device, except the weights that are loaded.
         blocks: the names of its blocks.
         context: the number of its positions.
+        experts: the matrices of the experts of each module of experts, by their names in the files.
 
     Raises:
         FileNotFoundError: there is no config.json, or a file of tensors is missing.
@@ -96,9 +101,11 @@ class BlockModel:
         config = read_json(folder / "config.json")
         meta_model = _meta_model(config, folder)
         self.model = cast(Any, meta_model.model)
+        self.experts = expert_matrices(meta_model)
         self.context = meta_model.context
         self.device = torch.device(device)
-        self._files = open_tensors(folder, config)
+        files = meta_model.experts
+        self._files = open_tensors(folder, config) if files is None else ExpertReader(folder, files)
         [stack] = _stacks(self.model)
         modules: Any = self.model.get_submodule(stack)
         self._modules: list[Any] = list(modules)

@@ -65,7 +65,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
     _check_experts(of_experts, experts, source)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
-    static = _static_scales(source, schemes, options)
+    static = _static_scales(source, chosen, options)
     skipped = promoted | {layer.name: layer.reason for layer in linears if layer.reason}
     if static is not None:
         unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
@@ -106,10 +106,10 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 
 def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source) -> None:
     for name, scheme in schemes.items():
-        if scheme.static:
+        if scheme.static and source.recipe:
             raise ValueError(
-                f"{name}: the scheme {scheme.name} stores the scale of an input, and octavo calibrate takes no "
-                "experts, some of which might see no token: pack experts by channel or block (--layer GLOB=channel)"
+                f"{name}: the scheme {scheme.name} stores the scale of an input, and a run has none for its experts: "
+                "pack them by channel (--layer '*.experts.*=channel')"
             )
         if reason := scheme.misfit(*shapes[name]):
             raise ValueError(f"{name}: {reason} (--layer '{name}=channel'), or leave the experts in BF16")

@@ -67,6 +67,8 @@ class PackJob:
                 q = self.weights.quantize(module, tensor.contiguous())
                 scale = self.experts[module].stored_scale(q)
                 stored |= {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scale}
+                if self.static is not None and self.experts[module].static:
+                    stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
             else:
                 stored[name] = tensor
         return self.packing.to_files(stored)

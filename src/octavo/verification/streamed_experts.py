@@ -1,29 +1,19 @@
 """The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x))."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from octavo.hf.meta_model import MetaModel
-from octavo.nn.expert_conversion import find_experts
+from octavo.hf.expert_names import ExpertMatrices
 
 LinearFn = Callable[[str, Tensor], Tensor]
 """name of the layer in files, x [..., K] -> y [..., N] in float32, without bias"""
 
 
-class Expert(NamedTuple):
-    """The names of an expert's matrices in the files."""
-
-    gate: str
-    up: str
-    down: str
-
-
 class StreamedExperts(nn.Module):
     """Replaces a module of experts. Each matrix is computed by `compute` for the tokens of its expert."""
 
-    def __init__(self, experts: Sequence[Expert], act: Callable[[Tensor], Tensor], compute: LinearFn) -> None:
+    def __init__(self, experts: Sequence[ExpertMatrices], act: Callable[[Tensor], Tensor], compute: LinearFn) -> None:
         super().__init__()
         self._experts, self._act, self._compute = experts, act, compute
 
@@ -37,16 +27,3 @@ class StreamedExperts(nn.Module):
                 y = self._compute(names.down, self._act(gate) * up).to(x.dtype)
                 out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))
         return out
-
-
-def expert_matrices(meta_model: MetaModel, stored: Collection[str]) -> dict[str, list[Expert]]:
-    """The experts of each module of the model whose mathematics is known and whose matrices are all `stored`."""
-    files, found = meta_model.experts, {}
-    if files is None:
-        return {}
-    for name in find_experts(meta_model.model):
-        inner, outer = (files.parts.get(f"{name}.{leaf}", []) for leaf in ("gate_up_proj", "down_proj"))
-        if outer and len(inner) == 2 * len(outer) and all(part in stored for part in (*inner, *outer)):
-            parts = zip(inner[: len(outer)], inner[len(outer) :], outer, strict=True)  # the gates of all, then the ups
-            found[name] = [Expert(*(part.removesuffix(".weight") for part in each)) for each in parts]
-    return found

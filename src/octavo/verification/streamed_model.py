@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.hf.expert_names import expert_matrices
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.hf.outputs import is_language_model, model_outputs
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
-from octavo.verification.streamed_experts import LinearFn, StreamedExperts, expert_matrices
+from octavo.verification.streamed_experts import LinearFn, StreamedExperts
 
 
 class StreamedLinear(nn.Module):
@@ -60,7 +61,10 @@ class StreamedModel:
         make_cache: Callable[[], Any] | None = None,
     ) -> None:
         model: Any = meta_model.model.to(dtype)
-        experts = expert_matrices(meta_model, stored)
+        known = expert_matrices(meta_model)
+        experts = {
+            name: m for name, m in known.items() if all(f"{part}.weight" in stored for each in m for part in each)
+        }
         if meta_model.experts is not None:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
