@@ -74,6 +74,7 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.vision
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.watch
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.recipes
 
 GPUS ?= 2
 
