@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo_cli.choices import GPUS, RECIPES
 from octavo_cli.display import print_table, progress, say
 from octavo_cli.options import AsJson
 
 if TYPE_CHECKING:
     import torch
 
+    from octavo.ops.gpu_architecture import GpuArchitecture, Place
     from octavo.recipe import Recipe
 
 
@@ -23,6 +25,9 @@ def doctor_command(
         list[str] | None,
         typer.Option(metavar="RECIPE", help="A preset or a .json file; can be repeated. Default: every preset."),
     ] = None,
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")
+    ] = "",
     as_json: AsJson = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the GEMM of each recipe for a few sizes. Takes a minute at most.")
@@ -37,9 +42,10 @@ def doctor_command(
 ) -> None:
     """Show this machine, its problems and its GEMMs.
 
-    The table has the GEMMs y, dx and dw that each recipe runs.
+    The first table has the GEMMs y, dx and dw that each recipe runs, the second the GEMM of each packing scheme.
 
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
+    "weight-only" computes in BF16 with weights in FP8.
 
     A problem is shown with its fix. The exit code is 0 also where there are problems.
 
@@ -50,19 +56,20 @@ def doctor_command(
       octavo doctor --measure
 
       octavo doctor --recipe mine.json
-    """
-    from dataclasses import asdict
 
+      octavo doctor --gpu rtx4090
+    """
     from octavo.device import choose_device
-    from octavo.diagnosis import find_problems, read_versions
-    from octavo.recipe import PRESETS, get_recipe
+    from octavo.nn.backends import choose_recipe
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
-    chosen = {found.name: found for found in map(get_recipe, recipe or PRESETS)}
+    if gpu and (measure or measure_layers):
+        raise ValueError("--measure and --measure-layers time the GPU of this machine: leave --gpu out")
     device = choose_device("auto")
-    report: dict[str, Any] = {"machine": read_versions(device), "recipes": backends(chosen, device)}
-    report["problems"] = [asdict(problem) for problem in find_problems()]
+    place, report = (device, this_machine(device)) if not gpu else other_machine(gpu)
+    chosen = {found.name: found for each in recipe or RECIPES for found in [choose_recipe(each, place)]}
+    report |= {"recipes": backends(chosen, place), "schemes": scheme_backends(place)}
     if measure:
         report |= measure_gemms(chosen, device)
     if measure_layers:
@@ -81,9 +88,16 @@ def _print(report: dict[str, Any]) -> None:
         reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
         rows.append((recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons)))
     print_table(("recipe", "y", "dx", "dw", "why"), rows, prose=["why"])
-    for problem in report["problems"]:
+    packed = [(scheme, gemm["name"], gemm["reason"]) for scheme, gemm in report["schemes"].items()]
+    print_table(("scheme", "GEMM", "why"), packed, prose=["why"])
+    if {gemm["name"] for gemms in report["recipes"].values() for gemm in gemms.values()} <= {"bf16", "none"}:
+        say(
+            "no FP8 GEMM here: train in BF16, or study FP8 with emulate=True, which computes in float32. Packed "
+            "folders run weight-only: weights in FP8, products in BF16"
+        )
+    for problem in report.get("problems", ()):
         say(f"{problem['name']}: {problem['found']}. Fix: {problem['fix']}", "red")
-    if not report["problems"]:
+    if not report.get("problems", True):
         say("no problem found")
     if "gemms" in report:
         _print_gemms(report)
@@ -144,7 +158,39 @@ def measure_gains(device: torch.device) -> Path:
     return path
 
 
-def backends(recipes: Mapping[str, Recipe], device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
+def this_machine(device: torch.device) -> dict[str, Any]:
+    """The versions, the device and the problems of this machine, as JSON values."""
+    from dataclasses import asdict
+
+    from octavo.diagnosis import find_problems, read_versions
+
+    return {"machine": read_versions(device), "problems": [asdict(problem) for problem in find_problems()]}
+
+
+def other_machine(name: str) -> tuple[GpuArchitecture, dict[str, Any]]:
+    """The architecture of the GPU of this name, and a report about it."""
+    from octavo.ops.gpu_architecture import ARCHITECTURES
+    from octavo.plan.hardware import find_gpu
+
+    found = find_gpu(name)
+    architecture = ARCHITECTURES[found.architecture]
+    measured = "yes" if architecture.measured else "no"
+    return architecture, {"machine": {"gpu": found.name, "architecture": architecture.name, "measured": measured}}
+
+
+def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
+    """Packing scheme -> the name and the reason of its GEMM."""
+    from octavo.artifact.packed.scheme import SCHEMES
+    from octavo.runtime.gemm_path import find_gemm
+
+    found = {}
+    for name, scheme in SCHEMES.items():
+        cast, backend = find_gemm(scheme, place)
+        found[name] = {"name": backend.name if cast else f"weight-only, {backend.name}", "reason": backend.reason}
+    return found
+
+
+def backends(recipes: Mapping[str, Recipe], device: Place) -> dict[str, dict[str, dict[str, str]]]:
     """Recipe -> GEMM -> the backend's name and reason."""
     from octavo.nn.backends import gemm_backends
 

@@ -11,6 +11,7 @@ from octavo.nn.speedup.lookup import cache_path, read_table
 from octavo.nn.speedup.table import Machine, Measurement, Table
 from octavo.ops import Backend
 from octavo_cli import doctor
+from octavo_cli.choices import GPUS, SCHEMES
 
 GEMMS = ("y", "dx", "dw")
 QUANTIZED = dict.fromkeys(package.PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
@@ -108,3 +109,40 @@ def test_gemms_are_timed(octavo, monkeypatch):
     found = json.loads(octavo("doctor", "--measure", "--json")[1])
     assert found["not_timed"] == []
     assert {"bf16", "rowwise"} <= {each["recipe"] for each in found["gemms"]}
+
+
+def test_every_packing_scheme_has_its_gemm(octavo):
+    schemes = json.loads(octavo("doctor", "--json")[1])["schemes"]
+    assert tuple(schemes) == SCHEMES
+    assert all(scheme["reason"] for scheme in schemes.values())
+    assert schemes["weight"]["name"].startswith("weight-only, ")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_gpu_that_is_not_here(octavo, gpu):
+    code, out, err = octavo("doctor", "--gpu", gpu, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["machine"]["measured"] == ("yes" if gpu in ("h100", "h200") else "no")
+    assert len(report["recipes"]) == len(package.PRESETS)
+    runs = [name for name, gemms in report["recipes"].items() if "none" not in {g["name"] for g in gemms.values()}]
+    assert "emulated" not in {g["name"] for gemms in report["recipes"].values() for g in gemms.values()}
+    assert ("rowwise" in runs, "rowwise_fnuz" in runs) == (gpu not in ("a100", "mi300x"), gpu == "mi300x")
+    assert set(report["schemes"]) == set(SCHEMES)
+    assert "none" not in {scheme["name"] for scheme in report["schemes"].values()}
+
+
+def test_an_ampere_trains_in_bf16_and_serves_weights_in_eight_bits(octavo):
+    code, out, _ = octavo("doctor", "--gpu", "a100")
+    assert code == 0
+    assert "no FP8 GEMM here: train in BF16" in out
+    assert "no problem found" not in out
+    report = json.loads(octavo("doctor", "--gpu", "a100", "--json")[1])
+    assert {scheme["name"] for scheme in report["schemes"].values()} == {"weight-only, triton"}
+
+
+def test_only_the_gpu_of_this_machine_is_timed(octavo):
+    code, _, err = octavo("doctor", "--gpu", "rtx4090", "--measure")
+    assert (code, "leave --gpu out" in err) == (1, True)
+    code, _, err = octavo("doctor", "--gpu", "rtx409")
+    assert (code, "the nearest is rtx4090" in err) == (1, True)

@@ -13,8 +13,9 @@ from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
 
 import octavo
-from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, WEIGHT
+from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT
 from octavo.ops import Backend
+from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
 from octavo.packing import pack, unpack
 from octavo.runtime import gemm_path
 from octavo.runtime.gemm_path import find_gemm, input_cast, weight_only_note
@@ -36,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has no FP8 GEMM, as an Ampere GPU has none."""
-    monkeypatch.setattr(gemm_path, "find_backend", lambda *args, **options: Backend("none", "no FP8 GEMM here"))
+    monkeypatch.setattr(gemm_path, "product_backend", lambda *args: Backend("none", "no FP8 GEMM here"))
     monkeypatch.setattr(gemm_path, "_find_cached", find_gemm)
 
 
@@ -108,18 +109,18 @@ def test_every_scheme_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
 def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert input_cast(WEIGHT, CPU) is None
     assert input_cast(CHANNEL, CPU) == CHANNEL.inputs
-    asked = []
-
-    def found(device: torch.device, *asks: Any, e8m0: tuple[bool, bool]) -> Backend:
-        asked.append((*asks, e8m0))
-        return Backend("none" if e8m0[0] else "cublaslt", "why")
-
-    monkeypatch.setattr(gemm_path, "find_backend", found)
+    ada, ampere = GPUS["ada"], GPUS["ampere"]
+    for scheme in SCHEMES.values():
+        cast, backend = find_gemm(scheme, ada)
+        assert (cast, backend.name == "none") == (scheme.inputs, False)
+        cast, backend = find_gemm(scheme, ampere)
+        assert (cast, backend.name) == (None, "triton")
+    assert find_gemm(TENSORWISE, ada)[1].reason.startswith("row x row")
+    assert find_gemm(STATIC, ada)[1].reason.startswith("tensor x tensor")
     monkeypatch.setattr(gemm_path, "find_weight_only_backend", lambda *_: Backend("triton", ""))
-    assert find_gemm(CHANNEL, CUDA) == (CHANNEL.inputs, Backend("cublaslt", "why"))
-    assert find_gemm(MX, CUDA) == (None, Backend("triton", "why: weight-only"))
-    row, group = CHANNEL.weight.granularity, MX.weight.granularity
-    assert asked == [(row, row, ("e4m3", "e4m3"), (False, False)), (group, group, ("e4m3", "e4m3"), (True, True))]
+    monkeypatch.setattr(
+        gemm_path, "product_backend", lambda x, w, device: Backend("none" if w == MX.weight else "cublaslt", "why")
+    )
     note = weight_only_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
     assert note.endswith("inputs that are not quantized: 2 layers of the scheme mx (why: weight-only)")
     assert weight_only_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""

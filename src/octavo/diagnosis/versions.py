@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from octavo.ops.gpu_architecture import find_architecture
 from octavo.version import __version__
 
 _PACKAGES = ("triton", "transformers", "torchao", "vllm")
@@ -42,6 +43,7 @@ def read_versions(device: torch.device) -> dict[str, Any]:
         "nccl": ".".join(map(str, nccl)),
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
+        "architecture": find_architecture(device).name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_gb": round(properties.total_memory / 1e9, 1),
     }

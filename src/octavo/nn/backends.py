@@ -5,15 +5,11 @@ Each function takes a device, or the architecture of a GPU that need not be here
 
 from pathlib import Path
 
-import torch
-
 from octavo.numerics.cast import Cast
 from octavo.ops import Backend, find_backend
 from octavo.ops.gemm import backend_on
-from octavo.ops.gpu_architecture import GpuArchitecture, find_architecture
+from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture
 from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
-
-Place = torch.device | GpuArchitecture
 
 
 def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:

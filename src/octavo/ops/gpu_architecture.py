@@ -41,6 +41,7 @@ AMD = (
     GpuArchitecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
     GpuArchitecture("amd_other", "another AMD GPU", (9, 6)),
 )
+Place = torch.device | GpuArchitecture  # a GPU that is here, or one that need not be
 ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
 
 

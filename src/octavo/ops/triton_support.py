@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR
+from octavo.ops.gpu_architecture import NVIDIA, GpuArchitecture, Place
 
 FORMATS = frozenset(("e4m3", "e5m2"))  # those that Triton's conversions round and saturate as PyTorch's do
 LONGEST_ROW = 32768  # elements that one program can hold in registers
@@ -20,9 +21,11 @@ HAS_TRITON = find_spec("triton") is not None  # found at import: torch.compile c
 
 
 @cache
-def has_kernels(device: torch.device, lowest: tuple[int, int] = (8, 9)) -> bool:
+def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
     """Whether Triton kernels run on `device`: NVIDIA GPUs from the compute capability `lowest`. Most kernels need Ada
     (8.9), the first that converts to eight bits."""
+    if isinstance(device, GpuArchitecture):
+        return device in NVIDIA and device.lowest >= lowest
     if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= lowest

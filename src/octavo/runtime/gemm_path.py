@@ -8,13 +8,16 @@ as an Ampere: the result is then closer to the BF16 model's than the scheme's ow
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from octavo.artifact.packed.scheme import Scheme
+from octavo.nn.backends import product_backend
 from octavo.numerics import ROW, TENSOR, Cast
-from octavo.ops import Backend, find_backend, find_weight_only_backend
+from octavo.ops import Backend, find_weight_only_backend
+from octavo.ops.gpu_architecture import Place
 from octavo.words import plural
 
 
@@ -24,15 +27,14 @@ def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
     return find(scheme, device)[0]
 
 
-def find_gemm(scheme: Scheme, device: torch.device) -> tuple[Cast | None, Backend]:
+def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
     """The cast of the input of a layer on `device`, None if its GEMM is weight-only; and the GEMM, of a large M."""
     weight_only = find_weight_only_backend(device, torch.bfloat16, scheme.weight.granularity, 1)
     if scheme.inputs is None:
         return None, weight_only
     x, w = scheme.inputs, scheme.weight
     by = ROW if w.granularity == TENSOR and not scheme.static else w.granularity  # as `Scheme.packed_weight` has it
-    e8m0 = x.scale == "e8m0", w.scale == "e8m0"
-    backend = find_backend(device, x.granularity, by, (x.format, w.format), e8m0=e8m0)
+    backend = product_backend(x, replace(w, granularity=by), device)
     if backend.name == "none":
         return None, Backend(weight_only.name, f"{backend.reason}: weight-only")
     return x, backend

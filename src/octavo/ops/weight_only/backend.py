@@ -11,6 +11,7 @@ import torch
 
 from octavo.numerics.granularity import Granularity
 from octavo.ops.gemm import Backend
+from octavo.ops.gpu_architecture import Place
 from octavo.ops.triton_support import has_kernels
 
 MAX_M = 128  # above it, widening the weight once costs less than the tensor cores lose in our kernel
@@ -19,9 +20,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 _GROUPS = (None, 32, 64, 128)  # elements along K that share a scale; None for all
 
 
-def find_weight_only_backend(device: torch.device, dtype: torch.dtype, granularity: Granularity, m: int) -> Backend:
+def find_weight_only_backend(device: Place, dtype: torch.dtype, granularity: Granularity, m: int) -> Backend:
     """The implementation that `device` has for an input [m, K] of `dtype` and a weight of this granularity."""
-    if device.type != "cuda":
+    if isinstance(device, torch.device) and device.type != "cuda":
         return Backend("emulated", f"{device.type}: exact, in float32")
     if not has_kernels(device, LOWEST):
         return Backend("dequantized", "Triton kernels need an NVIDIA GPU from Ampere (8.0)")
