@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.artifact.packed.scheme import CHANNEL
+from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.kv_cache.layer import LayerKVCache
 from octavo.kv_cache.model import Appended
 from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
@@ -97,15 +97,15 @@ def build_bf16(shape: LlamaShape, device: str) -> Any:
     return _ready(model, device)
 
 
-def build_fp8(wide: Any, device: str) -> Any:
-    """The same model, its linear layers packed by channel. The other tensors are shared with `wide`. Not fused."""
+def build_fp8(wide: Any, device: str, scheme: Scheme = CHANNEL) -> Any:
+    """The same model, its linear layers packed by `scheme`. The other tensors are shared with `wide`. Not fused."""
     model = _empty(wide.config)
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != HEAD]
-    swap_linears(model, dict.fromkeys(linears, CHANNEL))
+    swap_linears(model, dict.fromkeys(linears, scheme))
     state = dict(wide.named_parameters())
     for name in linears:
-        q = quantize(state.pop(f"{name}.weight").detach(), CHANNEL.weight)
-        state |= {f"{name}.weight": q.data, f"{name}.weight_scale": CHANNEL.stored_scale(q)}
+        q = quantize(state.pop(f"{name}.weight").detach(), scheme.weight)
+        state |= {f"{name}.weight": q.data, f"{name}.weight_scale": scheme.stored_scale(q)}
     model.load_state_dict(state, strict=False, assign=True)
     return _ready(model, device)
 

@@ -15,6 +15,7 @@ from bench.gpu.modes import (
     SERVE_FP8_CACHE,
     SERVE_GRAPH,
     SERVE_TORCHAO,
+    WEIGHT_ONLY,
     speedup,
 )
 from bench.report.generation import eager_speed, figure, graph_share, start_time
@@ -59,7 +60,7 @@ def experts(results: dict[str, Result]) -> Iterator[Aim]:
 
 
 def aims(results: dict[str, Result]) -> list[Aim]:
-    parts = (generation, stack, kernels, layer, experts, parity, serving, cache)
+    parts = (generation, stack, kernels, layer, experts, parity, serving, weight_only, cache)
     return [aim for part in parts for aim in part(results)]
 
 
@@ -118,6 +119,13 @@ def parity(results: dict[str, Result]) -> Iterator[Aim]:
             yield Aim(claim, abs(gap["mean"]), "≤", max(PARITY_GAP, found["bf16_spread"]), "{:.3%}")
     times = {row["mode"]: row["ratio"] for row in (found["step_times"] or {"steps": []})["steps"]}
     yield Aim("the same GPT, only if faster: time of a step vs BF16", times.get("rowwise_if_faster"), "≤", 1.0)
+
+
+def weight_only(results: dict[str, Result]) -> Iterator[Aim]:
+    """A decoding step of one text by the scheme `weight`."""
+    rounds = results.get("gpu_weight_only", {"decode": {"rounds": {}}})["decode"]
+    value = speedup(rounds, WEIGHT_ONLY, BASE) if rounds["rounds"] else None
+    yield Aim("decode of 1 with FP8 weights alone: speed vs BF16", value, "≥", 1.6)
 
 
 def serving(results: dict[str, Result]) -> Iterator[Aim]:

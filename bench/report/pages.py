@@ -25,6 +25,7 @@ from bench.report import (
     recipes,
     scaling,
     vision,
+    weight_only,
 )
 from bench.report.aims import aims
 from bench.report.front_page import gains
@@ -33,7 +34,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, parity, experts),
+    "performance": (generation, performance, parity, experts, weight_only),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
 }  # the modules of their tables

@@ -55,7 +55,7 @@ def test_gemm_of_groups(capability, m, size, monkeypatch):
     assert compiled.fit()
 
 
-@pytest.mark.parametrize("capability", [80, 86, *SMALL])
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, *SMALL])
 @pytest.mark.parametrize("m", [1, 64, 128])
 @pytest.mark.parametrize("granularity", [ROW, group(128)], ids=lambda g: g.name)
 def test_weight_only_gemm(capability, m, granularity, monkeypatch):
@@ -64,5 +64,5 @@ def test_weight_only_gemm(capability, m, granularity, monkeypatch):
     compiled = compile_for(capability, kernel, monkeypatch)
     x, w = on_cpu(m, 4096, dtype=torch.bfloat16), on_cpu(4096, 4096)
     scale = torch.ones(granularity.scale_shape((4096, 4096)))
-    kernel.weight_only_mm(x, w, scale, granularity, None, None, native=capability >= 89)
+    kernel.weight_only_mm(x, w, scale, granularity, None, None, native=capability >= 90)
     assert compiled.fit()

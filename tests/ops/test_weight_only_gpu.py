@@ -117,15 +117,3 @@ def test_the_operation_eager_compiled_and_in_a_graph(m):
     result.fill_(torch.nan)
     graph.replay()
     assert torch.equal(result, y)
-
-
-@pytest.mark.parametrize("shared", [99, 163, 227])  # KiB of a program: Ada, A100, Hopper
-def test_tiles_fit_into_shared_memory(shared):
-    from octavo.ops.weight_only.kernel import tiling_for
-
-    for m in (2, 16, 32, 64, 128):
-        for group in (0, 32, 64, 128):
-            tiling = tiling_for(m, 4096, 4096, group, 108, shared << 10)
-            assert tiling.stages >= 2
-            assert tiling.stages * tiling.block_k * (tiling.block_n + 2 * max(m, 16)) <= shared << 10
-            assert not group or tiling.block_k == group
