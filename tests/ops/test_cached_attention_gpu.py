@@ -57,6 +57,17 @@ def test_against_float64(kind, shape, padded):
     check(kind, tuple(sizes), used, first, torch.bfloat16, REPEATS)
 
 
+@pytest.mark.parametrize("kib", [99, 40], ids=["99 KiB", "40 KiB"])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_the_smaller_tiles_of_gpus_with_less_shared_memory(kind, shape, kib, monkeypatch):
+    from octavo.ops.attention import kernel
+
+    monkeypatch.setattr(kernel, "shared_memory", lambda device: kib * 1024)
+    *sizes, used = shape
+    check(kind, tuple(sizes), used, None, torch.bfloat16, REPEATS)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_float16_queries(kind):
     check(kind, (2, 8, 2, 1, 128, 600), 555, None, torch.float16, REPEATS)

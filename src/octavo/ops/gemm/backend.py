@@ -111,8 +111,7 @@ def backend_on(
     kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
     names = f"{a} x {b} scales in {' and '.join(dict.fromkeys(kinds))}"
     note = "" if gpu.measured else f", not measured on {gpu.name}"
-    key = "hopper_cuda_12.8" if gpu.key == "hopper" and _CUDA < (12, 9) else gpu.key
-    line = LINES.get((key, f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
+    line = LINES.get((architecture_key(gpu), f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
     runs = line is not None and " x ".join(formats) in line.formats
     ours = gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
     if not runs and ours and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2"):
@@ -124,6 +123,11 @@ def backend_on(
     if " x ".join(formats) not in line.formats:
         return Backend("none", f"{names} on {gpu.name} take {' or '.join(line.formats)}, not {' x '.join(formats)}")
     return Backend(line.library, f"{names}{note}")
+
+
+def architecture_key(gpu: GpuArchitecture) -> str:
+    """The key of `gpu` in dispatch.json, with the PyTorch that is installed."""
+    return "hopper_cuda_12.8" if gpu.key == "hopper" and _CUDA < (12, 9) else gpu.key
 
 
 def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -> torch.dtype:

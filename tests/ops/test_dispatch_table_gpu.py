@@ -1,0 +1,56 @@
+"""PyTorch on this GPU does what dispatch.json says: it computes the lines with a library, and refuses all else."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from gemm_examples import on_gpu, wide
+from gpu_memory import poison
+
+from octavo.numerics import Cast
+from octavo.numerics.granularity import parse_granularity
+from octavo.ops import quantize
+from octavo.ops.gemm.backend import architecture_key
+from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
+from octavo.ops.gemm.dispatch import LINES
+from octavo.ops.gpu_architecture import find_architecture
+
+pytestmark = pytest.mark.gpu
+
+M, K, N = 256, 512, 384
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+REFUSED = (RuntimeError, ValueError, NotImplementedError)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("scales", sorted({scales for _, scales in LINES}))
+def test_a_line(scales, fast):
+    line = LINES[architecture_key(find_architecture(torch.device("cuda"))), scales]
+    granularities = [parse_granularity(each.removesuffix(" e8m0")) for each in scales.split(", ")]
+    kinds = ["e8m0" if each.endswith("e8m0") else "fp32" for each in scales.split(", ")]
+    suffix = "fnuz" if any("fnuz" in formats for formats in line.formats) else ""
+    for formats in product(("e4m3", "e5m2"), repeat=2):
+        torch.manual_seed(0)
+        casts = [Cast(f + suffix, g, kind) for f, g, kind in zip(formats, granularities, kinds, strict=True)]
+        a, b = (quantize(torch.randn(rows, K), cast) for rows, cast in zip((M, N), casts, strict=True))
+        gpu_a, gpu_b = on_gpu(a), on_gpu(b)
+        for name, dtype in DTYPES.items():
+            arguments = (
+                gpu_a.data, gpu_a.scale, a.granularity, gpu_b.data, gpu_b.scale, b.granularity, None, dtype, fast,
+            )  # fmt: skip
+            poison()
+            if f"{a.format.name} x {b.format.name}" not in line.formats or (name not in line.out and _outer(a)):
+                with pytest.raises(REFUSED) as error:
+                    scaled_mm_cublaslt(*arguments)
+                if formats == ("e4m3", "e4m3"):
+                    assert line.refusal in str(error.value)
+                continue
+            y, exact = scaled_mm_cublaslt(*arguments), wide(a) @ wide(b).T
+            assert y.dtype == dtype
+            assert np.linalg.norm(y.cpu().double().numpy() - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def _outer(a):
+    """Whether the dtype of y is the kernel's: block-scaled GEMMs always return BF16, which is then cast."""
+    return a.granularity.outer
