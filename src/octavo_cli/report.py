@@ -81,7 +81,8 @@ def _print(run: RunData) -> None:
     if len(events) > _EVENTS:
         say(f"the last {_EVENTS} of {len(events)} events:")
     for event in events[-_EVENTS:]:
-        action = f" ({event.action})" if event.action else ""
+        action = "undone: the run went back" if event.undone else event.action
+        action = f" ({action})" if action else ""
         say(f"step {event.step}: {event.describe()}{action}", "yellow")
     for remark in run.remarks:
         say(remark)

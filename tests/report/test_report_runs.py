@@ -10,6 +10,7 @@ from report_examples import make_run, write_metrics
 from octavo.artifact.files import ArtifactError
 from octavo.report.facts import recipe_rows, run_facts
 from octavo.report.runs import read_runs, read_series
+from octavo.report.summary import to_dict
 from octavo.report.training_page import page_of_runs
 
 
@@ -102,10 +103,36 @@ def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read_runs([tmp_path])
     assert run.series["loss"].wrong_steps == [2, 3]
-    assert run.series["loss"].last == 2.0
-    assert run.series["gradient_norm"].last is None
+    assert run.series["loss"].last is None
+    assert run.series["loss"].last_finite == (1, 2.0)
+    assert (run.series["gradient_norm"].last, run.series["gradient_norm"].last_finite) == (None, None)
     assert "loss is inf or NaN at step 2, and 1 more." in run.remarks
-    assert run_facts(run)["inf or NaN"] == "3 values"
+    facts = run_facts(run)
+    assert facts["inf or NaN"] == "3 values"
+    assert facts["loss"] == "inf or NaN at step 3, 2.0000 at step 1"
+    summary = to_dict(run)["series"]["loss"]
+    assert (summary["last"], summary["last_number"]) == (None, 2.0)
+
+
+def test_damaged_lines_of_events_leave_the_layers_and_the_other_events(tmp_path):
+    make_run(tmp_path)
+    with (tmp_path / "watch" / "events.jsonl").open("a") as file:
+        file.write("{\n[]\n")
+    (run,) = read_runs([tmp_path])
+    assert (len(run.watched.layers), len(run.watched.events)) == (13, 1)
+    assert run.remarks == ["watch/events.jsonl has 2 damaged lines, left out here: line 2, 3."]
+
+
+def test_events_from_which_the_run_went_back_count_apart(tmp_path):
+    make_run(tmp_path)
+    path = tmp_path / "watch" / "events.jsonl"
+    (line,) = path.read_text().splitlines()
+    path.write_text(line + "\n" + json.dumps(json.loads(line) | {"undone": True}) + "\n")
+    runs = read_runs([tmp_path])
+    assert run_facts(runs[0])["events"] == "1, and 1 of steps from which the run went back"
+    html = page_of_runs(runs).html()
+    assert html.count("<td>undone</td>") == 1
+    assert len(json.loads(html.partition('id="data">')[2].partition("</script>")[0])["charts"][0]["marks"]) == 1
 
 
 def test_a_step_that_came_twice_counts_once():

@@ -68,13 +68,43 @@ def test_a_record_that_is_half_written_is_not_read_and_a_resumed_run_removes_it(
     assert len(read_watch(tmp_path).events) == 4
 
 
-def test_a_resumed_run_drops_later_steps_and_a_new_one_drops_all(tmp_path):
+def test_a_resumed_run_drops_later_steps_and_a_new_one_is_refused(tmp_path):
     written(tmp_path)
     written(tmp_path, (90,), resumed_at=70)
     assert steps_of(tmp_path) == [1, 50, 90]
     assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 90]
-    written(tmp_path, (1,))
-    assert steps_of(tmp_path) == [1]
+    with pytest.raises(FileExistsError, match=r"earlier watch, up to step 90: give .* another folder, or .*_at=90"):
+        written(tmp_path, (1,))
+    assert steps_of(tmp_path) == [1, 50, 90]
+
+
+def test_a_run_goes_on_with_the_layers_that_it_had(tmp_path):
+    written(tmp_path)
+    with pytest.raises(ArtifactError, match=r"another model: only one .* has blocks\.2\.up of shape \[64, 32\]"):
+        WatchWriter(tmp_path, watched_layers(3), interval=50, resumed_at=100)
+    assert len(read_watch(tmp_path).layers) == 2
+
+
+def test_events_of_steps_that_the_run_went_back_from_are_marked(tmp_path):
+    writer = written(tmp_path)
+    writer.undo_events_after(50)
+    writer.write_event(event(60))
+    assert [(found.step, found.undone) for found in read_watch(tmp_path).events] == [
+        (1, False), (50, False), (100, True), (60, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["[]", "", "{", '{"step": 5}', '{"step": "a", "rule": "b"}', "\xff\xfe"])
+def test_a_damaged_line_hides_no_other_event(tmp_path, line):
+    written(tmp_path)
+    path = watch_folder(tmp_path) / "events.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(first + line + "\n" + "".join(rest))
+    found = read_watch(tmp_path)
+    assert ([each.step for each in found.events], found.damaged) == ([1, 50, 100], [2])
+    assert len(found.layers) == 2
+    written(tmp_path, (), resumed_at=70)
+    assert path.read_text() == first + line + "\n" + rest[0]
 
 
 def test_a_run_that_went_back_drops_the_samples_after_and_its_events_stay(tmp_path):
@@ -137,8 +167,6 @@ def changed(run, **fields):
         (lambda run: changed(run, layers=[{"name": "a"}]), "layers.json is damaged"),
         (lambda run: changed(run, layers=[3]), "layers.json is damaged"),
         (lambda run: (watch_folder(run) / "layers.json").write_text("{"), "not valid JSON"),
-        (lambda run: (watch_folder(run) / "events.jsonl").write_text("[]\n"), "line 1, is no event"),
-        (lambda run: (watch_folder(run) / "events.jsonl").write_text("\n"), "line 1, is no event"),
     ],
 )
 def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):

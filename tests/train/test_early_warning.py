@@ -7,9 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
+from rich.console import Console
 
 from octavo.nn.linear import Linear
 from octavo.telemetry import Event, read_watch
+from octavo.train.actions import recipe_layers
 from octavo.train.early_warning import TrainingError
 from octavo.train.finished import open_run
 
@@ -94,6 +96,34 @@ def test_a_step_that_is_not_finite_in_bf16_either_ends_the_run(begin):
         trainer.run()
     assert "on_warning" not in str(caught.value)  # it is promote already
     assert [promotion["layer"] for promotion in actions(trainer)["promotions"]] == [DOWN]
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.embed_tokens"])
+def test_a_bad_number_in_a_module_that_is_not_converted_ends_the_run_and_says_so(begin, records, name):
+    trainer = begin(steps=20, **QUIET | {"save_every": 5}, watch={"on_warning": "promote"})
+    module = trainer.model.get_submodule(name)
+    module.register_forward_hook(lambda module, args, y: y * math.inf if trainer.state.step == 6 else y)
+    expected = (
+        rf"step 7: .* is in y of {name}\. {name} is not converted: it never ran in FP8, so there is nothing to .*"
+    )
+    with pytest.raises(
+        TrainingError, match=expected + r"--resume .*/run goes on from .* checkpoint is .*00005"
+    ) as caught:
+        trainer.run()
+    assert "skip" not in str(caught.value)
+    assert not (trainer.run_folder.path / "actions.json").exists()
+    assert records(trainer.run_folder.path)[7] is None  # the loss that ended the run
+
+
+def test_every_promoted_layer_is_named(begin, found, capsys):
+    trainer = begin(recipe="rowwise", steps=10, watch={"on_warning": "promote"})
+    names = [name for name, _ in recipe_layers(trainer.model).items()]
+    found(10, *(event(name, "amax_jump") for name in names))
+    trainer.console = Console()
+    trainer.run()
+    said = capsys.readouterr().out
+    assert f"warning: {len(names) - 5} more of step 10" in said
+    assert [f"{name} runs in BF16 from now on" in said for name in names] == [True] * len(names)
 
 
 def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_on, found, records):
@@ -196,6 +226,9 @@ def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches
     trainer.training.at = lambda index: seen.append(index) or at(index)
     assert trainer.run().step == 50
     path = trainer.run_folder.path
+    events = read_watch(path).events
+    assert [(event.rule, event.action) for event in events if not event.undone] == [("loss_spike", "rollback")]
+    assert all(event.step > 30 for event in events)
     [rollback] = actions(trainer)["rollbacks"]
     assert rollback == {"step": 35, "to": 30, "batch": 35}
     assert seen == [*range(35), *range(35, 55)]

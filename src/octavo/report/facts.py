@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.report.runs import RunData
+from octavo.report.runs import RunData, Series
 from octavo.telemetry.storage import Watched
 from octavo.words import plural
 
@@ -25,8 +25,8 @@ def run_facts(run: RunData) -> dict[str, str]:
     found = {
         "recipe": run.recipe,
         "steps": _steps(run),
-        "loss": _number(last.get("loss"), ".4f"),
-        "evaluation loss": _number(last.get("evaluation_loss"), ".4f"),
+        "loss": _loss(run.series.get("loss")),
+        "evaluation loss": _loss(run.series.get("evaluation_loss")),
         "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
         "MFU": _number(last.get("mfu"), ".1%"),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else "",
@@ -36,7 +36,9 @@ def run_facts(run: RunData) -> dict[str, str]:
         every = "step" if run.watched.interval == 1 else f"{run.watched.interval} steps"
         found["layers watched"] = f"{len(run.watched.layers)}, every {every}"
         found["GEMMs"] = gemm_counts(run.watched)
-        found["events"] = str(len(run.watched.events))
+        undone = sum(event.undone for event in run.watched.events)
+        back = f", and {undone} of steps from which the run went back" if undone else ""
+        found["events"] = f"{len(run.watched.events) - undone}{back}"
     return {name: text for name, text in found.items() if text}
 
 
@@ -78,6 +80,14 @@ def _steps(run: RunData) -> str:
     planned = run.settings.get("steps")
     done = run.last_step
     return f"{done:,} of {planned:,}" if isinstance(planned, int) and planned > done else f"{done:,}"
+
+
+def _loss(series: Series | None) -> str:
+    """The last loss. Of a run that ended in inf or NaN, the last number is not its result."""
+    if series is None or series.last is not None:
+        return "" if series is None else _number(series.last, ".4f")
+    before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
+    return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
 
 
 def _number(value: float | None, form: str) -> str:

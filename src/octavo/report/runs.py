@@ -20,6 +20,7 @@ from octavo.artifact.run import RunFolder
 from octavo.report.heat_maps import check_records
 from octavo.telemetry.storage import Watched, read_watch, watch_folder
 from octavo.train.records import read_records, recipe_name
+from octavo.words import plural
 
 SERIES = (
     "loss", "evaluation_loss", "tokens_per_second", "peak_memory", "gradient_norm", "learning_rate", "mfu",
@@ -48,8 +49,14 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The last value that is a number."""
-        return float(self.finite[-1]) if len(self.finite) else None
+        """The last value; None if it is inf or NaN."""
+        return float(self.values[-1]) if math.isfinite(self.values[-1]) else None
+
+    @property
+    def last_finite(self) -> tuple[int, float] | None:
+        """The last value that is a number, after its step; None without one."""
+        known = np.flatnonzero(np.isfinite(self.values))
+        return (int(self.steps[known[-1]]), float(self.values[known[-1]])) if len(known) else None
 
     @property
     def wrong_steps(self) -> list[int]:
@@ -175,9 +182,13 @@ def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
         check_records(watched)
     except ArtifactError as error:
         return None, [f"Figures of the layers are missing: {error}."]
-    if not len(watched.operands):
-        return watched, ["The watch has no sample yet."]
-    return watched, []
+    remarks = [] if len(watched.operands) else ["The watch has no sample yet."]
+    if watched.damaged:
+        lines = ", ".join(map(str, watched.damaged[:5])) + (", ..." if len(watched.damaged) > 5 else "")
+        remarks.append(
+            f"watch/events.jsonl has {plural(len(watched.damaged), 'damaged line')}, left out here: line {lines}."
+        )
+    return watched, remarks
 
 
 def _trainer_states(path: Path) -> list[Path]:

@@ -87,6 +87,7 @@ def _series(series: Series) -> dict[str, Any]:
     finite = series.finite
     return {
         "last": series.last,
+        "last_number": None if series.last_finite is None else series.last_finite[1],
         "lowest": float(finite.min()) if len(finite) else None,
         "highest": float(finite.max()) if len(finite) else None,
         "median": float(np.median(finite)) if len(finite) else None,

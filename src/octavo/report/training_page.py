@@ -111,6 +111,7 @@ def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
     return [
         (event.step, f"{run.name}, {event.rule}: {event.message}" if several else f"{event.rule}: {event.message}")
         for run, event in _all_events(runs)
+        if not event.undone
     ][-_MARKS:]
 
 
@@ -169,7 +170,7 @@ def _events(runs: Sequence[RunData]) -> str:
     several = len(runs) > 1
     rows = [
         (*((run.name,) if several else ()), str(event.step), event.rule, event.layer or "", event.operand or "",
-         event.message, event.action or "")
+         event.message, "undone" if event.undone else event.action or "")
         for run, event in events[-_EVENTS:]
     ]  # fmt: skip
     columns = (*(("run",) if several else ()), "step", "rule", "layer", "operand", "message", "action")

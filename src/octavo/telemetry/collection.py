@@ -59,11 +59,12 @@ def watch(
         dtype: of the GEMMs that are not quantized: that of autocast.
         limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
             interval doubles.
-        resumed_at: the steps done when the watch begins. Records of later steps in the folder are dropped.
+        resumed_at: the steps done when the watch begins, of a run that goes on. Records of later steps are dropped.
 
     Raises:
         ValueError: the model has no linear layer, is watched already, or `interval` or `rows` is less than 1.
-        ArtifactError: the records in the folder of a resumed run are damaged.
+        FileExistsError: the folder has the records of another watch, and `resumed_at` is 0.
+        ArtifactError: the records in the folder of a resumed run are damaged, or of other layers.
         WriteError: the folder cannot be written.
 
     Example:
@@ -161,6 +162,11 @@ class Watch:
         """Append an event to the files of the run."""
         if self._writer is not None:
             self._writer.write_event(event)
+
+    def undo_events(self, step: int) -> None:
+        """Mark the events of the steps after `step` as undone: the run goes back to it."""
+        if self._writer is not None:
+            self._writer.undo_events_after(step)
 
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, to which the run went back. The next step is the one after it."""

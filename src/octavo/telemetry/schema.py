@@ -134,6 +134,7 @@ class Event:
         value, limit: the number that was found, and the one that it passed; None where it is not finite.
         message: one sentence.
         action: what the trainer did: None, "promote", "e5m2" or "rollback".
+        undone: whether the run went back to an earlier step later, so that its model has not seen this one.
     """
 
     step: int
@@ -144,6 +145,7 @@ class Event:
     limit: float | None
     message: str
     action: str | None = None
+    undone: bool = False
 
     def describe(self) -> str:
         """The rule, the layer and the message."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Watched:
         layers: by the number that records have for them.
         operands, layer_records: arrays of `OPERAND` and `LAYER`, in the order of the steps, mapped from the files.
         events: in the order in which they were found.
+        damaged: the numbers of the lines in events.jsonl that are no events.
     """
 
     interval: int
@@ -42,6 +43,7 @@ class Watched:
     operands: Records
     layer_records: Records
     events: list[Event]
+    damaged: Sequence[int] = ()
 
 
 def watch_folder(run: Path) -> Path:
@@ -57,12 +59,14 @@ def read_watch(run: Path) -> Watched:
     """
     folder = watch_folder(run)
     interval, layers = _read_layers(run)
+    events = [_event_of(line) for line in _lines(folder / "events.jsonl")]
     return Watched(
         interval,
         layers,
         _read_records(folder / "operands.bin", OPERAND),
         _read_records(folder / "layers.bin", LAYER),
-        _read_events(folder / "events.jsonl"),
+        [event for event in events if event is not None],
+        [number for number, event in enumerate(events, 1) if event is None],
     )
 
 
@@ -75,10 +79,11 @@ class WatchWriter:
         interval: the steps between samples. A resumed run whose samples were thinned continues at the interval that it
             had then: see `interval`.
         limit: the largest size of the records, in bytes.
-        resumed_at: the step at which the run continues; samples and events of later steps are dropped. 0 drops all.
+        resumed_at: the step at which the run continues; samples and events of later steps are dropped. 0 begins anew.
 
     Raises:
-        ArtifactError: the records of the resumed run are damaged, or of another version of the schema.
+        FileExistsError: the folder has records already, and `resumed_at` is 0.
+        ArtifactError: the records of the resumed run are damaged, of other layers, or of another version of the schema.
         WriteError: the disk refused a write.
     """
 
@@ -94,10 +99,12 @@ class WatchWriter:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
         self._paths = (self.folder / "operands.bin", self.folder / "layers.bin")
         self._layers = list(layers)
+        if not resumed_at:
+            self._check_empty()
         try:
             self.folder.mkdir(exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
-                self.interval = max(interval, _read_layers(run)[0])
+                self.interval = max(interval, self._former_interval(run))
             self.drop_after(resumed_at)
             self._drop_events_after(resumed_at)
             self.write_layers(layers)
@@ -123,7 +130,7 @@ class WatchWriter:
     def write_event(self, event: Event) -> None:
         """Append an event."""
         try:
-            _append(self.folder / "events.jsonl", (json.dumps(event.to_dict()) + "\n").encode())
+            _append(self.folder / "events.jsonl", _line(event).encode())
         except OSError as error:
             raise write_error(self.folder, error) from error
 
@@ -135,11 +142,43 @@ class WatchWriter:
             count = int(np.searchsorted(steps, step, side="right")) if step else 0
             os.truncate(path, count * dtype.itemsize)
 
+    def undo_events_after(self, step: int) -> None:
+        """Mark the events of the steps after `step`, to which the run went back, as undone."""
+        lines = _lines(self.folder / "events.jsonl")
+        events = [(line, _event_of(line)) for line in lines]
+        marked = [
+            line if event is None or event.step <= step else _line(replace(event, undone=True))
+            for line, event in events
+        ]
+        _replace(self.folder / "events.jsonl", "".join(marked))
+
     def _drop_events_after(self, step: int) -> None:
-        events = self.folder / "events.jsonl"
-        events.touch()
-        lines = [event for event in _read_events(events) if event.step <= step] if step else []
-        _replace(events, "".join(json.dumps(event.to_dict()) + "\n" for event in lines))
+        events = [(line, _event_of(line)) for line in _lines(self.folder / "events.jsonl")]
+        lines = [line for line, event in events if event is None or event.step <= step]
+        _replace(self.folder / "events.jsonl", "".join(lines))
+
+    def _check_empty(self) -> None:
+        files = (*self._paths, self.folder / "events.jsonl")
+        if not any(path.is_file() and path.stat().st_size for path in files):
+            return
+        steps = _read_records(self._paths[0], OPERAND)["step"]
+        last = max(int(steps[-1]) if len(steps) else 0, 1)
+        raise FileExistsError(
+            f"{self.folder} has the records of an earlier watch, up to step {last}: give octavo.watch another folder, "
+            f"or resumed_at={last} to go on with the same model after that step"
+        )
+
+    def _former_interval(self, run: Path) -> int:
+        """That of the watch which this one continues. An ArtifactError if it watched other layers."""
+        interval, former = _read_layers(run)
+        before, now = ({(layer.name, layer.shape) for layer in layers} for layers in (former, self._layers))
+        if before != now or len(former) != len(self._layers):
+            name, shape = min(before ^ now)
+            raise ArtifactError(
+                f"{self.folder} has records of another model: only one of the two has {name} of shape {list(shape)}. "
+                "Give octavo.watch another folder"
+            )
+        return interval
 
     def _thin(self) -> bool:
         """Drop every second sampled step, and double the interval. False if a single step is left."""
@@ -156,6 +195,10 @@ class WatchWriter:
         self.interval *= 2
         self.write_layers(self._layers)
         return True
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event.to_dict()) + "\n"
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -205,14 +248,16 @@ def _read_records(path: Path, dtype: np.dtype[Any]) -> Records:
     return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
-def _read_events(path: Path) -> list[Event]:
+def _lines(path: Path) -> list[str]:
+    """The whole lines of a file; the last, which is being written or was cut short, is left out."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    events = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):  # being written, or cut short
-            break
-        try:
-            events.append(Event.from_dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ArtifactError(f"{path}, line {number}, is no event ({error})") from error
-    return events
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _event_of(line: str) -> Event | None:
+    """The event that a line of events.jsonl holds; None if it is damaged."""
+    try:
+        event = Event.from_dict(json.loads(line))
+    except (ValueError, TypeError):
+        return None
+    return event if isinstance(event.step, int) and isinstance(event.rule, str) else None

@@ -17,6 +17,7 @@ from octavo.telemetry import Watch
 from octavo.telemetry.rules import LossRule, SampleRules
 from octavo.telemetry.rules.losses import NEW
 from octavo.telemetry.schema import OPERANDS, Event
+from octavo.train.actions import recipe_layers
 from octavo.train.checkpoint import TrainState
 from octavo.train.config import Config
 from octavo.train.metrics import Metrics
@@ -117,17 +118,29 @@ class EarlyWarning:
         done = self._remedies.promote([event]) if may_promote else {}
         report.warn(bad.step, [event], done)
         if not done:
+            report.lost(*bad)
             raise TrainingError(self._hopeless(bad, place))
 
     def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
         self._remedies.wait()
         saved = self._run.checkpoints()
-        advice = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
-        if self._config.on_warning != "promote":
-            advice += ", or set watch.on_warning to promote"
         return (
-            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. {advice}; "
+            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. "
+            f"{self._advice(place)}; "
             + (f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet")
+        )
+
+    def _advice(self, place: Place | None) -> str:
+        general = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
+        if self._config.on_warning != "promote":
+            return f"{general}, or set watch.on_warning to promote"
+        if place is None:
+            return general
+        is_converted = place.layer in recipe_layers(self._state.model)
+        why = "runs in BF16 by now" if is_converted else "is not converted: it never ran in FP8"
+        return (
+            f"{place.layer} {why}, so there is nothing to promote. Lower learning_rate or clip, or look at the data of "
+            f"this step; --resume {self._run.path} goes on from the last checkpoint"
         )
 
     def _roll_back(self, spike: Event, report: Report) -> bool:

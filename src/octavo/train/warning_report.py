@@ -38,6 +38,9 @@ class Report:
             print_line(
                 self._console, f"warning: {len(events) - _SHOWN} more of step {step}, in {self._run.path / 'watch'}"
             )
+        for event in events[_SHOWN:]:
+            if event in done:
+                print_line(self._console, f"warning: step {event.step}{_words(done[event])}")
         found = Counter(event.rule for event in events)
         record: dict[str, Any] = {"warnings": dict(found)}
         if done:
@@ -51,9 +54,15 @@ class Report:
     def go_back(self, spike: Event, rollback: Rollback) -> None:
         """Report that the run went back to a checkpoint. The metrics of later steps are dropped."""
         self._metrics.go_back(rollback.to)
+        if self._watch is not None:
+            self._watch.undo_events(rollback.to)
         self._write(replace(spike, action="rollback"))
         self._print(spike, f"; back to the checkpoint of step {rollback.to}, with the batches after these")
         self._metrics.write(rollback.to, warnings={spike.rule: 1}, rolled_back_from=rollback.step)
+
+    def lost(self, step: int, loss: float, norm: float) -> None:
+        """Log the step that ended the run, so that its last loss is not taken for its result."""
+        self._metrics.write(step, loss=loss, gradient_norm=norm)
 
     def _write(self, event: Event) -> None:
         if self._watch is not None:
