@@ -75,17 +75,16 @@ def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor,
 
 def tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
     """BLOCK_N, BLOCK_M, groups of a step, stages, warps and splits that are worth a try."""
-    groups = {32: (2, 4), 64: (2, 4), 128: (1, 2)}[group_size]
+    groups = {32: (4, 2), 64: (2, 4), 128: (2, 1)}[group_size]
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
         yield from product((64,), (block_m,), groups, (3, 5), (4,), (1, 2, 4, 8))
         return
-    stages = {32: (4, 6), 64: (2, 3), 128: (2, 3)}[group_size]
-    yield from product((128,), (128,), (groups[0],), (*stages, stages[1] + 1), (8,), (1,))
+    stages = {32: (3, 4, 5), 64: (2, 3, 4), 128: (2, 3)}[group_size]
+    yield from product((128,), (128,), (groups[0],), stages, (8,), (1,))
     yield from product((128,), (128,), (groups[1],), (2, 3), (8,), (1,))
-    yield from product((64,), (128,), (2,), stages, (4,), (1,))
-    yield from product((128,), (64,), (2,), stages, (4,), (1,))
-    yield from product((256,), (64,), (2,), (2, 3), (8,), (1,))
+    yield from product((64,), (128,), (groups[0],), (2, 3), (4,), (1,))
+    yield from product((128,), (64,), (groups[0],), (2, 3), (4,), (1,))
 
 
 if __name__ == "__main__":

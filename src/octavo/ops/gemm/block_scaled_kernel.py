@@ -99,7 +99,7 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k, in groups of `group`, on `device`."""
     few = m <= SMALL_M
     block_n, block_m = (64, max(16, power_of_two_above(m))) if few else (128, 128)
-    groups = max(2, 128 // group) if few else 2
+    groups = max(2, 128 // group)
     memory, of_group = shared_memory(device), (block_n + block_m) * (group + 4)  # bytes of a group with its scales
     groups = groups if 2 * groups * of_group <= memory else 1
     stages = min(4, memory // (groups * of_group))
@@ -123,13 +123,16 @@ def _aligned(data: Tensor) -> Tensor:
 
 
 def _scales(scale: Tensor, m: int) -> Tensor:
-    """The contiguous scales as float32, or, for a small M, the exponents of E8M0, which the kernel decodes.
+    """The contiguous scales [rows, groups] as float32; for a small M E8M0 as it is, in words of four if M is not 1.
 
-    With a large M each thread would decode them again for every element of y that it holds.
+    The kernels decode E8M0. With a large M each thread would decode a scale for every element of y that it holds.
     """
-    if scale.dtype == torch.float8_e8m0fnu:
-        scale = scale.view(torch.uint8) if m <= SMALL_M else scale.float()
-    return scale.contiguous()
+    if scale.dtype == torch.float32:
+        return scale.contiguous()
+    if m > SMALL_M or (m > 1 and scale.shape[1] % 4):
+        return scale.float().contiguous()
+    exponents = scale.contiguous().view(torch.uint8)
+    return exponents if m == 1 else exponents.view(torch.int32)
 
 
 @triton.jit
@@ -158,8 +161,12 @@ def _row_kernel(
             b = tl.load(b_row_ptr[:, None, None] + (k + offs_k)[None, :, :], mask[None, :, :], other=0.0)
             s_a = tl.load(scale_a_ptr + g, mask_g, other=0)
             s_b = tl.load(scale_row_ptr[:, None] + g[None, :], mask_g[None, :], other=0)
+        if scale_a_ptr.dtype.element_ty == tl.uint8:
+            s_a = _decoded(s_a.to(tl.int32))
+        if scale_b_ptr.dtype.element_ty == tl.uint8:
+            s_b = _decoded(s_b.to(tl.int32))
         products = tl.sum(b.to(tl.float32) * a.to(tl.float32)[None, :, :], 2)
-        acc += products * (_decoded(s_b) * _decoded(s_a)[None, :])
+        acc += products * (s_b * s_a[None, :])
     store_sums(tl.sum(acc, 1), 0, offs_n, y_ptr, None, bias_ptr, residual_ptr, N, 0)
 
 
@@ -179,12 +186,13 @@ def _tile_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     start_k = tl.program_id(1) * k_per_split
     for k in tl.range(start_k, tl.minimum(start_k + k_per_split, K), GROUPS * GROUP, num_stages=NUM_STAGES):
-        first = k // GROUP
-        s_a = _columns(scale_a_ptr, offs_m, M, first, stride, BLOCK_M, GROUPS, EVEN_K)
-        if ROWS_B == 1:
-            s_b = _columns(scale_b_ptr, offs_n, N, first, stride, BLOCK_N, GROUPS, EVEN_K)
         for i in tl.static_range(GROUPS):
             at = k + i * GROUP
+            g = at // GROUP
+            if i % 2 == 0:
+                s_a = _pair(scale_a_ptr, offs_m, M, g, stride, BLOCK_M, GROUPS, EVEN_K)
+                if ROWS_B == 1:
+                    s_b = _pair(scale_b_ptr, offs_n, N, g, stride, BLOCK_N, GROUPS, EVEN_K)
             if EVEN_K:
                 b = tl.load(b_ptrs + at)
                 a = tl.load(a_ptrs + at)
@@ -194,11 +202,11 @@ def _tile_kernel(
                 a = tl.load(a_ptrs + at, mask[:, None], other=0.0)
             products = tl.dot(b, a)  # [N,G] @ [G,M]
             if ROWS_B == 1:
-                acc += products * (_decoded(s_b[i])[:, None] * _decoded(s_a[i])[None, :])
+                acc += products * (s_b[i % 2][:, None] * s_a[i % 2][None, :])
             else:
                 tl.static_assert(ROWS_B % BLOCK_N == 0, "a tile must lie in one row of blocks")
-                s = tl.load(scale_b_ptr + pid_n * BLOCK_N // ROWS_B * stride + first + i, EVEN_K or at < K, other=0)
-                acc += products * (_decoded(s_a[i]) * _decoded(s))[None, :]
+                s = tl.load(scale_b_ptr + pid_n * BLOCK_N // ROWS_B * stride + g, EVEN_K or at < K, other=0.0)
+                acc += products * (s_a[i % 2] * s)[None, :]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     rows = offs_m.to(tl.int64)[None, :]
     if partials_ptr is not None:
@@ -218,34 +226,29 @@ def _tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
 
 
 @triton.jit
-def _columns(ptr, offs_row, ROWS, first, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr):
-    """The scales of rows `offs_row` in the groups `first`, first + 1, ...: a tuple of vectors [BLOCK].
+def _pair(ptr, offs_row, ROWS, g, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr):
+    """The scales of rows `offs_row` in the groups g and g + 1, two vectors [BLOCK]; of g alone if GROUPS is 1.
 
     They are loaded together: a vector alone would be loaded by every thread that needs a part of it, one by one.
     """
-    offs_g = first + tl.arange(0, GROUPS)
-    mask = (offs_row < ROWS)[:, None]
-    if not EVEN_K:
-        mask = mask & (offs_g < stride)[None, :]
-    scales = tl.load(ptr + offs_row[:, None] * stride + offs_g[None, :], mask, other=0)
-    if GROUPS == 2:
-        columns = tl.split(scales)
-    elif GROUPS == 1:
-        columns = (tl.reshape(scales, (BLOCK,)),)
-    else:
-        tl.static_assert(GROUPS == 4)
-        even, odd = tl.split(tl.reshape(scales, (BLOCK, 2, 2)))
-        s_0, s_2 = tl.split(even)
-        s_1, s_3 = tl.split(odd)
-        columns = (s_0, s_1, s_2, s_3)
-    return columns
+    COUNT: tl.constexpr = min(GROUPS, 2)
+    mask = offs_row < ROWS
+    if ptr.dtype.element_ty == tl.float32:
+        offs_g = g + tl.arange(0, COUNT)
+        mask_pair = mask[:, None] if EVEN_K else mask[:, None] & (offs_g < stride)[None, :]
+        scales = tl.load(ptr + offs_row[:, None] * stride + offs_g[None, :], mask_pair, other=0.0)
+        if COUNT == 2:
+            pair = tl.split(scales)
+        else:
+            pair = (tl.reshape(scales, (BLOCK,)),)
+    else:  # a word has the exponents of four groups
+        word = tl.load(ptr + offs_row * (stride // 4) + g // 4, mask, other=0)
+        pair = (_decoded((word >> g % 4 * 8) & 255), _decoded((word >> (g % 4 + 1) * 8) & 255))
+    return pair
 
 
 @triton.jit
-def _decoded(scale):
-    """A scale in float32. E8M0 stores the exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
-    if scale.dtype == tl.uint8:
-        bits = scale.to(tl.int32)
-        special = tl.where(((bits + 1) & 255) <= 1, 1 << 22, 0)
-        scale = ((bits << 23) | special).to(tl.float32, bitcast=True)
-    return scale
+def _decoded(exponent):
+    """The scale that E8M0 stores as an exponent: 0 is the subnormal 2^-127, and 255 is NaN."""
+    special = tl.where(((exponent + 1) & 255) <= 1, 1 << 22, 0)
+    return ((exponent << 23) | special).to(tl.float32, bitcast=True)
