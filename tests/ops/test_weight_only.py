@@ -96,7 +96,7 @@ def test_every_gpu_has_a_path_and_a_small_m_the_kernel(capability):
 @pytest.mark.parametrize("cast", CASTS)
 def test_without_a_kernel_the_widened_weight_is_multiplied(cast, monkeypatch):
     """The path of GPUs before Ampere, which also runs on a CPU."""
-    monkeypatch.setattr(op, "_find_cached", lambda *_: backend.Backend("dequantized", ""))
+    monkeypatch.setattr(op, "find_weight_only_backend", lambda *_: backend.Backend("dequantized", ""))
     x, w = operands(cast, 3, 256, 130)
     bias, residual = torch.randn(130).bfloat16(), torch.randn(3, 130).bfloat16()
     y = weight_only_mm(x, w, bias=bias)

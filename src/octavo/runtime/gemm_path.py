@@ -23,24 +23,33 @@ from octavo.words import plural
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
     """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
-    find = find_gemm if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
-    return find(scheme, device)[0]
+    if scheme.inputs is None:
+        return None
+    find = (
+        _eight_bit_gemm if torch.compiler.is_compiling() else _find_cached
+    )  # torch.compile warns of a cached function
+    return None if find(scheme, scheme.inputs, device).name == "none" else scheme.inputs
 
 
 def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
-    """The cast of the input of a layer on `device`, None if its GEMM is weight-only; and the GEMM, of a large M."""
+    """The cast of the input of a layer on `device`, None if its GEMM is weight-only; and the GEMM: for a large M, or
+    weight-only for one row."""
     weight_only = find_weight_only_backend(device, torch.bfloat16, scheme.weight.granularity, 1)
     if scheme.inputs is None:
         return None, weight_only
-    x, w = scheme.inputs, scheme.weight
-    by = ROW if w.granularity == TENSOR and not scheme.static else w.granularity  # as `Scheme.packed_weight` has it
-    backend = product_backend(x, replace(w, granularity=by), device)
+    backend = _eight_bit_gemm(scheme, scheme.inputs, device)
     if backend.name == "none":
         return None, Backend(weight_only.name, f"{backend.reason}: weight-only")
-    return x, backend
+    return scheme.inputs, backend
 
 
-_find_cached = lru_cache(maxsize=256)(find_gemm)
+def _eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
+    w = scheme.weight
+    by = ROW if w.granularity == TENSOR and not scheme.static else w.granularity  # as `Scheme.packed_weight` has it
+    return product_backend(x, replace(w, granularity=by), device)
+
+
+_find_cached = lru_cache(maxsize=256)(_eight_bit_gemm)
 
 
 def weight_only_note(schemes: Counter[Scheme], device: torch.device) -> str:

@@ -1,6 +1,5 @@
 """The weight-only GEMM: checks, the registered operation, and the choice between implementations."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from octavo.ops.inductor import operation, register_lowerings
 from octavo.ops.triton_support import has_kernels
 from octavo.ops.weight_only.backend import LOWEST, find_weight_only_backend
 from octavo.ops.weight_only.reference import weight_only_reference
-
-_find_cached = lru_cache(maxsize=4096)(find_weight_only_backend)  # torch.compile warns of a cached function
 
 
 def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -49,27 +46,20 @@ def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residua
         check_tensor("bias", bias, (n,), *FLOATS)
     if residual is not None:
         check_tensor("residual", residual, (m, n), x.dtype)
-    find = find_weight_only_backend if torch.compiler.is_compiling() else _find_cached
-    backend = find(x.device, x.dtype, w.granularity, m).name
-    y: Tensor = _weight_only_mm(x, w.data, w.scale, w.granularity.name, backend, bias, residual)
+    y: Tensor = _weight_only_mm(x, w.data, w.scale, w.granularity.name, bias, residual)
     return y
 
 
-def _inlines(x: Tensor, w: Tensor, scale: Tensor, granularity: str, backend: str, *rest: Any) -> bool:
-    return backend == "triton" or (backend == "dequantized" and has_kernels(x.device, LOWEST))
+def _inlines(x: Tensor, *rest: Any) -> bool:
+    return has_kernels(x.device, LOWEST)
 
 
 @operation("weight_only_mm", _inlines)
 def _weight_only_mm(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    granularity: str,
-    backend: str,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    x: Tensor, w: Tensor, scale: Tensor, granularity: str, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     by = parse_granularity(granularity)
+    backend = find_weight_only_backend(x.device, x.dtype, by, x.shape[0]).name
     if backend == "emulated":
         y = weight_only_reference(x, w, scale, by)
         y = (y if bias is None else y + bias).to(x.dtype)
