@@ -10,6 +10,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.nn.quantized_attention import GradientScales, attend_fp8
+
 
 class StoredKeys(Protocol):
     """The keys and values of one layer that a cache holds, those of the new tokens included."""
@@ -43,12 +45,17 @@ class KVCache(Protocol):
         each. Returns the rotated q [B, heads, T, head_dim], and what `append` returns."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, fp8: GradientScales | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where token t sees the tokens 0..t.
 
     q[B, heads, T, head_dim], k and v[B, kv_heads, T, head_dim] with heads a multiple of kv_heads (query head h reads
     key head h * kv_heads // heads). Each probability is dropped with the probability `dropout`. Returns
-    [B, heads, T, head_dim] in q's dtype.
+    [B, heads, T, head_dim] in q's dtype. With `fp8` it is computed in E4M3 (`octavo.nn.quantized_attention`), unless
+    there is dropout or the text is short.
     """
+    if fp8 is not None and fp8.takes(q, k, dropout):
+        return attend_fp8(q, k, v, fp8)
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)

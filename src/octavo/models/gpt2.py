@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from octavo.models.cache import KVCache, causal_attention
 from octavo.models.decoder import Decoder, Dropout
 from octavo.nn import GELU, NormLinear
+from octavo.nn.quantized_attention import GradientScales
 
 ARCHITECTURE = "OPTForCausalLM"
 POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
@@ -119,6 +120,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.dropout = Dropout(config.dropout)
+        self.fp8_gradients: GradientScales | None = None  # set by `octavo.nn.use_fp8_attention`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections, [B, T, width] each."""
@@ -126,7 +128,7 @@ class Attention(nn.Module):
             x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, k, v)
         )  # [B, heads, T, head_dim]
         if cache is None:
-            y = causal_attention(q, k, v, dropout=self.dropout.now)
+            y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
         else:
             y = cache.append(self.layer, k, v).attend(q, cache.first, q.shape[3] ** -0.5)
         return self.dropout(self.out_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]

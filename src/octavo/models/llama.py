@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.models.cache import KVCache, causal_attention
 from octavo.models.decoder import Decoder, Dropout
 from octavo.nn import NormLinear, SwiGLU
+from octavo.nn.quantized_attention import GradientScales
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -166,6 +167,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, kv_width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
         self.dropout = Dropout(config.dropout)
+        self.fp8_gradients: GradientScales | None = None  # set by `octavo.nn.use_fp8_attention`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections: q [B, T, width], k and v [B, T, kv_width]."""
@@ -176,7 +178,7 @@ class Attention(nn.Module):
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B, T, n, d]
         q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [B, n, T, d]
         if cache is None:
-            y = causal_attention(q, k, v, dropout=self.dropout.now)
+            y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
         else:
             y = cache.append(self.layer, k, v).attend(q, cache.first, self.head_dim**-0.5)
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]

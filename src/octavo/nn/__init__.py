@@ -1,5 +1,6 @@
 """Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
 
+from octavo.nn.attention_precision import use_bf16_attention, use_fp8_attention
 from octavo.nn.conversion import convert
 from octavo.nn.conversion_report import Conversion
 from octavo.nn.delayed import load_scale_state, scale_state, update_scales
@@ -34,4 +35,6 @@ __all__ = [
     "seed_scales",
     "select_linears",
     "update_scales",
+    "use_bf16_attention",
+    "use_fp8_attention",
 ]

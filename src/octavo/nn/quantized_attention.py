@@ -16,12 +16,17 @@ from octavo.nn.layer_limits import differentiable_once
 from octavo.numerics.formats import E4M3
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
 
+SHORTEST = 2048  # tokens of a text from which on it is faster than BF16
 HEADROOM = 4.0  # E4M3 is as dense in each binade, so that room costs little
 DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
 class GradientScales(nn.Module):
     """The scales of the gradients of one attention.
+
+    Args:
+        device: of the scales.
+        shortest: tokens of a text from which on the attention runs in E4M3.
 
     Attributes:
         amax: float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the
@@ -30,9 +35,23 @@ class GradientScales(nn.Module):
 
     amax: Tensor
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device | str | None = None, shortest: int = SHORTEST) -> None:
         super().__init__()
+        self.shortest = shortest
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As in `nn.Module`. A model on the meta device is given memory (`to_empty`) that is not zero."""
+        was_meta = self.amax.is_meta
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.amax.is_meta:
+            self.amax.zero_()
+        self.amax = self.amax.float()  # `model.bfloat16()` casts buffers
+        return result
+
+    def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
+        """Whether the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
+        return not dropout and k.shape[2] == q.shape[2] >= self.shortest
 
     def scales(self, expected: Tensor) -> Tensor:
         """float32 [3]; `expected` are the largest magnitudes to expect without earlier passes."""

@@ -20,7 +20,7 @@ from octavo.train.config import Config, ConfigError
 _ATTENTION = [
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-]
+] + [torch.ops.octavo.fp8_attention.default]
 _GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.octavo.scaled_mm.default]
 
 

@@ -42,6 +42,7 @@ from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, 
 from octavo.train.tables import (
     FORMER,
     ActivationCheckpointing,
+    AttentionSettings,
     Compile,
     ExpertSettings,
     LossSettings,
@@ -83,6 +84,7 @@ class Config:
     calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
+    attention: AttentionSettings = table(AttentionSettings)
 
     # Data
     data: tuple[str, ...] = setting(("stdlib",), "text: stdlib, files, folders, globs, hf:DATASET", SOME)
@@ -167,8 +169,7 @@ class Config:
     @property
     def derived(self) -> frozenset[str]:
         """The names of the settings that follow from others."""
-        found: frozenset[str] = vars(self)["_derived"]
-        return found
+        return vars(self)["_derived"]  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Self:

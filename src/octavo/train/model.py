@@ -13,7 +13,7 @@ from torch import nn
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import Conversion, convert
+from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.nn.backends import choose_recipe
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
@@ -49,13 +49,13 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
 
 
 def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
-    """Convert the linear layers of `model` to the recipe of `config`; returns the report.
+    """Convert the linear layers and the attention of `model` as `config` says; returns the report.
 
     Args:
         device: where a model that is on the meta device will run.
         shares: the processes that divide a micro-batch among themselves.
     """
-    return convert(
+    report = convert(
         model,
         chosen_recipe(config, next(model.parameters()).device if device is None else device),
         skip=config.skip,
@@ -64,6 +64,9 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
         only_if_faster=config.only_if_faster,
         tokens=config.batch // shares * config.context,
     )
+    if config.attention.precision == "fp8":
+        use_fp8_attention(model, shortest=config.attention.shortest, device=device)
+    return report
 
 
 def chosen_recipe(config: Config, device: torch.device) -> Recipe:

@@ -1,5 +1,5 @@
-"""The tables of settings: `[experts]`, `[loss]`, `[optimizer]`, `[compile]`, `[activation_checkpointing]`, `[parallel]`
-and `[watch]`."""
+"""The tables of settings: `[attention]`, `[experts]`, `[loss]`, `[optimizer]`, `[compile]`,
+`[activation_checkpointing]`, `[parallel]` and `[watch]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +24,14 @@ class Parallel:
     )
     async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
     timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """The precision of the causal attention, forward and backward (`octavo.nn.use_fp8_attention`)."""
+
+    precision: str = setting("bf16", "bf16, or fp8: long texts attend in E4M3 (extra cudnn)", choices=("bf16", "fp8"))
+    shortest: int = setting(2048, "tokens of a text from which on attention runs in FP8", POSITIVE)
 
 
 @dataclass(frozen=True)
