@@ -98,7 +98,7 @@ def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tens
         all data is NaN.
     """
     check_matrix("quantize_scaled", x)
-    data, amax = _quantize_scaled(x, scale, cast.format, _seed(x, cast))
+    data, amax = _quantize_scaled(x, scale.float(), cast.format, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, TENSOR), amax
 
 

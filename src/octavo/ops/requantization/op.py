@@ -42,8 +42,8 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, 
 
     Args:
         tensors: [M_i, K], the matrices that were quantized.
-        scale: float32, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's granularity.
-            Numbers beyond the format's max saturate.
+        scale: float32 or E8M0, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's
+            granularity. Numbers beyond the format's max saturate.
         cast: the cast of the earlier call, by row, tensor or square block, rounded to nearest.
         after: as in `transpose`.
 
@@ -57,7 +57,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, 
     if scale.shape != cast.granularity.scale_shape((total, k)):
         shapes = [list(x.shape) for x in tensors]
         raise ValueError(f"need the scales of {shapes} by {cast.granularity.name}, got scales {list(scale.shape)}")
-    result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale, after)
+    result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale.float(), after)
     return result
 
 
