@@ -100,21 +100,13 @@ def test_what_is_not_finite_stays_so_and_the_smallest_scale_is_a_number(pair, m)
     assert y[:-1].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("pair", "m", "name"),
-    [
-        ("group64", 256, "triton"),
-        ("mx", 256, "triton"),
-        ("strip-square", 8, "triton"),
-        ("strip-square", 256, "cublaslt"),
-    ],
-)
-def test_the_operation_takes_it_where_the_backend_says_so(pair, m, name):
+@pytest.mark.parametrize(("pair", "m"), [("group64", 256), ("mx", 256), ("strip-square", 8)])
+def test_the_operation_runs_on_it(pair, m):
     a, b = (on_gpu(q) for q in operands(pair, m, 512, 256))
     e8m0 = pair == "mx"
     found = find_backend(a.data.device, a.granularity, b.granularity, ("e4m3", "e4m3"), (m, 256), e8m0=(e8m0, e8m0))
-    assert found.name == name
-    assert torch.equal(scaled_mm(a, b), product(a, b)) == (name == "triton")
+    assert found.name == "triton"
+    assert torch.equal(scaled_mm(a, b), product(a, b))
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
