@@ -4,6 +4,7 @@
 """
 
 FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")
+ATTENTIONS = ("bf16", "fp8")
 CACHES = ("bf16", "fp8")  # of octavo plan
 GGUF_WEIGHTS = ("q8_0", "f16")
 GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "l40s", "rtx5090", "mi300x", "mi355x")
@@ -18,8 +19,9 @@ SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "
 SETTINGS = (
     "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",
     "rope-theta", "experts.count", "experts.top-k", "experts.shared-width", "experts.balance",
-    "recipe", "skip", "bf16-gemms", "calibration", "only-if-faster", "emulate", "data", "tokenizer", "vocabulary",
-    "sampling", "validation-fraction", "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate",
+    "recipe", "skip", "bf16-gemms", "calibration", "only-if-faster", "emulate",
+    "attention.precision", "attention.shortest", "data", "tokenizer", "vocabulary", "sampling", "validation-fraction",
+    "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate",
     "schedule", "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
     "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
     "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",

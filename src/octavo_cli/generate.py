@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo_cli.choices import KV_CACHES
+from octavo_cli.choices import ATTENTIONS, KV_CACHES
 from octavo_cli.display import progress, say
 from octavo_cli.opened import SOURCE_HELP, open_source
 from octavo_cli.options import AsJson, Device, Step
@@ -54,6 +54,13 @@ def generate_command(
             help=f"Dtype of keys and values: {', '.join(KV_CACHES)}. auto is fp8 for a folder with scales for it.",
         ),
     ] = "auto",
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU.",
+        ),
+    ] = "bf16",
     step: Step = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -87,13 +94,20 @@ def generate_command(
         raise ValueError(f"--count and --batch must be at least 1, got {count} and {batch}")
     if kv_cache not in KV_CACHES:
         raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
+    if attention not in ATTENTIONS:
+        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
     texts = [Text(each) for each in read_prompts(prompt, file)]
     with progress("reading the model"):
         opened = open_source(source, step, device)
     longest = tokenize(texts, opened.tokenizer, opened.context)
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         engine = open_engine(
-            opened.model, context=opened.context, tokens=longest + count, kv_cache=kv_cache, kv_scales=opened.kv_scales
+            opened.model,
+            context=opened.context,
+            tokens=longest + count,
+            kv_cache=kv_cache,
+            kv_scales=opened.kv_scales,
+            attention=attention,
         )
         if opened.device.type == "cuda":
             with progress("compiling kernels"):

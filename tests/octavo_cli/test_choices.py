@@ -4,6 +4,7 @@ from octavo import FORMATS, PRESETS
 from octavo.artifact.packed.layouts import LAYOUTS
 from octavo.artifact.packed.scheme import SCHEMES
 from octavo.generation.engine import AUTO
+from octavo.generation.prompt_attention import ATTENTIONS
 from octavo.gguf.export import WEIGHTS
 from octavo.kv_cache.layer import DTYPES
 from octavo.plan.hardware import known_gpus
@@ -16,6 +17,7 @@ from octavo_cli import choices
 
 def test_help_lists_what_the_library_takes():
     assert tuple(FORMATS) == choices.FORMATS
+    assert ATTENTIONS == choices.ATTENTIONS
     assert tuple(CACHE_BYTES) == choices.CACHES
     assert tuple(known_gpus()) == choices.GPUS
     assert tuple(WEIGHTS) == choices.GGUF_WEIGHTS

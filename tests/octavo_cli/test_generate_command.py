@@ -155,6 +155,7 @@ def test_a_text_may_exceed_the_sliding_window_of_the_model(octavo, tmp_path, cou
         (("--repetition-penalty", 0), "repetition_penalty must be above 0"),
         (("--count", 0), "--count and --batch must be at least 1, got 0 and 16"),
         (("--batch", 0), "--count and --batch must be at least 1, got 200 and 0"),
+        (("--attention", "fp4"), "--attention must be one of bf16, fp8, got 'fp4'"),
         (("--kv-cache", "fp4"), "--kv-cache must be one of auto, bf16, fp8, int8, got 'fp4'"),
         (("--file", "prompts.txt"), "--prompt and --file both give prompts"),
     ],

@@ -15,7 +15,13 @@ from octavo.kv_cache.model import Pairs, UnservedError
 
 
 def open_engine(
-    model: Any, *, context: int, tokens: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None
+    model: Any,
+    *,
+    context: int,
+    tokens: int,
+    kv_cache: str = AUTO,
+    kv_scales: Pairs | None = None,
+    attention: str = "bf16",
 ) -> Engine:
     """An engine for texts of up to `tokens` tokens.
 
@@ -23,14 +29,14 @@ def open_engine(
     sliding window of the model, for example.
 
     Args:
-        model, context, kv_cache, kv_scales: see `Engine`.
+        model, context, kv_cache, kv_scales, attention: see `Engine`.
         tokens: of the longest text, its prompt included. It may exceed the context.
 
     Raises:
         UnservedError: our cache does not serve the attention of the model, and `kv_cache` asks for it.
         ValueError: the dtype is unknown, or the scales do not fit.
     """
-    engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales)
+    engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     try:
         make_forward(model, 1, engine.dtype, engine.scales)
     except UnservedError:
