@@ -17,6 +17,7 @@ from bench.report import (
     accuracy,
     experts,
     generation,
+    gpus,
     parity,
     performance,
     plan,
@@ -37,6 +38,7 @@ PAGES = {
     "performance": (generation, performance, parity, experts, weight_only),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
+    "gpus": (gpus,),
 }  # the modules of their tables
 # Pages that exist once a benchmark has run: the beginning of its results' names, and the modules of the tables.
 LATER = {

@@ -1,7 +1,7 @@
-"""What PyTorch's `scaled_mm` does on each GPU, as recorded in dispatch.json.
+"""The GEMMs of PyTorch's `scaled_mm` on each GPU, recorded in dispatch.json.
 
-A machine here has a Hopper at most. For the other architectures the lines of the file come from PyTorch's sources and
-binaries, which each line names, and nothing of theirs was measured. A line is either a GEMM or a refusal:
+Octavo's tests run on Hopper GPUs. For the other architectures the lines come from PyTorch's sources and binaries, which
+each line names, and nothing is measured. A line is either a GEMM or a refusal:
 
     gpus                 keys of `octavo.ops.gpu_architecture`; hopper_cuda_12.8: PyTorch is built for CUDA < 12.9
     scales               of a and b: granularity, and "e8m0" for scales that are not float32
