@@ -83,7 +83,7 @@ def recipes(found: Result) -> Iterator[str]:
 
 
 def worse(row: Result) -> bool:
-    """Whether a run diverged, or the interval of the gap lies above zero."""
+    """True if a run diverged, or if the interval of the gap lies above zero."""
     low = row["gap"]["interval"][0] if row["gap"] and row["gap"]["interval"] else 0.0
     return bool(row["diverged"]) or low > 0
 
@@ -115,7 +115,7 @@ def reason(found: Result, name: str | None, wish: str) -> str:
 
 
 def recipe_default(results: dict[str, Result]) -> str:
-    """Whether the default is the fastest recipe of those whose loss is not shown to be above BF16's."""
+    """A sentence on the default beside the faster recipes whose loss is not shown to be above BF16's."""
     found = results["recipes"]
     timed = measured(found, "speed", DEFAULT)
     if DEFAULT not in found["recipes"] or timed is None:
@@ -158,7 +158,7 @@ def recipe_resolution(results: dict[str, Result]) -> str:
         lines.append(f"The gap of the control is {control['mean']:+.3%} (95 % interval {interval(control)}).")
     if found["bf16"]["spread"] is not None:
         lines.append(f"BF16's own losses have a standard deviation of {found['bf16']['spread']:.2%} over seeds.")
-    return " ".join(lines)
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def half(gap: Result | None) -> float | None:
@@ -183,6 +183,7 @@ def recipe_setting(results: dict[str, Result]) -> str:
     if speed := found["speed"]:
         lines.append(
             f"- *Speed* and *peak memory*: {speed['layers']} blocks of Llama-3-8B's shape, {speed['width']:,} wide, "
-            f"{speed['tokens']:,} tokens, BF16 weights, forward and backward, each block compiled. {machine(speed)}"
+            f"{speed['tokens']:,} tokens, plain modules, BF16 weights, forward and backward, each block compiled. "
+            f"{machine(speed)}"
         )
     return "\n".join(lines)

@@ -84,6 +84,6 @@ def recipe_of(name: str) -> Recipe:
 
 
 def implementations(name: str, device: torch.device) -> dict[str, str]:
-    """What computes y, dx and dw on `device`: the name of a backend, "bf16" or "emulated"."""
+    """The backends of y, dx and dw on `device`; "bf16" for a GEMM without casts, and "emulated" where there is none."""
     backends = gemm_backends(VARIANTS[name].recipe, device)
     return {gemm: "emulated" if backends[gemm].name == "none" else backends[gemm].name for gemm in GEMMS}
