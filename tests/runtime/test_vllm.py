@@ -47,6 +47,10 @@ def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
         ("llama", {"scheme": "static", "layout": "modelopt", "kv_cache": "fp8"}),
         ("llama", {"scheme": "static", "layout": "autofp8"}),
         ("llama", {"scheme": "tensor", "layout": "autofp8"}),
+        ("mixtral", {"scheme": "channel"}),
+        ("qwen3moe", {"scheme": "channel", "experts": True}),
+        ("mixtral", {"scheme": "channel", "experts": True}),
+        ("qwen3moe", {"scheme": "static", "experts": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -65,6 +69,13 @@ def test_its_speed_is_measured(made: Folders) -> None:
     rates = {row["way"]: row["tokens_per_second"] for row in found["rows"]}
     assert rates["vLLM, packed"] > 0, found["starts"]
     assert rates["vLLM, BF16"] > 0, found["starts"]
+
+
+def test_experts_with_one_scale_a_matrix_and_dynamic_inputs_are_refused(made: Folders, tmp_path: Path) -> None:
+    folder = made("mixtral", scheme="tensor", experts=True)
+    said = vllm_says(folder, made("mixtral"), tmp_path / "found.json")
+    assert said["outcome"] == "failed"
+    assert said["note"].startswith("AssertionError")
 
 
 @pytest.mark.parametrize("scheme", ["group32", "group128"])

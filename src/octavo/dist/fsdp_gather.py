@@ -16,6 +16,7 @@ from octavo.dist.fusion import fused_modules, unfusing_units
 from octavo.dist.gather_report import GatherReport, GatherRow
 from octavo.dist.shard_cache import ShardCache
 from octavo.dist.sharded_weight import ShardedWeight, WeightStack
+from octavo.nn.expert_conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 
 
@@ -51,8 +52,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         ValueError: no layer of `model` is converted, `fully_shard` was not called, the model has run already, or a unit
             of FSDP2 gathers weights that a module outside of the unit reads.
     """
-    layers = _converted_layers(model)
-    units = sharded_weights(model)
+    layers, stacks = _converted_layers(model), _expert_stacks(model)
+    _check_ready(model, converted=bool(layers or stacks))
+    sharded = sharded_weights(model)
+    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
     modules = fused_modules(model)
     unfused = unfusing_units(model, modules, units)
     reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
@@ -60,7 +63,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         _agree(module.stacked, reasons, layers)
     cache = ShardCache(model)
     weights = {
-        layer: ShardedWeight(layer, units[layer], cache.prepare)
+        layer: ShardedWeight(layer, "weight", units[layer], cache.prepare)
         for layer, reason in reasons.items()
         if not reason and isinstance(layer, Linear)
     }
@@ -70,17 +73,29 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             stack = WeightStack(parts, [module.cache])
             for part in parts:
                 part.stack = stack
-    cache.fill(tuple(weights.values()))
-    rows = (GatherRow(name, "wide" if reasons[layer] else "fp8", reasons[layer]) for layer, name in layers.items())
+    why = {name: reasons[layer] for layer, name in layers.items()}
+    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    of_experts = [ShardedWeight(*stack, sharded[stack], cache.prepare) for name, stack in stacks.items() if not why[name]]
+    cache.fill((*weights.values(), *of_experts))
+    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
     return GatherReport(tuple(rows), unfused)
 
 
 def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
-    """The converted layers of a model that is ready for `fp8_all_gather`, and their names."""
+    """The converted layers of a model, and their names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp8_all_gather takes a torch.nn.Module, got {model!r}: pass the model itself")
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
-    if not layers:
+    return {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
+
+
+def _expert_stacks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The stacks of experts' matrices that run in FP8, each its module and its name there, by their names."""
+    names = computed_stacks(model)
+    return {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+
+
+def _check_ready(model: nn.Module, *, converted: bool) -> None:
+    if not converted:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
     if not any(is_unit(module) for module in model.modules()):
         raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
@@ -89,7 +104,6 @@ def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
             "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
             "before the first forward pass"
         )
-    return layers
 
 
 def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
@@ -101,6 +115,11 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
             reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
 
 
+def _wide_stack_reason(unit: UnitWeight | None) -> str:
+    """Why a stack of experts' matrices is gathered wide, or ""; each of its ranks has whole matrices."""
+    return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+
+
 def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
     """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
     recipe = layer.recipe
@@ -108,10 +127,8 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
     if not isinstance(layer, Linear):
         return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
-    if unit is None:
-        return "fully_shard was not called on a module that holds it"
-    if unit.reason:
-        return unit.reason
+    if unit is None or unit.reason:
+        return _wide_stack_reason(unit)
     if recipe.w is None or recipe.y is None or recipe.dx is None:
         return f"the recipe {recipe.name} reads the weight in high precision"
     if recipe.rotate:

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 @dataclass(frozen=True)
 class UnitWeight:
-    """The weight of a layer that FSDP2 shards.
+    """A weight that FSDP2 shards.
 
     Args:
         unit: the name of the FSDP unit that gathers it.
         group: the same for weights that are gathered together.
-        rows: of the gathered weight.
+        rows: of the gathered weight; matrices of a stack.
         shard_rows: that each rank sends; those of the last ranks may be padding.
         world: the number of ranks over which it is sharded.
         reason: why FSDP2 cannot gather it in eight bits; "" where it can.
@@ -43,21 +43,20 @@ def has_run(model: nn.Module) -> bool:
     return any(getattr(unit._get_fsdp_state(), "_is_root", None) is not None for unit in units)
 
 
-def sharded_weights(model: nn.Module) -> dict[nn.Module, UnitWeight]:
-    """The modules of `model` whose parameter `weight` FSDP2 shards."""
+def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]:
+    """The parameters of `model` that FSDP2 shards, each by its module and its name there."""
     found = {}
     for unit, group in _groups(model):
         for parameter in group.fsdp_params:
             info = parameter._module_info
-            if info.param_name == "weight":
-                found[info.module] = UnitWeight(
-                    unit,
-                    id(group),
-                    parameter._orig_size[0],
-                    parameter.padded_sharded_param_size[0],
-                    getattr(parameter.mesh_info, "shard_mesh_size", 1),
-                    _reason(group, parameter),
-                )
+            found[info.module, info.param_name] = UnitWeight(
+                unit,
+                id(group),
+                parameter._orig_size[0],
+                parameter.padded_sharded_param_size[0],
+                getattr(parameter.mesh_info, "shard_mesh_size", 1),
+                _reason(group, parameter),
+            )
     return found
 
 

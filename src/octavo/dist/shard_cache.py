@@ -50,7 +50,7 @@ class ShardCache:
         self.weights, self.quantizer = weights, ShardQuantizer(weights)
         for weight in weights:
             weight.attach()
-            weight.layer.register_state_dict_pre_hook(self.note_state_dict)  # type: ignore[no-untyped-call]
+            weight.layer.register_state_dict_pre_hook(self.note_state_dict)
 
     def note_state_dict(self, *_: Any) -> None:
         self.exposed = True

@@ -1,7 +1,8 @@
 """Quantizing the rows of a rank, to the bytes and scales that one rank makes of the whole weight.
 
 All weights of one size are quantized in two launches, and one all-reduce (MAX) of one number a weight serves all
-(`octavo.dist.shard_group`). Square blocks need nothing of other ranks.
+(`octavo.dist.shard_group`). Square blocks and stacks of matrices, which are sharded between matrices, need nothing of
+other ranks.
 """
 
 from collections import defaultdict
@@ -15,7 +16,8 @@ from torch import Tensor
 from octavo.dist.shard_group import ShardGroup
 from octavo.dist.sharded_weight import ShardedWeight
 from octavo.numerics.granularity import ROW, TENSOR
-from octavo.ops import quantize
+from octavo.numerics.qtensor import QTensor
+from octavo.ops import quantize, quantize_matrices
 
 ProcessGroups = tuple[Any, ...]
 
@@ -24,23 +26,23 @@ class ShardQuantizer:
     """Quantizes the rows of this rank of many weights. The memory of the results stays the same."""
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
-        self.in_blocks = [weight for weight in weights if weight.cast.granularity not in (ROW, TENSOR)]
-        self.by_row = [weight for weight in weights if weight.cast.granularity in (ROW, TENSOR)]
+        self.alone = [weight for weight in weights if weight.is_alone]
+        self.together = [weight for weight in weights if not weight.is_alone]
         self.groups: list[tuple[ShardGroup, ProcessGroups, ProcessGroups]] = []
 
     @torch.no_grad()
     def has_changed(self) -> bool:
         """Whether a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        blocks = ((weight.data, quantize(weight.local, weight.cast).data) for weight in self.in_blocks)
+        alone = ((weight.data, _quantize(weight).data) for weight in self.alone)
         return any(group.has_changed() for group, _, _ in self.groups) or any(
-            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in blocks
+            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
         )
 
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all weights again. Every rank must call this."""
         if not self.groups:
-            self.groups = _grouped(self.by_row)
+            self.groups = _grouped(self.together)
         for group, _, _ in self.groups:
             group.measure()
         _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
@@ -49,9 +51,9 @@ class ShardQuantizer:
         _reduce(needed)
         for value, (group, _, _) in zip(largest, self.groups, strict=True):
             group.finish(value)
-        for weight in self.in_blocks:
-            _quantize_blocks(weight)
-        for weight in (*self.by_row, *self.in_blocks):
+        for weight in self.alone:
+            _hold_quantized(weight)
+        for weight in (*self.together, *self.alone):
             weight.key = weight.current_key()
 
 
@@ -82,12 +84,16 @@ def _sharded(weight: ShardedWeight) -> ProcessGroups:
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def _quantize_blocks(weight: ShardedWeight) -> None:
+def _quantize(weight: ShardedWeight) -> QTensor:
     local = weight.local
-    q = quantize(local, weight.cast)
+    return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
+
+
+def _hold_quantized(weight: ShardedWeight) -> None:
+    local, q = weight.local, _quantize(weight)
     if weight.data is None or weight.data.device != local.device:
         rows = weight.unit.shard_rows
-        data = torch.zeros(rows, local.shape[1], dtype=torch.uint8, device=local.device)
+        data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
         scale = torch.ones(weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device)
         weight.hold(data, scale, None)
     assert weight.data is not None

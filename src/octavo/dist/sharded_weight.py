@@ -22,33 +22,33 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.linear import Linear
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import TENSOR
+from octavo.numerics.granularity import ROW, TENSOR
 from octavo.numerics.qtensor import QTensor
 
 _HOOK = "fsdp_pre_all_gather"
 
 
 class ShardedWeight:
-    """The weight of a converted layer.
+    """A weight of a converted layer: [N, K], or the stack [E, N, K] of experts' matrices.
 
     Args:
-        layer: whose weight FSDP2 shards on its rows.
+        layer: whose weight FSDP2 shards on its rows, or a stack on its matrices.
+        leaf: the name of the weight in the layer.
         unit: how FSDP2 shards it.
         prepare: called with this weight before its bytes are sent.
 
     Attributes:
         parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
-        data: the bytes [shard_rows, K] of this rank's rows, uint8; scale: of these rows.
+        data: the bytes [shard_rows, ...] of this rank's rows, uint8; scale: of these rows.
         key: `current_key` when the bytes were made.
     """
 
-    def __init__(self, layer: Linear, unit: UnitWeight, prepare: Callable[[ShardedWeight], None]) -> None:
-        assert layer.recipe.w is not None
-        self.layer, self.unit, self.prepare = layer, unit, prepare
+    def __init__(self, layer: Any, leaf: str, unit: UnitWeight, prepare: Callable[[ShardedWeight], None]) -> None:
+        self.layer, self.leaf, self.unit, self.prepare = layer, leaf, unit, prepare
         self.cast: Cast = layer.recipe.w
         self.history = _history(layer)
         self.stack = WeightStack([self], [])
-        self.parameter: Any = layer.weight
+        self.parameter: Any = getattr(layer, leaf)
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
         self.key: tuple[Any, ...] = ()
@@ -73,7 +73,7 @@ class ShardedWeight:
                 f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "
                 "weight for the recipe that it had: call octavo.convert or octavo.restore before fp8_all_gather"
             )
-        current: Any = self.layer._parameters["weight"]
+        current: Any = self.layer._parameters[self.leaf]
         if current is self.parameter and _HOOK in current._local_tensor.__dict__:
             return
         if isinstance(current, DTensor) and not isinstance(current._local_tensor, GatheredWeight):
@@ -81,6 +81,11 @@ class ShardedWeight:
         local: Any = self.local
         if not hasattr(local, _HOOK):
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._hooks()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the bytes depend on no row of another rank: those of square blocks, and of whole matrices."""
+        return self.cast.granularity not in (ROW, TENSOR) or self.local.ndim == 3
 
     def current_key(self) -> tuple[Any, ...]:
         """Differs from `key` if the weight was written, or its scale has changed, since the bytes were made."""
@@ -92,7 +97,8 @@ class ShardedWeight:
     def hold(self, data: Tensor, scale: Tensor, amax: Tensor | None) -> None:
         """Take the memory from which the all-gather sends."""
         self.data, self.scale = data, scale
-        self.layer.weight_cache.amax = None if self.history is None else amax
+        if self.history is not None:
+            self.layer.weight_cache.amax = amax
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -114,7 +120,7 @@ class ShardedWeight:
                 return None
             scale = outputs[1] if scale is None else scale
             rows = self.unit.rows
-            scale_rows = self.cast.granularity.scale_shape((rows, outputs[0].shape[1]))[0]
+            scale_rows = self.cast.granularity.scale_shape((rows, *outputs[0].shape[1:]))[0]
             data = outputs[0].view(self.cast.fmt.dtype)
             return self.stack.take(self, data[:rows], scale[:scale_rows], dtype)
 
@@ -123,9 +129,10 @@ class ShardedWeight:
         return pre, post_all_gather
 
 
-def _history(layer: Linear) -> Any:
+def _history(layer: Any) -> Any:
     """The amax history of the weight of a layer with the recipe delayed, or None."""
-    return None if layer.histories is None else layer.histories.of("w")
+    histories = getattr(layer, "histories", None)
+    return None if histories is None else histories.of("w")
 
 
 class WeightStack:
@@ -161,7 +168,8 @@ class WeightStack:
             self.refill()
         else:
             self._publish(data, scale, self.caches)
-        self._publish(data, scale, [part.layer.weight_cache])
+        if isinstance(part.layer, Linear):
+            self._publish(data, scale, [part.layer.weight_cache])
         return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned
 
     def refill(self) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.experts_function import experts_mlp
-from octavo.nn.grouped_linear import grouped_call, plain_grouped_linear
+from octavo.nn.grouped_linear import grouped_call, plain_grouped_linear, wide
 from octavo.nn.linear import compute_dtype
 from octavo.ops import Rows, sort_by_expert
 from octavo.recipe import Recipe
@@ -72,6 +72,7 @@ class Experts(nn.Module):
         """The output of `forward` for the experts with the matrices `w_in` and `w_out`."""
         dtype = compute_dtype(x)
         if x.numel() == 0:
+            w_in, w_out = wide(w_in), wide(w_out)
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
         rows = sort_by_expert(index, w_in.shape[0])
         if self.recipe is None:

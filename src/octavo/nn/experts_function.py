@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.grouped_function import GroupedCall, groups_of, multiply, weight_gradient, weights_transposed
+from octavo.nn.grouped_function import (
+    GroupedCall,
+    gathered,
+    groups_of,
+    multiply,
+    quantized,
+    weight_gradient,
+    weights_transposed,
+)
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.ops import (
@@ -28,7 +36,6 @@ from octavo.ops import (
     combine,
     combine_weight_gradient,
     gather_quantize,
-    quantize_matrices,
 )
 
 
@@ -40,7 +47,8 @@ def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tens
         rows: of `octavo.ops.sort_by_expert`.
         w_in, w_out: [E, 2F, K], the rows of gate before those of up, and [E, K, F].
     """
-    out: Tensor = _Experts.apply(x, weight, w_in, w_out, *rows, call)  # type: ignore[no-untyped-call]
+    arguments = x, weight, w_in, w_out, *rows, call, *gathered(w_in), *gathered(w_out)
+    out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -56,16 +64,20 @@ class _Experts(torch.autograd.Function):
         row: Tensor,
         offsets: Tensor,
         call: GroupedCall,
+        in_data: Tensor | None,
+        in_scale: Tensor | None,
+        out_data: Tensor | None,
+        out_scale: Tensor | None,
     ) -> Tensor:
         recipe = call.recipe
         n_q = gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
-        in_q, out_q = quantize_matrices(w_in, recipe.w), quantize_matrices(w_out, recipe.w)
+        in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
         h_q = activation_quantize(u, "swiglu", recipe.x)
         y = multiply(call, recipe.y, h_q, out_q, offsets)  # [M,F] @ [K,F]^T
         ctx.call, ctx.x_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
-        ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, slot, row, offsets)
+        ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
         return combine(y, row, weight.float())
 
     @staticmethod
@@ -73,7 +85,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: GroupedCall = ctx.call
         recipe = call.recipe
-        n_data, u, y, s_n, s_h, s_in, s_out, weight, w_in, w_out, slot, row, offsets = ctx.saved_tensors
+        n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
+        weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), groups_of(offsets, len(slot))
         dweight = combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
@@ -81,15 +94,15 @@ class _Experts(torch.autograd.Function):
             dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=s_out.squeeze(2), group=expert,
             row_scale=m_h * weight.float().view(-1, 1)[slot],
         )  # fmt: skip
-        out_t = weights_transposed(w_out, s_out, recipe.w, g.data)
+        out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = activation_backward(
             dh, u, "swiglu", recipe.dy,
             column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=False, group=expert,
         )  # fmt: skip
         dw_out = weight_gradient(call, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
-        in_t = weights_transposed(w_in, s_in, recipe.w, du.data)
+        in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
         dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
         dw_in = weight_gradient(call, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = combine(dn, row).to(ctx.x_dtype)
-        return dx, dweight, dw_in, dw_out, None, None, None, None
+        return dx, dweight, dw_in, dw_out, *([None] * 8)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall
 from octavo.nn.scale_folding import dx_operand, mantissa
@@ -67,16 +68,34 @@ def groups_of(offsets: Tensor, rows: int) -> Groups:
 
 def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: GroupedCall) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K], differentiable. `offsets` int32 [E]: where each group of rows ends."""
-    y: Tensor = _GroupedLinear.apply(x, w, offsets, call)  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
     return y
+
+
+def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The bytes and scales of matrices that FSDP2 has gathered so; None for others."""
+    return (w.data_bytes, w.scale) if isinstance(w, GatheredWeight) else (None, None)
+
+
+def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) -> QTensor:
+    """The matrices [E, N, K], cast by row, unless they are `gathered`."""
+    return quantize_matrices(w, cast) if data is None or scale is None else QTensor(data, scale, cast.fmt, ROW)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: GroupedCall) -> Tensor:
-        x_q, w_q = quantize(x, call.recipe.x), quantize_matrices(w, call.recipe.w)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        offsets: Tensor,
+        call: GroupedCall,
+        w_data: Tensor | None,
+        w_scale: Tensor | None,
+    ) -> Tensor:
+        x_q, w_q = quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
         ctx.call, ctx.x_dtype = call, x.dtype
-        ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, w, offsets)
+        ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, w, w_data, offsets)
         return multiply(call, call.recipe.y, x_q, w_q, offsets)
 
     @staticmethod
@@ -84,16 +103,16 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: GroupedCall = ctx.call
         recipe = call.recipe
-        x_data, s_x, s_w, w, offsets = ctx.saved_tensors
+        x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
         groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
         g = gather_quantize(dy.contiguous(), recipe.dy, column_scale=s_w.squeeze(2), group=groups.expert, row_scale=m)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w_t = weights_transposed(w, s_w, recipe.w, g.data)
+            w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
             dx = multiply(call, recipe.dx, dx_operand(g, m), w_t, offsets).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(call, g, s_x, s_w, x_data, groups, w.dtype)
-        return dx, dw, None, None
+        return dx, dw, None, None, None, None
 
 
 def multiply(call: GroupedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
@@ -102,10 +121,16 @@ def multiply(call: GroupedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Ten
     return grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
 
 
-def weights_transposed(w: Tensor, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
-    """The bytes of the weights [E, N, K], transposed to [E, K, N], with scales of 1; `after` as in `transpose`."""
+def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
+    """The bytes of the weights [E, N, K], transposed to [E, K, N], with scales of 1; `after` as in `transpose`.
+
+    `w_data` is their bytes where they are `gathered`; else the weights are cast again by the scale `s_w`.
+    """
     e, n, k = w.shape
-    data = requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
+    if w_data is None:
+        data = requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
+    else:
+        data = transpose(w_data.view(e * n, k), None, after)
     ones = torch.ones((e, k, 1), dtype=torch.float32, device=w.device)
     return QTensor(data.view(k, e, n).transpose(0, 1), ones, cast.fmt, ROW)
 

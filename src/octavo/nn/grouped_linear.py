@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.grouped_function import GroupedCall, grouped_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
@@ -67,7 +68,7 @@ class GroupedLinear(nn.Module):
         """
         dtype = compute_dtype(x)
         if x.numel() == 0:
-            return x.to(dtype) @ self.weight[0].to(dtype).t()
+            return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
         if self.recipe is None:
             return plain_grouped_linear(x.to(dtype), self.weight, offsets)
         return grouped_linear(x, self.weight, offsets, grouped_call(self, x, self.weight))
@@ -88,6 +89,11 @@ def grouped_call(layer: Any, x: Tensor, *weights: Tensor) -> GroupedCall:
             "convert them with 'rowwise', or leave them out by skip="
         )
     return GroupedCall(recipe, compute_dtype(x))
+
+
+def wide(w: Tensor) -> Tensor:
+    """The weights as numbers, where FSDP2 has gathered bytes."""
+    return w.dequantize() if isinstance(w, GatheredWeight) else w
 
 
 def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
