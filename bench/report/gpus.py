@@ -7,6 +7,7 @@ from importlib.resources import files
 from bench.report.tables import Result, Row
 from octavo.artifact.packed.scheme import SCHEMES, Scheme
 from octavo.nn.backends import gemm_backends, in_formats_of
+from octavo.ops import find_grouped_backend
 from octavo.ops.gpu_architecture import ARCHITECTURES, GpuArchitecture
 from octavo.recipe import PRESETS, Recipe
 from octavo.runtime.gemm_path import find_gemm
@@ -18,6 +19,8 @@ def recipes_by_gpu(_: dict[str, Result]) -> Iterator[Row]:
     for preset in PRESETS.values():
         if (recipe := preset()).quantized:
             yield {"recipe": f"`{recipe.name}`", **{gpu.name: _recipe_on(gpu, recipe) for gpu in SHOWN}}
+    experts = {gpu.name: find_grouped_backend(gpu, ("e4m3", "e4m3")).name for gpu in SHOWN}
+    yield {"recipe": "stacks of experts, by `rowwise`", **experts}
 
 
 def _recipe_on(gpu: GpuArchitecture, recipe: Recipe) -> str:

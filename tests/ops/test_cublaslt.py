@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import operands, wide, worst_row
-from torch.nn.functional import SwizzleType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.numerics import ROW, TENSOR, Cast
 from octavo.ops import quantize
@@ -93,6 +93,23 @@ def test_order_of_float32_scales(granularity, given, right, shape, stride):
         assert not result.t()[:, given[1] :].any()
     else:
         assert torch.equal(result.reshape(-1), (scale.t() if right else scale).reshape(-1))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="the checks of torch 2.11 refuse the scales that its GEMM needs")
+@pytest.mark.parametrize(("m", "k", "n"), [(256, 512, 384), (5, 96, 40), (130, 272, 48)])
+def test_pytorchs_checks_take_the_scales_of_mx(m, k, n):
+    """On the meta device `scaled_mm` checks the sizes and the swizzling of the scales that NVIDIA's GEMM reads."""
+    cast = Cast(granularity=MX, scale="e8m0")
+    a, b = (quantize(torch.randn(rows, k), cast) for rows in (m, n))
+    tensors = [t.to("meta") for t in (a.data, a.scale, b.data, b.scale)]
+    y = cublaslt.scaled_mm_cublaslt(tensors[0], tensors[1], MX, *tensors[2:], MX, None, torch.float32, False)
+    assert (y.shape, y.dtype) == ((m, n), torch.float32)
+    unswizzled = {"swizzle_a": SwizzleType.NO_SWIZZLE, "swizzle_b": SwizzleType.NO_SWIZZLE}
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.nn.functional.scaled_mm(
+            tensors[0], tensors[2].t(), tensors[1], ScalingType.BlockWise1x32, tensors[3], ScalingType.BlockWise1x32,
+            **unswizzled, output_dtype=torch.bfloat16,
+        )  # fmt: skip
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,7 @@ from octavo.recipe import groupwise, mxfp8
 
 E4M3 = ("e4m3", "e4m3")
 ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
-MI300, MI350 = ARCHITECTURES["mi300"], ARCHITECTURES["mi350"]
+MI300, MI350, RDNA4 = (ARCHITECTURES[key] for key in ("mi300", "mi350", "rdna4"))
 OURS = {"ada": "triton", "hopper": "triton", "blackwell": "triton", "rtx_blackwell": "triton"}
 LIBRARIES = {
     (TENSOR, TENSOR): {"ada": "cublaslt", "hopper": "cublaslt", "blackwell": "cublaslt", "rtx_blackwell": "cublaslt"},
@@ -84,7 +84,9 @@ def test_gpus_that_nothing_was_measured_on_are_marked():
             assert (f"not measured on {gpu.name}" in found.reason) == (key != "hopper")
 
 
-@pytest.mark.parametrize(("gpu", "own", "foreign"), [(MI300, "e4m3fnuz", "e4m3"), (MI350, "e4m3", "e4m3fnuz")])
+@pytest.mark.parametrize(
+    ("gpu", "own", "foreign"), [(MI300, "e4m3fnuz", "e4m3"), (MI350, "e4m3", "e4m3fnuz"), (RDNA4, "e4m3", "e4m3fnuz")]
+)
 def test_amd(gpu, own, foreign):
     for granularity in (TENSOR, ROW):
         assert backend_on(gpu, granularity, granularity, (own, own)).name == "hipblaslt"

@@ -29,7 +29,14 @@ def test_nvidia(capability, key):
 
 @pytest.mark.parametrize(
     ("capability", "key"),
-    [((9, 0), "amd_older"), ((9, 4), "mi300"), ((9, 5), "mi350"), ((11, 0), "amd_other"), ((12, 0), "amd_other")],
+    [
+        ((9, 0), "amd_older"),
+        ((9, 4), "mi300"),
+        ((9, 5), "mi350"),
+        ((11, 0), "amd_other"),
+        ((12, 0), "rdna4"),
+        ((12, 5), "amd_newer"),
+    ],
 )
 def test_amd(capability, key):
     assert architecture_of(capability, amd=True).key == key

@@ -8,6 +8,7 @@ from grouped_examples import SIZES, exact, exact_dw, offsets_of, operands
 
 from octavo.numerics import Cast, QTensor, block
 from octavo.ops import find_grouped_backend, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, quantize_stack
+from octavo.ops.gpu_architecture import architecture_of
 from octavo.recipe import ROW_W
 
 
@@ -86,4 +87,5 @@ def test_bad_operands_are_named():
 def test_only_hopper_has_the_kernel(monkeypatch, capability, formats, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert find_grouped_backend(torch.device("cuda"), formats).name == name
+    assert find_grouped_backend(architecture_of(capability), formats).name == name
     assert find_grouped_backend(torch.device("cpu"), formats).name == "emulated"

@@ -40,6 +40,8 @@ AMD = (
     GpuArchitecture("mi300", "AMD MI300 (gfx942)", (9, 4)),
     GpuArchitecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
     GpuArchitecture("amd_other", "another AMD GPU", (9, 6)),
+    GpuArchitecture("rdna4", "AMD RDNA 4 (gfx120x)", (12, 0)),
+    GpuArchitecture("amd_newer", "an AMD GPU newer than RDNA 4", (12, 1)),
 )
 Place = torch.device | GpuArchitecture  # a GPU that is here, or one that need not be
 ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
