@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.report import (
     accuracy,
+    attention,
     experts,
     generation,
     gpus,
@@ -45,6 +46,7 @@ LATER = {
     "scaling": ("gpu_fsdp_", (scaling,)),
     "pretraining": ("pretrain_", (pretraining,)),
     "vision": ("vision", (vision,)),
+    "attention": ("gpu_attention", (attention,)),
     "recipes": ("recipes", (recipes,)),
 }
 MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
