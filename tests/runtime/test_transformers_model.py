@@ -52,6 +52,8 @@ def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme
 def test_an_unknown_dtype_of_the_cache_is_refused_before_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown dtype 'fp4' of keys and values: choose one of"):
         octavo.load(tmp_path, kv_cache="fp4")
+    with pytest.raises(ValueError, match="attention must be one of bf16, fp8, got 'fp4'"):
+        octavo.load(tmp_path, attention="fp4")
 
 
 def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:

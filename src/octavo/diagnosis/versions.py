@@ -14,7 +14,7 @@ import torch
 from octavo.ops.gpu_architecture import find_architecture
 from octavo.version import __version__
 
-_PACKAGES = ("triton", "transformers", "torchao", "vllm")
+_PACKAGES = ("triton", "transformers", "torchao", "vllm", "nvidia-cudnn-frontend")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
