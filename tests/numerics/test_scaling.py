@@ -9,7 +9,15 @@ from metrics import sqnr
 from octavo.numerics import Cast
 from octavo.numerics.formats import FP8_FORMATS, get_format
 from octavo.numerics.granularity import ROW
-from octavo.numerics.scaling import RULES, SMALLEST_SCALE, History, ceil_power_of_two, scale_from_amax, split_scale
+from octavo.numerics.scaling import (
+    RULES,
+    SMALLEST_SCALE,
+    History,
+    ceil_power_of_two,
+    scale_exponent,
+    scale_from_amax,
+    scale_mantissa,
+)
 from octavo.ops import quantize
 
 E4M3 = get_format("e4m3")
@@ -63,7 +71,7 @@ def test_a_scale_splits_into_mantissa_and_exponent():
     ends = torch.tensor([SMALLEST_SCALE, torch.finfo(torch.float32).max])
     below, above = (torch.nextafter(powers, torch.tensor(limit)) for limit in (0.0, torch.inf))
     scale = torch.cat([powers, above, below[1:], torch.exp2(torch.empty(5000).uniform_(-126, 128)), ends])
-    m, e = split_scale(scale)
+    m, e = scale_mantissa(scale), scale_exponent(scale)
     assert (m.dtype, e.dtype) == (torch.float32, torch.int32)
     assert (m.shape, e.shape) == (scale.shape, scale.shape)
     expected = [math.frexp(s) for s in scale.tolist()]
@@ -76,7 +84,7 @@ def test_a_scale_splits_into_mantissa_and_exponent():
 def test_a_split_scale_keeps_its_shape_and_its_scale():
     scale = scale_from_amax(torch.rand(5, 1), E4M3)
     before = scale.clone()
-    m, e = split_scale(scale)
+    m, e = scale_mantissa(scale), scale_exponent(scale)
     assert (m.shape, e.shape) == ((5, 1), (5, 1))
     m.fill_(0)
     e.fill_(0)

@@ -8,6 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
+from octavo.ops import inductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -55,6 +56,20 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
         noise = (exact.double() - here.double()).square().sum()
         # A value that is not rounded to BF16 between the kernels may quantize to the next code: noise as of FP8 itself.
         assert noise <= exact.double().square().sum() * 10**-2
+
+
+def test_equal_blocks_share_the_trace_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, traced = inductor._trace, []
+    monkeypatch.setattr(inductor, "_trace", lambda *args: traced.append(args) or trace(*args))
+    counts = []
+    for blocks in (2, 4):
+        torch.compiler.reset()
+        model = nn.Sequential(*(Block() for _ in range(blocks))).to("cuda", torch.bfloat16)
+        octavo.convert(model)
+        traced.clear()
+        gradients(model, torch.compile(model), torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16))
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 0
 
 
 def test_dynamic_sizes_call_the_operations() -> None:

@@ -86,7 +86,7 @@ def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
         a, b = operands(pair, 3, 64, 5)
         scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-        yield "scaled_mm", (a.data, b.data, torch.bfloat16, "emulated", *scales, *added, False)
+        yield "scaled_mm", (a.data, b.data, torch.bfloat16, *scales, *added, False, False)
     for kind in attention_oracle.DTYPES:
         q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
         yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)

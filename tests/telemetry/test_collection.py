@@ -10,7 +10,7 @@ from torch import nn
 from watch_oracle import BY_OPERAND, binades, describe, matrix
 
 import octavo
-from octavo.numerics.scaling import split_scale
+from octavo.numerics.scaling import scale_exponent, scale_mantissa
 from octavo.ops import quantize
 from octavo.ops.statistics import FIELD
 from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED
@@ -72,7 +72,7 @@ def test_the_folded_gradient_and_what_its_shift_loses():
     recipe, w = model[0].recipe, model[0].weight.detach()
     x, dy = matrix(T, K, spread=6), matrix(T, N, spread=6, seed=1) * 1e-3
     s_x, s_w = quantize(x, recipe.x).scale, quantize(w, recipe.w).scale
-    m, e = split_scale(s_x)
+    m, e = scale_mantissa(s_x), scale_exponent(s_x)
     factor = (m * s_w.t()).double().numpy()
     g = (dy.double().numpy() * factor).astype(np.float32)
     with octavo.watch(model) as watch:

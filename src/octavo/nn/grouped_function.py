@@ -25,7 +25,7 @@ from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import split_scale
+from octavo.numerics.scaling import scale_exponent
 from octavo.ops import (
     aligned_groups,
     gather_quantize,
@@ -139,7 +139,7 @@ def weight_gradient(
     call: GroupedCall, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
-    exponent = (split_scale(s_x)[1] + split_scale(g.scale)[1]).view(-1)  # [M] of c
+    exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
     lowest = torch.full((s_w.shape[0] + 1,), -(2**30), dtype=torch.int32, device=s_w.device)
     largest = lowest.scatter_reduce(0, groups.group.long(), exponent, "amax")  # [E + 1] of c_max
     shift = largest[groups.group] - exponent

@@ -113,9 +113,12 @@ class FusableLayers(NamedTuple):
 def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
     """The layers, if they can run as one: all converted with the same fusable recipe, and none watched."""
     linears = [module for module in modules if isinstance(module, Linear) and not watched(module)]
-    if len(linears) < len(modules) or not all(linear.recipe == linears[0].recipe for linear in linears):
+    if len(linears) < len(modules):
         return None
-    recipe = linears[0].recipe.fusable
+    first = linears[0].recipe  # mostly that of all layers: torch.compile takes long to trace a comparison of recipes
+    if not all(linear.recipe is first or linear.recipe == first for linear in linears):
+        return None
+    recipe = first.fusable
     return None if recipe is None else FusableLayers(linears, recipe)
 
 

@@ -13,13 +13,13 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import split_scale
+from octavo.numerics.scaling import scale_exponent, scale_mantissa
 from octavo.ops import quantize, requantize_transposed, transpose
 
 
 def mantissa(s_x: Tensor) -> Tensor:
     """m [T, 1] of s_x = m * 2^e: the part of the scale of x that is folded into dy before dy is quantized."""
-    return split_scale(s_x)[0]
+    return scale_mantissa(s_x)
 
 
 def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
@@ -72,7 +72,7 @@ def dw_operand(g: QTensor, s_x: Tensor, s_w: Tensor | None) -> QTensor:
     The scale of g and the exponent of s_x [T, 1] lie along the reduction. Both are powers of two: they move the
     exponents of the bytes.
     """
-    exponent = (split_scale(s_x)[1] + split_scale(g.scale)[1]).view(-1)  # [T] of c
+    exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [T] of c
     largest = exponent.amax()
     h = transpose(g.data, largest - exponent)  # [N,T]
     c_max = torch.exp2(largest.float())

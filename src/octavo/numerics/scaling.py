@@ -64,10 +64,14 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """m in [1, 2) (float32) and e (int32) with scale = m * 2^e, for positive normal float32 scales, from their bits."""
-    bits = scale.view(torch.int32)
-    return ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32), (bits >> 23) - 127
+def scale_mantissa(scale: Tensor) -> Tensor:
+    """m in [1, 2), float32, of scale = m * 2^e, for positive normal float32 scales, from their bits."""
+    return ((scale.view(torch.int32) & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+
+
+def scale_exponent(scale: Tensor) -> Tensor:
+    """e, int32, of scale = m * 2^e, for positive normal float32 scales, from their bits."""
+    return (scale.view(torch.int32) >> 23) - 127
 
 
 @dataclass(frozen=True)

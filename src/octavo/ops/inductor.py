@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS",
 Function = Callable[..., Any]
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
+# The launches of operations, as graphs: those with equal arguments, as in the blocks of a model, share one.
+_launches: WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.fx.GraphModule]] = WeakKeyDictionary()
+_accesses: dict[tuple[Any, ...], Any] = {}  # to the arguments of a kernel, as PyTorch finds them
 
 
 def _never(*args: Any) -> bool:
@@ -122,7 +126,6 @@ def register_lowerings() -> None:
 
 def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool], *args: Any) -> Any:
     """Lower an operation with these arguments: to its launches if it runs kernels, else to the call of it."""
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import process_subgraph_nodes
     from torch._inductor.virtualized import V
 
@@ -132,6 +135,22 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     if not _static(leaves[i] for i in where) or not runs_kernels(*fakes):
         return call(*args)
 
+    known = _launches.setdefault(V.graph, {})
+    key = (call, spec, *(_facts(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    if key not in known:
+        known[key] = _trace(function, leaves, where, spec)
+    launches, inputs = known[key], tree_flatten(args)[0]
+    with _analyses_cached():
+        result = process_subgraph_nodes(launches, [inputs[i] for i in where])
+    for node in launches.graph.nodes:  # as if they had not been lowered: the next equal operation lowers them again
+        V.graph.env.pop(node, None)
+    return result
+
+
+def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -> torch.fx.GraphModule:
+    """The launches of `function` as a graph; its inputs are the tensors among the `leaves` of its arguments."""
+    from torch._inductor.decomposition import select_decomp_table
+
     def run(*tensors: Tensor) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(where, tensors, strict=True))
         return function(*tree_unflatten(filled.values(), spec))
@@ -139,9 +158,11 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     mode = detect_fake_mode(leaves)
     assert mode is not None
     with mode, _kernels_wrapped():
-        launches = make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
-    inputs = tree_flatten(args)[0]
-    return process_subgraph_nodes(launches, [inputs[i] for i in where])
+        return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
+
+
+def _facts(t: Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
 def _static(tensors: Iterable[Tensor]) -> bool:
@@ -156,3 +177,35 @@ def _kernels_wrapped() -> Iterator[None]:
         yield
     finally:
         _lowering = False
+
+
+@contextmanager
+def _analyses_cached() -> Iterator[None]:
+    """Inside, PyTorch finds out once a kernel which arguments it reads and writes, and not twice at each launch.
+
+    For that it translates the kernel to Triton's intermediate representation, which takes some 20 ms.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = ("identify_mutated_tensors", "identify_accessed_tensors")  # of the function until torch 2.12, and from then
+    name = next(name for name in names if hasattr(triton_kernel_wrap, name))
+    analyse = getattr(triton_kernel_wrap, name)
+
+    def analyse_once(kernel: Any, args: dict[str, Any], *rest: Any) -> Any:
+        own = kernel if hasattr(kernel, "params") else kernel.fn  # of an autotuner with one configuration
+        constants = {parameter.name for parameter in own.params if parameter.is_constexpr}
+        key = (id(own), *((name, arg if name in constants else _kind(arg)) for name, arg in args.items()))
+        if key not in _accesses:
+            _accesses[key] = analyse(kernel, args, *rest)
+        return _accesses[key]
+
+    setattr(triton_kernel_wrap, name, analyse_once)
+    try:
+        yield
+    finally:
+        setattr(triton_kernel_wrap, name, analyse)
+
+
+def _kind(arg: Any) -> Any:
+    """All of an argument that decides whether a kernel writes to it."""
+    return None if arg is None else getattr(arg, "dtype", type(arg))

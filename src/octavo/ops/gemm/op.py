@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.formats import format_of
+from octavo.numerics.granularity import Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor
-from octavo.ops.gemm.backend import find_backend, returned_dtype
+from octavo.ops.gemm.backend import Backend, find_backend, returned_dtype
 from octavo.ops.gemm.cublaslt import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.gemm.reference import scaled_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
 
-_find_cached = lru_cache(maxsize=4096)(find_backend)  # torch.compile warns of a cached function and ignores the cache
+_find_cached = lru_cache(maxsize=4096)(find_backend)
 
 
 def scaled_mm(
@@ -48,33 +49,40 @@ def scaled_mm(
     """
     if a.data.ndim != 2 or b.data.ndim != 2 or a.data.shape[1] != b.data.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    formats, size = (a.format.name, b.format.name), (a.data.shape[0], b.data.shape[0])
     if residual is not None:
-        check_tensor("residual", residual, size, out_dtype)
-    e8m0 = a.scale.dtype == torch.float8_e8m0fnu, b.scale.dtype == torch.float8_e8m0fnu
-    find = find_backend if torch.compiler.is_compiling() else _find_cached
-    backend = find(a.data.device, a.granularity, b.granularity, formats, size, e8m0=e8m0)
-    if backend.name == "none" and not emulate:
-        raise RuntimeError(
-            f"no FP8 GEMM here: {backend.reason}. Choose another recipe (`octavo doctor` lists what runs), "
-            "or pass emulate=True to compute it slowly in float32"
-        )
-    name = "emulated" if backend.name == "none" else backend.name
+        check_tensor("residual", residual, (a.data.shape[0], b.data.shape[0]), out_dtype)
     scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-    y: Tensor = _scaled_mm(a.data, b.data, out_dtype, name, *scales, bias, residual, fast_accumulation)
+    y: Tensor = _scaled_mm(a.data, b.data, out_dtype, *scales, bias, residual, fast_accumulation, emulate)
     return y
 
 
+def _backend(
+    a: Tensor, scale_a: Tensor, by_a: Granularity, b: Tensor, scale_b: Tensor, by_b: Granularity
+) -> Backend:  # chosen within the operation, so that torch.compile does not trace the choice
+    formats, size = (format_of(a.dtype).name, format_of(b.dtype).name), (a.shape[0], b.shape[0])
+    e8m0 = scale_a.dtype == torch.float8_e8m0fnu, scale_b.dtype == torch.float8_e8m0fnu
+    return _find_cached(a.device, by_a, by_b, formats, size, e8m0=e8m0)
+
+
 def _inlines(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, backend: str, granularity_a: str, scale_a: Tensor, *rest: Any
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    granularity_a: str,
+    scale_a: Tensor,
+    granularity_b: str,
+    scale_b: Tensor,
+    *rest: Any,
 ) -> bool:
     """Whether Inductor may inline the GEMM: not emulation, and of those with scales along K only our kernel's launches.
 
     The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need.
     """
-    if backend == "triton" and granularity_a not in ("tensor", "row"):
+    by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
+    backend = _backend(a, scale_a, by_a, b, scale_b, by_b).name
+    if backend == "triton" and not by_a.outer:
         return scale_a.dtype == torch.float32 and a.shape[1] % ALIGNMENT == 0
-    return backend != "emulated" and granularity_a in ("tensor", "row")
+    return backend not in ("emulated", "none") and by_a.outer
 
 
 @operation("scaled_mm", _inlines)
@@ -82,7 +90,6 @@ def _scaled_mm(
     a: Tensor,
     b: Tensor,
     out_dtype: torch.dtype,
-    backend: str,
     granularity_a: str,
     scale_a: Tensor,
     granularity_b: str,
@@ -90,8 +97,16 @@ def _scaled_mm(
     bias: Tensor | None,
     residual: Tensor | None,
     fast_accumulation: bool,
+    emulate: bool,
 ) -> Tensor:
     by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
+    found = _backend(a, scale_a, by_a, b, scale_b, by_b)
+    backend = found.name
+    if backend == "none" and not emulate:
+        raise RuntimeError(
+            f"no FP8 GEMM here: {found.reason}. Choose another recipe (`octavo doctor` lists what runs), "
+            "or pass emulate=True to compute it slowly in float32"
+        )
     if backend == "triton":
         from octavo.ops.gemm import block_scaled_kernel, kernel
 
@@ -99,7 +114,7 @@ def _scaled_mm(
         if not by_a.outer:
             return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
         return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
-    if backend == "emulated":
+    if backend in ("emulated", "none"):
         y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)
     else:

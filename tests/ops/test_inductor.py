@@ -1,0 +1,41 @@
+"""What is computed once while a graph with many equal operations is lowered."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+
+from octavo.ops import inductor
+
+FUNCTION = next(
+    name
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11, torch 2.13
+    if hasattr(triton_kernel_wrap, name)
+)
+
+
+def test_a_kernel_is_analysed_once_for_all_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    analysed: list[dict[str, Any]] = []
+
+    def analyse(kernel: object, args: dict[str, Any], descriptors: object) -> list[str]:
+        analysed.append(args)
+        return ["y"]
+
+    monkeypatch.setattr(triton_kernel_wrap, FUNCTION, analyse)
+    monkeypatch.setattr(inductor, "_accesses", {})
+    parameters = [SimpleNamespace(name=name, is_constexpr=name == "BLOCK") for name in ("x", "y", "M", "BLOCK")]
+    kernel = SimpleNamespace(params=parameters)
+    tuned = SimpleNamespace(fn=kernel)  # as a launch with options of the compiler arrives
+    args = {"x": torch.ones(2), "y": torch.ones(2), "M": 2, "BLOCK": 16}
+    with inductor._analyses_cached():
+        launched: Callable[..., Any] = getattr(triton_kernel_wrap, FUNCTION)
+        for each, changes in ((kernel, {}), (tuned, {"x": torch.ones(3), "M": 3}), (kernel, {"y": torch.zeros(9)})):
+            assert launched(each, args | changes, {}) == ["y"]
+        assert len(analysed) == 1
+        for changes in ({"x": None}, {"x": torch.ones(2).half()}, {"BLOCK": 32}):
+            assert launched(kernel, args | changes, {}) == ["y"]
+    assert len(analysed) == 4
+    assert getattr(triton_kernel_wrap, FUNCTION) is analyse
