@@ -49,7 +49,7 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     if mode != "none":
         blocks: Any = find_blocks(model)
         for block in blocks:
-            block.forward = _checkpointed(block.forward, mode)
+            block.forward = _checkpointed(block.forward, _contexts(mode, compiled=config.compile.blocks))
             block.activation_checkpointing = mode  # read by octavo.watch
     if config.compile.blocks:
         for block in find_blocks(model):
@@ -71,13 +71,26 @@ def allow_compilations(count: int) -> None:
     dynamo.recompile_limit += count
 
 
-def _checkpointed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    options: dict[str, Any] = {} if mode == "full" else {"context_fn": _selective}
-
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:  # not a functools.partial, of which Dynamo would compile nothing
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return run
+
+
+def _contexts(mode: str, *, compiled: bool) -> dict[str, Any]:
+    """The argument of `checkpoint` that chooses what is saved.
+
+    Compiled code needs a policy to save nothing too. Without one, PyTorch 2.11 recomputes no operation inside an
+    autograd.Function, and every converted layer is one: its tensors are saved, and no memory is gained.
+    """
+    if mode == "selective":
+        return {"context_fn": _selective}
+    return {"context_fn": _nothing} if compiled else {}
+
+
+def _nothing() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)  # type: ignore[no-untyped-call]
 
 
 def _selective() -> Any:
