@@ -67,3 +67,34 @@ def test_every_gpu_with_fp8_runs_row_and_tensor_scales(preset: str, key: str) ->
     for gradients in ("e4m3", "e5m2"):
         recipe = in_formats_of(gpu, octavo.PRESETS[preset](gradients))
         assert "none" not in {backend.name for backend in gemm_backends(recipe, gpu).values()}
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "recipe", "library"),
+    [
+        ((8, 9), None, "rowwise", "cutlass"),
+        ((12, 0), None, "tensorwise", "cublaslt"),
+        ((9, 4), "7.0", "delayed", "hipblaslt"),
+    ],
+)
+def test_convert_reports_the_library(monkeypatch: pytest.MonkeyPatch, capability, hip, recipe, library) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64))
+    report = octavo.convert(model, recipe, device="cuda")
+    assert report.converted == ["0"]
+    assert report.recipe.name == (f"{recipe}_fnuz" if hip else recipe)
+    assert {backend.name for backend in report.backends.values()} == {library}
+    assert "not measured on" in str(report)
+
+
+def test_convert_on_an_ampere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"cannot run the recipe rowwise .*on Ampere.*emulate=True computes it slowly"):
+        octavo.convert(model, "rowwise", device="cuda")
+    with pytest.raises(ValueError, match="train in BF16 here"):
+        octavo.convert(model, "auto", device="cuda")
+    assert octavo.convert(model, "rowwise", device="cuda", emulate=True).converted == ["0"]

@@ -60,7 +60,7 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
     monkeypatch.setattr(module, "launcher", launcher)
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 128)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
     if hasattr(module, "choose"):
         monkeypatch.setattr(module, "choose", module.choose.__wrapped__)  # without its cache

@@ -1,0 +1,94 @@
+"""The kernels of training, compiled for Ada and RTX Blackwell by ptxas, over wide rows."""
+
+import pytest
+import torch
+from offline_triton import compile_for, on_cpu
+
+from octavo.numerics import ROW, TENSOR, Cast, block, group
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
+
+M, K = 64, 32768
+HALF = torch.bfloat16
+CASTS = [
+    Cast(),
+    Cast("e5m2", scale="pow2"),
+    Cast(relative_floor=2**-8),
+    Cast(granularity=TENSOR),
+    Cast(granularity=group(128)),
+    Cast(granularity=block(128, 128)),
+    Cast(granularity=group(32), scale="e8m0"),
+]
+
+
+@pytest.fixture(params=[89, 120])
+def capability(request) -> int:
+    return request.param
+
+
+def rows(columns: int = K) -> torch.Tensor:
+    return on_cpu(M, columns, dtype=HALF)
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.spec)
+def test_quantization(cast, capability, monkeypatch):
+    from octavo.ops.quantization import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    kernel.quantize(rows(), cast, None, None)
+    assert compiled.fit()
+
+
+def test_quantization_of_a_stored_scale_and_of_transposed_groups(capability, monkeypatch):
+    from octavo.ops.quantization import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    kernel.quantize_scaled(rows(), torch.ones(1, 1), Cast().fmt)
+    kernel.quantize_transposed(rows(), Cast(granularity=group(128)))
+    assert compiled.fit()
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["RMS norm", "layer norm"])
+def test_norm(center, capability, monkeypatch):
+    from octavo.ops.norm import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    x, weight, statistic = rows(8192), torch.ones(8192), torch.ones(M, 1)
+    kernel.norm_quantize(x, x, weight, weight if center else None, 1e-5, Cast(), center, True)
+    kernel.norm_backward(x, x, weight, statistic, statistic, x, center)
+    assert compiled.fit()
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+def test_activation(kind, capability, monkeypatch):
+    from octavo.ops.activation import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    h, ones = rows(14336), torch.ones(M, 1)
+    u = rows(2 * 14336) if kind == "swiglu" else h
+    kernel.activation_quantize(u, kind, Cast())
+    kernel.activation_backward(h, u, kind, Cast(scale="pow2"), torch.ones(14336), ones, Cast(), ones, True, None)
+    assert compiled.fit()
+
+
+def test_transposition_and_requantization(capability, monkeypatch):
+    from octavo.ops.requantization import kernel as requantization
+    from octavo.ops.transposition import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    kernel.transpose(on_cpu(M, 4096), torch.zeros(M, dtype=torch.int32), None)
+    assert compiled.fit()
+    compiled = compile_for(capability, requantization, monkeypatch)
+    requantization.requantize_transposed([rows(4096)], torch.ones(M, 1), Cast().fmt, ROW)
+    assert compiled.fit()
+
+
+def test_permutation(capability, monkeypatch):
+    from octavo.ops.permutation import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    slot = torch.zeros(M, 2, dtype=torch.int32)
+    kernel.gather_quantize(rows(4096), Cast(), slot.view(-1), 2, None, None, None)
+    kernel.combine(rows(4096), slot, torch.ones(M, 2))
+    assert compiled.fit()
