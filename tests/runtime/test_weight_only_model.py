@@ -9,16 +9,20 @@ import pytest
 import torch
 from metrics import distance
 from operation_counts import operations
+from packed_experts import packed_experts, routed
 from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
 
 import octavo
 from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT
+from octavo.nn import Experts
 from octavo.ops import Backend
 from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
 from octavo.packing import pack, unpack
 from octavo.runtime import gemm_path
+from octavo.runtime import packed_experts as packed_experts_module
 from octavo.runtime.gemm_path import find_gemm, input_cast, weight_only_note
+from octavo.runtime.packed_experts import expert_input_cast
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -124,3 +128,27 @@ def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> Non
     note = weight_only_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
     assert note.endswith("inputs that are not quantized: 2 layers of the scheme mx (why: weight-only)")
     assert weight_only_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""
+
+
+def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_experts_module, "input_cast", lambda scheme, device: scheme.inputs)
+    monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("none", "not a Hopper"))
+    weight = torch.empty(4, 32, 64)
+    for scheme in (CHANNEL, TENSORWISE, STATIC):
+        assert expert_input_cast(scheme, weight, CUDA) is None
+        assert expert_input_cast(scheme, weight, CPU) == scheme.inputs
+    assert expert_input_cast(MX, weight, CUDA) == MX.inputs  # one expert after the other
+    monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("cutlass", ""))
+    assert expert_input_cast(CHANNEL, weight, CUDA) == CHANNEL.inputs
+    assert expert_input_cast(CHANNEL, weight[:, :30], CUDA) is None
+
+
+def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:
+    x, index, weight = routed()
+    for scheme in ("channel", "static", "block"):
+        experts, _, _ = packed_experts((scheme, scheme))
+        wide = Experts(4, x.shape[1], 128).bfloat16()
+        with torch.no_grad():
+            wide.gate_up_proj.copy_(experts.gate_up_proj.dequantize(torch.bfloat16))
+            wide.down_proj.copy_(experts.down_proj.dequantize(torch.bfloat16))
+            assert distance(experts(x, index, weight), wide(x, index.clamp(max=3), weight * (index < 4))) < 0.01

@@ -16,9 +16,8 @@ from octavo.artifact.safetensors_files import ShardReader
 from octavo.hf.meta_model import MetaModel
 from octavo.nn.expert_conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.ops import find_grouped_backend
-from octavo.ops.grouped_gemm import ALIGNMENT
-from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, runs_grouped
+from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
+from octavo.words import plural
 
 
 class ExpertLoading:
@@ -45,6 +44,7 @@ class ExpertLoading:
         self._schemes: dict[str, Scheme] = {}  # of the matrices
         self._stacks: dict[str, Scheme] = {}  # of the stacks that run in FP8, by their names in the model
         self._reasons: list[str] = []  # why others do not
+        self._weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
 
     def swap(self, packing: Packing) -> None:
         """Replace each module of experts that runs in FP8 by an empty `PackedExperts`."""
@@ -56,6 +56,10 @@ class ExpertLoading:
             if not reasons:
                 found = {stack: self._schemes[self._parts[stack][0]] for stack in stacks}
                 layers = [PackedGroupedLinear(stacks[stack], scheme) for stack, scheme in found.items()]
+                casts = [
+                    scheme.inputs and expert_input_cast(scheme, stacks[s], self._device) for s, scheme in found.items()
+                ]
+                self._weight_only += [name] if casts != [scheme.inputs for scheme in found.values()] else []
                 self._model.set_submodule(name, PackedExperts(*layers))
                 self._stacks |= found
 
@@ -70,11 +74,6 @@ class ExpertLoading:
         ((name, scheme),) = schemes.items()
         if self._rows(stack, weight) % (scheme.weight.granularity.rows or 1):
             return f"its rows do not divide into the blocks of the scheme {name}"
-        if self._device.type == "cuda" and runs_grouped(scheme):
-            if (backend := find_grouped_backend(self._device, ("e4m3", "e4m3"))).name == "none":
-                return backend.reason
-            if any(size % ALIGNMENT for size in weight.shape[1:]):
-                return f"its stack has sides that are no multiples of {ALIGNMENT}"
         return ""
 
     def _rows(self, stack: str, weight: Tensor) -> int:
@@ -100,7 +99,13 @@ class ExpertLoading:
         return name.rpartition(".")[0] in self._stacks
 
     def widen(self, tensors: dict[str, Tensor]) -> None:
-        """Widen the matrices that do not run in FP8 to BF16, in place."""
+        """Widen the matrices that do not run in FP8 to BF16, in place, and warn of what runs in another way."""
+        if self._weight_only:
+            warnings.warn(
+                f"{self._weight_only[0]} ({plural(len(self._weight_only), 'such layer')}) computes with inputs that are not "
+                f"quantized: {self._device} has no FP8 GEMM for its experts",
+                stacklevel=3,
+            )
         wide = [name for name in self.names if f"{name}.weight" not in self.required]
         for name in wide:
             if (scheme := self._schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:

@@ -34,6 +34,7 @@ from octavo.ops import (
     quantize,
     sort_by_expert,
 )
+from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.recipe import ROW_X
 from octavo.runtime.gemm_path import input_cast
 from octavo.runtime.packed_gradient import wants_gradient
@@ -79,10 +80,7 @@ class PackedGroupedLinear(PackedModule):
 
     @property
     def _input_cast(self) -> Cast | None:
-        """The cast of the input; None if it keeps its dtype, as where the device has no grouped GEMM either."""
-        cast, device = input_cast(self.scheme, self.weight.device), self.weight.device
-        formats = self.scheme.weight.format, self.scheme.weight.format
-        return None if self.is_grouped and find_grouped_backend(device, formats).name == "none" else cast
+        return expert_input_cast(self.scheme, self.weight, self.weight.device)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
@@ -128,6 +126,17 @@ class PackedGroupedLinear(PackedModule):
 def runs_grouped(scheme: Scheme) -> bool:
     """Whether the matrices of `scheme` run as one grouped GEMM."""
     return scheme.weight.granularity in (ROW, TENSOR)
+
+
+def expert_input_cast(scheme: Scheme, weight: Tensor, device: torch.device) -> Cast | None:
+    """The cast of the input of matrices [E, N, K] on `device`; None if it keeps its dtype, as where the device has no
+    grouped GEMM of these sizes."""
+    cast = input_cast(scheme, device)
+    if not runs_grouped(scheme) or device.type != "cuda":
+        return cast
+    aligned = not any(size % ALIGNMENT for size in weight.shape[1:])
+    formats = scheme.weight.format, scheme.weight.format
+    return cast if aligned and find_grouped_backend(device, formats).name != "none" else None
 
 
 def _by_row(data: Tensor, scale: Tensor) -> QTensor:
