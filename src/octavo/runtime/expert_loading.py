@@ -56,10 +56,9 @@ class ExpertLoading:
             if not reasons:
                 found = {stack: self._schemes[self._parts[stack][0]] for stack in stacks}
                 layers = [PackedGroupedLinear(stacks[stack], scheme) for stack, scheme in found.items()]
-                casts = [
-                    scheme.inputs and expert_input_cast(scheme, stacks[s], self._device) for s, scheme in found.items()
-                ]
-                self._weight_only += [name] if casts != [scheme.inputs for scheme in found.values()] else []
+                casts = [expert_input_cast(scheme, stacks[stack], self._device) for stack, scheme in found.items()]
+                if casts != [scheme.inputs for scheme in found.values()]:
+                    self._weight_only.append(name)
                 self._model.set_submodule(name, PackedExperts(*layers))
                 self._stacks |= found
 
@@ -101,9 +100,10 @@ class ExpertLoading:
     def widen(self, tensors: dict[str, Tensor]) -> None:
         """Widen the matrices that do not run in FP8 to BF16, in place, and warn of what runs in another way."""
         if self._weight_only:
+            count = plural(len(self._weight_only), "such layer")
             warnings.warn(
-                f"{self._weight_only[0]} ({plural(len(self._weight_only), 'such layer')}) computes with inputs that are not "
-                f"quantized: {self._device} has no FP8 GEMM for its experts",
+                f"{self._weight_only[0]} ({count}) computes with inputs that are not quantized: {self._device} has no "
+                "FP8 GEMM for its experts",
                 stacklevel=3,
             )
         wide = [name for name in self.names if f"{name}.weight" not in self.required]
