@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall
-from octavo.nn.scale_folding import dx_operand, mantissa
+from octavo.nn.scale_folding import dx_operand, mantissa, quotient
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
@@ -143,7 +143,7 @@ def weight_gradient(
     lowest = torch.full((s_w.shape[0] + 1,), -(2**30), dtype=torch.int32, device=s_w.device)
     largest = lowest.scatter_reduce(0, groups.group.long(), exponent, "amax")  # [E + 1] of c_max
     shift = largest[groups.group] - exponent
-    scale = torch.exp2(largest[:-1].float()).view(-1, 1, 1) / s_w
+    scale = quotient(torch.exp2(largest[:-1].float()).view(-1, 1, 1), s_w)
     h, x_t = transpose(g.data, shift, place=groups.place), transpose(x_data, place=groups.place)
     gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
     return grouped_mm_dw(
