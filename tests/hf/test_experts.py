@@ -131,3 +131,10 @@ def test_packed_experts_of_others_are_listed_and_run_in_bf16(made: Folders, tmp_
     assert report.ok, [str(finding) for finding in report.findings]
     unpack(folder, tmp_path / "plain")
     assert outputs(open_theirs(tmp_path / "plain")).equal(outputs(reference))
+
+
+def test_more_experts_a_token_than_there_are_is_an_error(made: Folders, tmp_path: Path) -> None:
+    config = json.loads((made("mixtral") / "config.json").read_text()) | {"num_experts_per_tok": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=r"config\.json: num_experts_per_tok must be at most .*, got 5 of 4"):
+        open_source(tmp_path)

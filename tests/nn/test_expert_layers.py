@@ -97,6 +97,18 @@ def test_no_tokens(recipe):
     assert not module.down_proj.grad.any()
 
 
+@pytest.mark.parametrize("recipe", [None, rowwise()], ids=["bf16", "rowwise"])
+@pytest.mark.parametrize("nowhere", [False, True], ids=["rows of zeros", "no rows"])
+def test_groups_of_zeros_everywhere_give_zeros(recipe, nowhere):
+    module, (x, index, weight, dy) = experts(recipe), given()
+    x = torch.zeros_like(x).requires_grad_() if not nowhere else x
+    found = results(module, x, torch.full_like(index, E) if nowhere else index, weight, dy)
+    assert all(t.isfinite().all() for t in found)
+    y, dx, dweight, *dw = found
+    assert not any(t.any() for t in (y, dweight, *dw))
+    assert not (nowhere and dx.any())
+
+
 def test_index_and_weights_must_match():
     module, (x, index, weight, _) = experts(), given()
     with pytest.raises(ValueError, match=r"got \[40, 2\] and \[40, 1\]"):

@@ -109,5 +109,14 @@ def test_experts_of_unequal_shapes_are_named(linears, message):
         GroupedLinear.from_linears(linears)
 
 
+@pytest.mark.parametrize("recipe", [None, rowwise()], ids=["bf16", "rowwise"])
+def test_each_group_needs_an_offset(recipe):
+    layer = GroupedLinear(3, 32, 16)
+    layer.recipe = recipe
+    for offsets in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"offsets must be torch.int32 \[3\], got"):
+            layer(torch.randn(8, 32), offsets)
+
+
 def test_it_is_shown_with_its_recipe():
     assert repr(layer(2, rowwise())) == f"GroupedLinear(groups=2, in_features={K}, out_features={N}, recipe=rowwise)"

@@ -127,6 +127,10 @@ def test_an_unknown_architecture_gets_the_nearest_one():
         ("{", "must be JSON"),
         ("[]", "must be a JSON object"),
         ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
+        (
+            '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}',
+            "num_experts_per_tok must be at most the number of experts, got 9 of 8",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, message):

@@ -20,6 +20,8 @@ from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
 from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
+
 
 @dataclass(frozen=True, eq=False)
 class MetaModel:
@@ -90,7 +92,8 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     (`octavo.hf.gpt2_as_opt`).
 
     Raises:
-        ArtifactError: transformers does not implement the model, or the context is not stated.
+        ArtifactError: transformers does not implement the model, the context is not stated, or tokens run through more
+            experts than there are.
         ImportError: transformers is not installed.
     """
     where = folder / "config.json"
@@ -101,6 +104,7 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
             f"{where} has the model_type {kind!r}, which transformers {transformers.__version__} does not implement, "
             "and octavo runs no code of a model folder (auto_map): upgrade transformers, or use another model"
         )
+    check_expert_counts(config, str(where))
     settings: Any = copy.deepcopy(dict(config)) | {"name_or_path": str(folder)}  # transformers edits what it is given
     described = transformers.AutoConfig.for_model(**settings)
     named = [getattr(transformers, name, None) for name in described.architectures or ()]
@@ -113,6 +117,16 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
         else:
             model = transformers.AutoModelForCausalLM.from_config(described, dtype=UNQUANTIZED_DTYPE)
     return MetaModel(model.eval(), config, context, expert_files(model))
+
+
+def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
+    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
+    used = config.get("num_experts_per_tok")
+    if count is not None and isinstance(used, int) and used > max(count, 1):
+        raise ArtifactError(
+            f"{where}: num_experts_per_tok must be at most the number of experts, got {used} of {count}"
+        )
 
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:

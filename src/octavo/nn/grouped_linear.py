@@ -11,6 +11,7 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.grouped_function import GroupedCall, grouped_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
+from octavo.ops.checks import check_tensor, eager_check
 from octavo.recipe import Recipe
 
 # PyTorch's grouped GEMM in FP8 is slower than that in BF16 where a matrix has a shorter side, as 768 x 2048 (H200,
@@ -65,7 +66,11 @@ class GroupedLinear(nn.Module):
         Args:
             offsets: int32 [E] on the device of x, where each group of rows ends. A group may be empty. Rows from
                 offsets[-1] on have any numbers in y.
+
+        Raises:
+            ValueError: `offsets` is not int32 [E].
         """
+        check_offsets(offsets, self.weight.shape[0])
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
@@ -77,6 +82,11 @@ class GroupedLinear(nn.Module):
         e, n, k = self.weight.shape
         recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
         return f"groups={e}, in_features={k}, out_features={n}{recipe}"
+
+
+@eager_check
+def check_offsets(offsets: Tensor, groups: int) -> None:
+    check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
 def grouped_call(layer: Any, x: Tensor, *weights: Tensor) -> GroupedCall:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from octavo.hf.meta_model import check_expert_counts
 from octavo.plan.architecture import Architecture, Attention, Block, Layer
 
 Fields = Mapping[str, Any]
@@ -28,6 +29,7 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
             f"{name}: model_type must be one of {', '.join(FAMILIES)}; got {kind!r}: {advice}write a config.json with "
             "the sizes of the model and one of these types"
         )
+    check_expert_counts(fields, name)
     try:
         return FAMILIES[kind](name, fields)
     except KeyError as error:
