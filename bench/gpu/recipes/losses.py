@@ -21,6 +21,7 @@ from bench.gpu.gpt_trainer import CONFIG, Data, restart, trainer_of
 from bench.gpu.pretrain import curve, shared_data
 from bench.gpu.recipes.variants import CONTROL, implementations, recipe_of
 from octavo.nn import cast_once
+from octavo.train.blocks import eager
 from octavo.train.config import Config
 from octavo.train.loop import Trainer
 
@@ -76,11 +77,11 @@ def work(index: int, jobs: Any, seeds: Sequence[int], config: Config, out: Path,
             train_seeds(name, seeds, config, data, out, deadline)
         except Exception:  # a recipe that does not run must not end the others; it has no row in the table
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
-        torch._dynamo.reset()
 
 
 def train_seeds(name: str, seeds: Sequence[int], config: Config, data: Data, out: Path, deadline: float) -> None:
     """Train a recipe with each seed whose run is not in `out`, until `deadline`; writes a file for each run."""
+    torch._dynamo.reset()  # the recipes share the code of their blocks
     trainer, converted = trainer_of(recipe_of(name), config, data)
     for seed in seeds:
         path, began = path_of(out, name, seed), time.monotonic()
@@ -109,7 +110,8 @@ def train(trainer: Trainer) -> dict[str, Any]:
     """One run: its loss curve, and its final loss on text held out, None if that is not finite."""
     with cast_once(trainer.model):
         losses = torch.stack([trainer.step()[0] for _ in range(trainer.config.steps)]).tolist()
-        final = trainer.evaluate()
+        with eager():  # compiling another graph of each recipe takes longer
+            final = trainer.evaluate()
     finite = all(map(math.isfinite, losses))
     return {"curve": curve(losses) if finite else None, "final": final if math.isfinite(final) else None}
 
