@@ -98,9 +98,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls; returns [B, T, H, D]. What E4M3 does not cover, transformers computes."""
+    """The function that transformers calls; returns [B, T, H, D]. transformers computes the calls that stay in BF16."""
     gradients: GradientScales | None = getattr(module, "fp8_gradients", None)
-    plain = attention_mask is None and kwargs.get("is_causal") is not False and kwargs.get("position_bias") is None
+    others = (kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache"))
+    plain = attention_mask is None and kwargs.get("is_causal") is not False and all(each is None for each in others)
     if gradients is not None and plain and gradients.takes(query, key, dropout):
         return attend_fp8(query, key, value, gradients, scale=scaling).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,8 +1,8 @@
 """Causal attention in E4M3 with its gradient (`octavo.ops.fp8_attention`).
 
 q, k, v and dy are quantized with one scale each, which is computed from the tensor. cuDNN rounds dq, dk and dv to E4M3
-as it writes them, so their scales must be known before: they come from the largest magnitudes of earlier backward
-passes, with room for `HEADROOM` times as much. The first pass has none, and takes those of Gaussian data:
+as it writes them, so their scales must be known before. They come from the largest magnitudes of earlier backward
+passes, with room for `HEADROOM` times as much. For the first pass these magnitudes are estimated:
 
     |dq| <= scale * amax(dy) * amax(v) * amax(k)        |dk| the same with amax(q)        |dv| <= 4 * amax(dy)
 """
