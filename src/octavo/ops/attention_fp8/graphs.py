@@ -21,7 +21,7 @@ _local = threading.local()  # cuDNN's handles and graphs are not shared between 
 
 
 class Shape(NamedTuple):
-    """The shapes and strides of q [B, H, T, D] and of k and v [B, G, S, D], and the factor of q k^T: they decide a graph."""
+    """The shapes and strides of q [B, H, T, D], and of k and v [B, G, S, D]; and the factor of q k^T."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
