@@ -83,6 +83,17 @@ def test_with_converted_layers_and_a_copy_of_the_model():
     assert operations(lambda: results(model))[FORWARD] == 2
 
 
+def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():
+    model = models()["llama"]
+    plain = octavo.dtype_flow(model, IDS).flops
+    use_fp8_attention(model, shortest=16)
+    found = octavo.dtype_flow(model, IDS).flops
+    attention = {"forward": 2 * 4, "backward": 5 * 4}  # products of 4 heads
+    for phase, products in attention.items():
+        assert found[phase]["FP8"] == 2 * products * 2 * (2 * 16 * 16 * 16)  # layers, texts
+        assert sum(found[phase].values()) == sum(plain[phase].values())
+
+
 def test_a_model_on_the_meta_device_gets_scales_of_zeros():
     with torch.device("meta"):
         model = build(CONFIGS["llama"])

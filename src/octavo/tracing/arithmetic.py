@@ -100,7 +100,7 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
             return 2 * tensors[0].numel() * tensors[1].shape[-1]
         results = floating(out)
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
-    if "_for_cpu" in str(func) or "_fused_attention" in str(func):
+    if any(name in str(func) for name in ("_for_cpu", "_fused_attention", "octavo.fp8_attention")):
         return _attention_flops(tensors, backward="backward" in str(func))
     return 0
 
