@@ -35,6 +35,7 @@ MX = group(32)
 
 # Of our kernel for scales along K. A tensor-core instruction multiplies 32 elements of K.
 _GROUP_SIZES = (32, 64, 128)
+LARGE_M = 1024  # from which groups have a kernel for Hopper alone: its launch takes as long as the GEMM of a smaller M
 _GPUS_OF_OUR_KERNEL = ("ada", "hopper", "blackwell", "rtx_blackwell")
 
 # The version of CUDA that PyTorch was built with. From 12.9 on, cuBLASLt has row and block scales for Hopper.

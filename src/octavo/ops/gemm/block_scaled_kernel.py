@@ -105,12 +105,13 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     stages = min(4, memory // (groups * of_group))
     programs = multiprocessors(device)
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
+    most = MAX_SPLIT_K if tiles < programs else 1
 
     def time(split_k: int) -> int:  # of the programs of one multiprocessor, in steps
         combine = COMBINE_STEPS if split_k > 1 else 0
         return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
 
-    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, min(range(1, MAX_SPLIT_K + 1), key=time))
+    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, min(range(1, most + 1), key=time))
 
 
 def _aligned(data: Tensor) -> Tensor:

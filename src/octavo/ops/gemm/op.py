@@ -108,9 +108,11 @@ def _scaled_mm(
             "or pass emulate=True to compute it slowly in float32"
         )
     if backend == "triton":
-        from octavo.ops.gemm import block_scaled_kernel, kernel
+        from octavo.ops.gemm import block_scaled_kernel, hopper_kernel, kernel
 
         added = None if residual is None else residual.contiguous()
+        if not by_a.outer and hopper_kernel.takes(a, by_a, b, by_b):
+            return hopper_kernel.scaled_mm(a, scale_a, b, scale_b, by_a.cols or 1, bias, out_dtype, added)
         if not by_a.outer:
             return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
         return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
