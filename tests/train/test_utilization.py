@@ -4,6 +4,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.plan.hardware import known_gpus
 from octavo.train.utilization import flops_per_token, mfu, peak_flops
 
 
@@ -38,6 +39,13 @@ def test_peaks_are_found_by_the_names_that_torch_gives():
     assert [peak_flops(name) / 1e12 for name in names] == [989.4, 756.5, 989.4, 312, 121]
     assert peak_flops("NVIDIA L40S") == 362.05e12
     assert peak_flops("Tesla T4") is None
+
+
+@pytest.mark.parametrize("key", known_gpus())
+def test_every_gpu_of_a_plan_has_the_same_peak(key):
+    gpu = known_gpus()[key]
+    reported = {"h100": "NVIDIA H100 80GB HBM3"}.get(key, gpu.name)
+    assert peak_flops(reported) == gpu.bf16
 
 
 def test_utilization(monkeypatch):

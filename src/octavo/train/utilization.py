@@ -27,7 +27,11 @@ _PEAKS = {
     r"A100|A800": 312e12,  # A100 data sheet
     r"L40S": 362.05e12,  # L40S data sheet
     r"\bL4\b": 121e12,  # L4: 242 with sparsity
+    r"RTX 4070$": 58.3e12,  # 5,888 cores at 2.475 GHz, with the rates of a core of the next line
+    r"RTX 4090$": 165.2e12,  # Ada GPU architecture whitepaper, sums in FP32
+    r"RTX 5090$": 209.5e12,  # RTX Blackwell GPU architecture whitepaper, sums in FP32
     r"MI300X|MI325X": 1307.4e12,  # MI300X and MI325X data sheets
+    r"MI355X": 2516.6e12,  # MI355X data sheet
 }
 
 
