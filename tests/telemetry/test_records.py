@@ -8,8 +8,8 @@ from watch_oracle import BY_OPERAND, binades, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import quantize, quantize_scaled
-from octavo.ops.observation import Sampling, observe, sampled_rows
-from octavo.ops.statistics import WIDTH, clear_statistics
+from octavo.ops.observation import Sampling, observe
+from octavo.ops.statistics import MAXIMA, WIDTH, clear_statistics, sampled_rows
 from octavo.telemetry.records import combined, operand_records
 from octavo.telemetry.schema import FULL_SHARE, UNQUANTIZED
 
@@ -121,7 +121,7 @@ def test_samples_combine():
         observe(stats, 0, "x", [x], [])
     whole = record(both)
     check(whole, describe(torch.cat([a, b]).numpy()))
-    together = torch.from_numpy(combined(torch.cat(apart).numpy(), np.array([[0, 1]])))
+    together = torch.from_numpy(combined(torch.cat(apart).numpy(), np.array([[0, 1]]), len(MAXIMA)))
     assert record(together).tobytes() == whole.tobytes()
     assert whole["binades"] / FULL_SHARE == pytest.approx(binades(torch.cat([a, b]).numpy()), abs=1 / FULL_SHARE)
 

@@ -17,7 +17,7 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.observation import observe
-from octavo.ops.statistics import WIDTH, clear_statistics
+from octavo.ops.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
 
 
 class Observer:
@@ -26,13 +26,13 @@ class Observer:
     A copy of a model, and a file that one is pickled to, have None in its place.
 
     Attributes:
-        forward, backward: the statistics [1 + n, WIDTH] of x and w, and those [n, WIDTH] of dy, float64
+        forward, backward: the statistics [1 + n, WIDTH + BRIEF_WIDTH] of x and w, and those [n, ...] of dy, float64
             (`octavo.ops.statistics`). Two tensors: compiled code saves the second for the backward pass, and another
             forward pass may come before it.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        stats = torch.empty(1 + 2 * layers, WIDTH, dtype=torch.float64, device=device)
+        stats = torch.empty(1 + 2 * layers, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=device)
         clear_statistics(stats)
         self.forward, self.backward = stats[: 1 + layers].clone(), stats[1 + layers :].clone()
 

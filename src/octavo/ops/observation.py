@@ -11,9 +11,9 @@ Nothing here waits for the device. While a CUDA graph is captured, nothing is re
 each step.
 """
 
-import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -21,28 +21,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.cast import parse_cast
+from octavo.ops.brief_samples import ROWS, BriefStore, Operand, combine, statistics
 from octavo.ops.inductor import OPERATIONS
 from octavo.ops.quantized_operand import QuantizedOperand
-from octavo.ops.statistics import FIELD, Found, add_statistics, brief_statistics, tensor_statistics
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
+from octavo.ops.statistics import BRIEF_WIDTH, FIELD, WIDTH, Found, add_statistics, sampled_rows, tensor_statistics
 
 
 class Sampling:
-    """Whether operands are recorded now, by any watch of the process, and how many rows of each."""
+    """What is recorded now, by any watch of the process."""
 
-    rows = 0  # 0: not now
-    brief = False  # only the numbers that rules judge
+    active = False
+    full = 0  # rows of each operand in a full sample; 0: none
+    brief = False
     _requests: ClassVar[dict[int, tuple[int, bool]]] = {}
 
     @classmethod
     def request(cls, watch: object, rows: int, *, brief: bool = False) -> None:
-        """Record `rows` rows of each operand from now on; 0 withdraws the request of this watch."""
+        """Record a full sample of `rows` rows of each operand, a brief one, or both, from now on; 0 and False: none."""
         cls._requests.pop(id(watch), None)
-        if rows:
+        if rows or brief:
             cls._requests[id(watch)] = rows, brief
-        cls.rows = max((rows for rows, _ in cls._requests.values()), default=0)
-        cls.brief = all(brief for _, brief in cls._requests.values())
+        cls.full = max((rows for rows, _ in cls._requests.values()), default=0)
+        cls.brief = any(brief for _, brief in cls._requests.values())
+        cls.active = bool(cls._requests)
 
 
 def observe(
@@ -59,7 +60,7 @@ def observe(
     row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
-    """Add the statistics of an operand to `stats` [slots, WIDTH], if this step is sampled.
+    """Add the statistics of an operand to `stats` [slots, WIDTH + BRIEF_WIDTH], if this step is sampled.
 
     In a recomputation (activation checkpointing) the operands of the forward pass are not added again. That it ran is
     recorded.
@@ -84,7 +85,7 @@ def observe(
     args = stats, slot, kind, list(source), list(sizes), data, scale, spec, amax, column_scale, row_scale, shift_scale
     if torch.compiler.is_compiling():
         torch.ops.octavo.observe.default(*args)
-    elif Sampling.rows:
+    elif Sampling.active:
         _observe(*args)
 
 
@@ -102,7 +103,7 @@ def _observe(
     row_scale: Tensor | None,
     shift_scale: Tensor | None,
 ) -> None:
-    if not Sampling.rows:
+    if not Sampling.active:
         return
     if stats.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -111,51 +112,73 @@ def _observe(
         stats[slot, FIELD["recomputed"]] = 1
         return
     quantized = None
-    index = sampled_rows(source[0].shape[0] if source else 1, Sampling.rows, stats.device)
     if data is not None and scale is not None:
-        folds = row_scale, shift_scale
-        quantized = QuantizedOperand(data, scale, parse_cast(spec), index, amax, *folds, Sampling.brief)
-    if kind in ("w", "bytes"):
-        _add_weights(stats[slot:], source, sizes, quantized)
+        quantized = QuantizedOperand(data, scale, parse_cast(spec), amax, row_scale, shift_scale)
+    if Sampling.full:
+        parts = _sampled(kind, source, sizes, quantized, Sampling.full)
+        for i, part in enumerate(parts):
+            add_statistics(stats[slot + i], part.full(column_scale))
+    if Sampling.brief:
+        store = BriefStore.of(stats)
+        for i, part in enumerate(_sampled(kind, source, sizes, quantized, ROWS)):
+            if store is not None:
+                store.add(stats, slot + i, part.brief())
+                continue
+            row = stats[slot + i, WIDTH : WIDTH + BRIEF_WIDTH]
+            row.copy_(combine(row[None], statistics([part.brief()]))[0])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The sampled rows of one operand, x [R, K], or None where only bytes of it exist; its columns of a stacked dy."""
+
+    x: Tensor | None
+    quantized: QuantizedOperand | None
+    columns: slice
+
+    def full(self, column_scale: Tensor | None) -> Found:
+        if self.x is None:
+            assert self.quantized is not None
+            return self.quantized.of_bytes()
+        x, found = tensor_statistics(self.x.float())
+        if self.quantized is not None:
+            column = None if column_scale is None else column_scale[self.columns].t()
+            found |= self.quantized.statistics(x, self.columns, column)
+        return found
+
+    def brief(self) -> Operand:
+        if self.quantized is None:
+            assert self.x is not None
+            return Operand(self.x.contiguous())
+        if self.x is None:
+            return Operand(**self.quantized.brief_of_bytes())
+        return Operand(self.x.contiguous(), **self.quantized.brief(self.columns))
+
+
+def _sampled(
+    kind: str, source: list[Tensor], sizes: list[int], quantized: QuantizedOperand | None, rows: int
+) -> Iterator[_Part]:
+    """The sampled rows of an operand; of stacked weights, and of the columns of dy that belong to them, one by one."""
+    if kind not in ("w", "bytes"):
+        index = sampled_rows(source[0].shape[0], rows, source[0].device)
+        x = _numbers(kind, [t[index] if t.ndim == 2 else t for t in source])
+        of_rows = None if quantized is None else replace(quantized, index=index)
+        ends = list(accumulate(sizes or [x.shape[1]]))
+        for start, end in zip([0, *ends], ends, strict=False):
+            yield _Part(x[:, start:end], of_rows, slice(start, end))
         return
-    x = _numbers(kind, [t[index] if t.ndim == 2 else t for t in source])
-    start = 0
-    for i, size in enumerate(sizes or [x.shape[1]]):
-        columns = slice(start, start := start + size)
-        part, found = _of_tensor(x[:, columns], moments=not backward)
-        if quantized is not None:
-            column = None if column_scale is None else column_scale[columns].t()
-            found |= quantized.statistics(part, found, columns, column)
-        add_statistics(stats[slot + i], found)
-
-
-def _add_weights(stats: Tensor, source: list[Tensor], sizes: list[int], quantized: QuantizedOperand | None) -> None:
-    """Add the statistics of the weights [N_i, K], of which `quantized` has all rows."""
     start = 0
     for i, size in enumerate(sizes):
-        index = sampled_rows(size, Sampling.rows, stats.device)
-        part = None if quantized is None else quantized.cut(slice(start, start + size), index)
-        if not source:
-            assert part is not None
-            found = part.of_bytes()
-        else:
-            x, found = _of_tensor(source[i][index].float(), moments=True)
-            if part is not None:
-                found |= part.statistics(x, found)
-        add_statistics(stats[i], found)
+        part = None if quantized is None else quantized.cut(slice(start, start + size), rows)
+        yield _Part(source[i][sampled_rows(size, rows, source[i].device)] if source else None, part, slice(None))
         start += size
 
 
-def _of_tensor(x: Tensor, *, moments: bool) -> tuple[Tensor, Found]:
-    """The statistics of x, and x, where they are full without inf and NaN. The moments of dy have no rule."""
-    return (x, brief_statistics(x, moments=moments)) if Sampling.brief else tensor_statistics(x)
-
-
 def _numbers(kind: str, source: list[Tensor]) -> Tensor:
-    """The sampled rows of an operand, float32, from those of its source."""
-    first, *rest = (t.float() for t in source)
+    """The sampled rows of an operand, from those of its source; float32 if they are computed."""
     if kind in ("x", "dy"):
-        return first
+        return source[0]
+    first, *rest = (t.float() for t in source)
     if kind in ("norm", "center"):
         mean, rstd, weight, *bias = rest
         normed = (first - mean if kind == "center" else first) * rstd * weight
@@ -171,19 +194,6 @@ def _numbers(kind: str, source: list[Tensor]) -> Tensor:
         return gradient
     gate, up = u.chunk(2, 1)
     return torch.cat([torch.ops.aten.silu_backward(first * up, gate), first * F.silu(gate)], 1)
-
-
-@lru_cache(maxsize=256)
-def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
-    """The indices of `rows` rows of `count`, int64: one out of each of `rows` equal parts, or all if there are fewer.
-
-    The place within each part is that of the golden ratio's multiples. With a fixed stride every sampled token could
-    have the same position in its sequence, such as the first, whose activations differ from all others.
-    """
-    rows = min(rows, count)
-    ends = torch.arange(rows + 1, device=device) * count // rows
-    place = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN).frac()
-    return ends[:-1] + (place * ends.diff()).long()
 
 
 def _register() -> None:

@@ -6,8 +6,8 @@
     during step n + 1:   a thread waits for the copy, computes the records and appends them to the files
 
 The step is the number of optimizer steps that are done when it ends. The first step after the watch began, and each
-multiple of the interval, has a full sample, which the files hold. Each other multiple of `CHECK_INTERVAL` has a brief
-one, for the rules (`octavo.telemetry.rules`). Only modules in training mode are recorded.
+multiple of the interval, has a full sample, which the files hold. The first step and each multiple of `CHECK_INTERVAL`
+has a brief one, for the rules (`octavo.telemetry.rules`). Only modules in training mode are recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.telemetry.measurement import Measurement, Sample
 from octavo.telemetry.schema import OPERANDS, RECOMPUTED, Event, WatchedLayer
 from octavo.telemetry.storage import LIMIT, Records, WatchWriter
 
-CHECK_INTERVAL = 10  # steps between samples of either kind, unless the interval is less
+CHECK_INTERVAL = 10  # steps between brief samples
 _KEPT = 16  # samples that `take` can return
 
 
@@ -53,8 +53,8 @@ def watch(
     Args:
         model: on its device.
         folder: of the run; the records are in its folder `watch` (`octavo.telemetry.schema`). None writes no files.
-        interval: the steps between full samples, which the files hold. Every tenth step has a brief sample besides,
-            of the numbers that rules judge: see `Watch.take`.
+        interval: the steps between full samples, which the files hold. Every tenth step has a brief one, of the numbers
+            that rules judge: see `Watch.take`.
         rows: of each operand that are read in a sampled step.
         dtype: of the GEMMs that are not quantized: that of autocast.
         limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
@@ -84,7 +84,7 @@ class Watch:
     Attributes:
         layers: as they ran in the last sample, by the number that records have for them.
         interval: the steps between full samples now.
-        check_interval: the steps between samples of either kind.
+        check_interval: the steps between brief samples.
         done: the steps of the optimizer that are done.
         listeners: called with each full sample, a step after it was taken, in the thread of the training.
     """
@@ -115,11 +115,11 @@ class Watch:
         self.interval = self._measurement.largest_of_ranks(interval)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
         self.listeners: list[Callable[[Sample], None]] = []
-        self._pending: Future[tuple[Sample, int]] | None = None
+        self._pending: Future[tuple[list[Sample], int]] | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
         self._new: deque[Sample] = deque(maxlen=_KEPT)
         self._closed = False
-        self._measurement.begin(full=True, brief=False)
+        self._measurement.begin(full=True, brief=True)
 
     def step(self) -> None:
         """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
@@ -142,7 +142,7 @@ class Watch:
         self._measurement.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
-        """The records of operands and layers of each sample of either kind since the last call, up to 16."""
+        """The records of operands and layers of each brief sample since the last call, up to 16."""
         self._receive()
         taken = [(sample.operands, sample.layer_records) for sample in self._new]
         self._new.clear()
@@ -201,12 +201,13 @@ class Watch:
         number = self.done + 1
         self._measurement.begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
 
-    def _finish(self, finish: Callable[[], tuple[Sample, int]]) -> tuple[Sample, int]:
-        """In the thread: the sample, which is written if it is full, and the largest interval of the ranks."""
-        sample, interval = finish()
-        if self._writer is not None and not sample.brief:
-            self._writer.write(sample.operands, sample.layer_records)
-        return sample, interval
+    def _finish(self, finish: Callable[[], tuple[list[Sample], int]]) -> tuple[list[Sample], int]:
+        """In the thread: the samples, of which the full one is written, and the largest interval of the ranks."""
+        samples, interval = finish()
+        for sample in samples:
+            if self._writer is not None and not sample.brief:
+                self._writer.write(sample.operands, sample.layer_records)
+        return samples, interval
 
     def _receive(self) -> None:
         """Wait for the thread, and take the sample that it has finished."""
@@ -214,12 +215,18 @@ class Watch:
             return
         pending, self._pending = self._pending, None
         try:
-            sample, interval = pending.result()
+            samples, interval = pending.result()
         except WriteError as error:
             self._writer = None
             warnings.warn(f"the run is no longer watched: {error}", RuntimeWarning, stacklevel=2)
             return
         self.interval = max(interval, self.interval)
+        self._new += [sample for sample in samples if sample.brief]
+        for sample in samples:
+            if not sample.brief:
+                self._receive_full(sample)
+
+    def _receive_full(self, sample: Sample) -> None:
         if self._layers.places and not len(sample.operands) and not self._samples:
             warnings.warn(
                 "the watch has recorded no operand in its first sample: the converted layers were not called in "
@@ -227,12 +234,10 @@ class Watch:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._new.append(sample)
+        self._samples.append(sample)
         self._note_what_ran(sample)
-        if not sample.brief:
-            self._samples.append(sample)
-            for listener in self.listeners:
-                listener(sample)
+        for listener in self.listeners:
+            listener(sample)
 
     def _note_what_ran(self, sample: Sample) -> None:
         for record in sample.operands:

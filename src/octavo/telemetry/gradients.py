@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.ops.observation import sampled_rows
-from octavo.ops.statistics import EXPONENTS, tensor_statistics
+from octavo.ops.statistics import EXPONENTS, histogram_statistics, sampled_rows
 from octavo.telemetry.layers import weight_of
 from octavo.telemetry.records import LAYER_MAXIMA, LAYER_SUMS
 
@@ -63,13 +62,15 @@ class WeightStatistics:
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
         missing = [nothing[0] - torch.inf] * len(LAYER_MAXIMA) + [nothing[0]] * len(LAYER_SUMS)
         names = (*LAYER_MAXIMA, *LAYER_SUMS)
-        scalars = [
-            found.get(name, default).to(self._device, torch.float64)
-            for found in self._found
-            for name, default in zip(names, missing, strict=True)
-        ]
+        scalars = _wide(
+            [
+                found.get(name, default).to(self._device)
+                for found in self._found
+                for name, default in zip(names, missing, strict=True)
+            ]
+        )
         exponents = [found.get("exponents", nothing).to(self._device, torch.float64) for found in self._found]
-        return torch.cat([torch.stack(scalars).view(-1, len(names)), torch.stack(exponents)], 1)
+        return torch.cat([scalars.view(-1, len(names)), torch.stack(exponents)], 1)
 
     @torch.no_grad()
     def read_gradients(self) -> None:
@@ -120,7 +121,7 @@ class WeightStatistics:
 def _gradient(g: Tensor, rows: int) -> dict[str, Tensor]:
     if not g.numel():
         return {}
-    _, sample = tensor_statistics(g[_rows(g, rows)].float())
+    sample = histogram_statistics(g[_rows(g, rows)].float())
     low, high = torch.aminmax(g)
     return {
         "gradient_amax": torch.maximum(-low, high),
@@ -153,6 +154,15 @@ def _alignment(gate: Tensor, up: Tensor, rows: int) -> dict[str, Tensor]:
     index = _rows(gate, rows)
     cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
     return {"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))}
+
+
+def _wide(scalars: Sequence[Tensor]) -> Tensor:
+    """The scalars as one float64 tensor [n]: one conversion for each dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(each.dtype for each in scalars):
+        places = [i for i, each in enumerate(scalars) if each.dtype == dtype]
+        found |= zip(places, torch.stack([scalars[i] for i in places]).double().unbind(), strict=True)
+    return torch.stack([found[i] for i in range(len(scalars))])
 
 
 def _rows(w: Tensor, rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The measurement of a training step: from the buffers of the layers to the records of a sample.
 
-A full sample has all numbers. A brief one has those that rules judge, for a fraction of the cost: it leaves out
-gradients, the change of the weights, histograms, and what quantization loses in decibels.
+A full sample has all numbers. A brief one has those that rules judge, of fewer rows, for a fraction of the cost: it
+leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from octavo.ops.brief_samples import BriefStore
 from octavo.ops.observation import Sampling
-from octavo.ops.statistics import MAXIMA, WIDTH, clear_statistics
+from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
 from octavo.telemetry.gradients import WeightStatistics
 from octavo.telemetry.layers import Layers, gate_and_up
-from octavo.telemetry.records import LAYER_MAXIMA, alignment_records, combined, layer_records, operand_records
+from octavo.telemetry.records import (
+    LAYER_MAXIMA,
+    alignment_records,
+    brief_operand_records,
+    combined,
+    layer_records,
+    operand_records,
+)
 from octavo.telemetry.storage import Records
 from octavo.telemetry.transfer import Transfer
 
@@ -27,8 +35,7 @@ from octavo.telemetry.transfer import Transfer
 class Sample:
     """The records of one sampled step: arrays of `OPERAND` and `LAYER` (`octavo.telemetry.schema`).
 
-    A brief sample has no histogram (all numbers that are not zero are in the last of the binades), and NaN where it has
-    no number: sqnr, zero_rows, and of the layers all but `alignment`.
+    Those of a brief sample are NaN where it has no number: `octavo.telemetry.records.brief_operand_records`.
     """
 
     step: int
@@ -43,10 +50,10 @@ class Measurement:
     Args:
         model: on its device.
         layers: of the model, to which observers are attached.
-        rows: of each operand that are read.
+        rows: of each operand that a full sample reads.
 
     Attributes:
-        full, brief: the kind of sample that the step has; neither where it has none.
+        full, brief: the samples that the step has: either, both or none.
 
     Raises:
         ValueError: the model is watched already.
@@ -58,6 +65,7 @@ class Measurement:
         layers.attach(self._device)
         self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
         self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
+        self._store = BriefStore(layers.stats)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -69,12 +77,13 @@ class Measurement:
         return Transfer(tables, number).wait()[1]
 
     def begin(self, *, full: bool, brief: bool) -> None:
-        """Decide about the step that comes next; `full` goes before `brief`."""
-        self.full, self.brief = full, brief and not full
+        """Decide about the step that comes next."""
+        self.full, self.brief = full, brief
         if (full or brief) and self._cleared:
             torch._foreach_copy_(self._layers.stats, self._cleared)
         self._weights.clear()
-        Sampling.request(self, self._rows if full or brief else 0, brief=self.brief)
+        self._store.clear()
+        Sampling.request(self, self._rows if full else 0, brief=brief)
 
     def read_gradients(self) -> None:
         """Read the gradients of the weights, if the step has a full sample."""
@@ -82,40 +91,46 @@ class Measurement:
             self._weights.read_gradients()
 
     @torch.no_grad()
-    def end(self, step: int, interval: int) -> Callable[[], tuple[Sample, int]]:
+    def end(self, step: int, interval: int) -> Callable[[], tuple[list[Sample], int]]:
         """Combine the statistics of all ranks, and begin to copy them to the host.
 
         Returns:
-            a function that waits for the copy: the sample of `step`, and the largest `interval` of the ranks.
+            a function that waits for the copy: the samples of `step`, and the largest `interval` of the ranks.
         """
-        brief = self.brief
-        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)  # no layer may be converted
-        operands = torch.cat([nothing, *self._layers.stats]), len(MAXIMA)
-        layers = (self._weights.alignments(), 0) if brief else (self._weights.stats(), len(LAYER_MAXIMA))
-        transfer = Transfer((operands, layers), interval)
+        nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
+        stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
+        tables = []
+        if self.full:
+            tables += [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA))]
+        if self.brief:
+            brief = self._store.add_to(stats[:, WIDTH:])
+            tables += [(brief, len(BRIEF_MAXIMA)), (self._weights.alignments(), 0)]
+        kinds = [False] * self.full + [True] * self.brief
+        transfer = Transfer(tables, interval)
 
-        def finish() -> tuple[Sample, int]:
-            (operand_stats, layer_stats), largest = transfer.wait()
-            records = self._operand_records(step, operand_stats), self._layer_records(step, layer_stats, brief=brief)
-            return Sample(step, *records, brief), largest
+        def finish() -> tuple[list[Sample], int]:
+            found, largest = transfer.wait()
+            pairs = zip(found[::2], found[1::2], kinds, strict=True)
+            return [self._sample(step, stats, layers, brief=brief) for stats, layers, brief in pairs], largest
 
         return finish
 
     def close(self) -> None:
         """Leave the model as it was before."""
         Sampling.request(self, 0)
+        self._store.close()
         for hook in self._hooks:
             hook.remove()
         self._layers.detach()
 
-    def _operand_records(self, step: int, stats: Any) -> Records:
+    def _sample(self, step: int, operand_stats: Any, layer_stats: Any, *, brief: bool) -> Sample:
         layers, operands, places = self._layers.operands()
-        return operand_records(step, layers, operands, combined(stats, places))
-
-    def _layer_records(self, step: int, stats: Any, *, brief: bool) -> Records:
         if brief:
-            return alignment_records(step, self._weights.pairs, stats)
-        return layer_records(step, self._layers.sizes(), stats)
+            stats = combined(operand_stats, places, len(BRIEF_MAXIMA))
+            records = brief_operand_records(step, layers, operands, stats)
+            return Sample(step, records, alignment_records(step, self._weights.pairs, layer_stats), brief=True)
+        records = operand_records(step, layers, operands, combined(operand_stats, places, len(MAXIMA)))
+        return Sample(step, records, layer_records(step, self._layers.sizes(), layer_stats))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         if self.full:

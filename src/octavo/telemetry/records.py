@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.ops.statistics import EXPONENTS, FIELD, MAXIMA
+from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_SUMS, EXPONENTS, FIELD
 from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED
 
 Array = np.ndarray[Any, Any]
@@ -32,8 +32,7 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> 
 
     Args:
         layers, operands: [n], the numbers of the layer and the operand of each row of `stats`.
-        stats: [n, WIDTH]; a row without elements gives no record. A brief sample has no histogram: all numbers that are
-            not zero are in the last entry of the binades.
+        stats: [n, WIDTH]; a row without elements gives no record.
     """
     seen = stats[:, FIELD["elements"]] > 0
     stats, layers, operands = stats[seen], layers[seen], operands[seen]
@@ -58,13 +57,42 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> 
             records[share] = np.where(quantized, field[share] / n, np.nan)
         records["sqnr"] = np.where(quantized & (m2 > 0), 10 * np.log10(field["x2"] / field["noise"]), np.nan)
         records["zero_rows"] = field["zero_rows"] / field["rows"]
-        unseen = ~np.isfinite(field["x1"]) / n  # of a brief sample: at least one element
-        records["nonfinite"] = np.fmax(field["nonfinite"] / n + unseen, field["nan_scales"] / field["scales"])
+        records["nonfinite"] = np.fmax(field["nonfinite"] / n, field["nan_scales"] / field["scales"])
         records["shift_lost"] = np.where(field["codes"] > 0, field["lost"] / field["codes"], 0)
         records["gap"] = -_known(field["minus_gap"])
     records["binades"] = binades(stats[:, FIELD["exponents"] :], amax, n)
-    brief = np.nan_to_num(field["nonzero"] / n)
-    records["binades"][:, -1] += np.rint(brief * FULL_SHARE).astype(np.uint16)
+    return records
+
+
+def brief_operand_records(step: int, layers: Array, operands: Array, stats: Array) -> Array:
+    """The `OPERAND` records of a brief sample: NaN for the numbers that it lacks.
+
+    All numbers that are not zero are in the last entry of the binades. The moments are those about zero.
+
+    Args:
+        layers, operands: as in `operand_records`.
+        stats: [n, BRIEF_WIDTH]; a row without elements gives no record.
+    """
+    names = {name: i for i, name in enumerate((*BRIEF_MAXIMA, *BRIEF_SUMS))}
+    seen = stats[:, names["elements"]] > 0
+    stats, layers, operands = stats[seen], layers[seen], operands[seen]
+    field = {name: stats[:, i] for name, i in names.items()}
+    n, quantized = field["elements"], field["quantized"] > 0
+    records = _unknown(len(stats), OPERAND)
+    records["step"], records["layer"], records["operand"] = step, layers, operands
+    records["flags"] = UNQUANTIZED * ~quantized
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        records["amax"] = np.maximum(field["amax"], field["all_amax"])
+        records["rms"] = np.sqrt(field["x2"] / n)
+        records["crest"] = records["amax"] / records["rms"]
+        records["kurtosis"] = n * field["x4"] / field["x2"] ** 2
+        records["scale"] = _known(field["scale"])
+        records["saturated"] = np.where(quantized, field["saturated"] / n, np.nan)
+        records["flushed"] = np.where(quantized, (field["nonzero"] - field["codes"]) / n, np.nan)
+        records["nonfinite"] = np.isnan(field["bad"]) / n  # at least one
+        records["shift_lost"] = np.where(field["codes"] > 0, field["lost"] / field["codes"], 0)
+        records["gap"] = -_known(field["minus_gap"])
+        records["binades"][:, -1] = np.rint(np.nan_to_num(field["nonzero"] / n) * FULL_SHARE)
     return records
 
 
@@ -104,10 +132,7 @@ def alignment_records(step: int, pairs: Sequence[tuple[int, int]], stats: Array)
         pairs: [n], the numbers of the gate and up layers.
         stats: [n, 2], the sum of |cosine|, and the number of rows.
     """
-    records = np.zeros(2 * len(pairs), LAYER)
-    for name in LAYER.names or ():
-        if LAYER[name] == np.float32:
-            records[name] = np.nan
+    records = _unknown(2 * len(pairs), LAYER)
     records["step"], records["layer"] = step, np.array(pairs, int).ravel()
     with np.errstate(invalid="ignore"):
         records["alignment"] = np.repeat(stats[:, 0] / stats[:, 1], 2)
@@ -125,17 +150,26 @@ def binades(counts: Array, amax: Array, elements: Array) -> Array:
     return np.rint(shares / np.maximum(elements, 1)[:, None] * FULL_SHARE).astype(np.uint16)
 
 
-def combined(stats: Array, places: Array) -> Array:
+def combined(stats: Array, places: Array, maxima: int) -> Array:
     """Statistics of several places as one.
 
     Args:
-        stats: [n, WIDTH].
+        stats: [n, fields], of which the first are `maxima`.
         places: [m, p], the rows of `stats` that are those of one operand; -1 for none.
     """
     nothing = np.zeros((1, stats.shape[1]))
-    nothing[:, : len(MAXIMA)] = -np.inf
+    nothing[:, :maxima] = -np.inf
     parts = np.concatenate([stats, nothing])[places]  # -1 takes the last row
-    return np.concatenate([parts[:, :, : len(MAXIMA)].max(1), parts[:, :, len(MAXIMA) :].sum(1)], axis=1)
+    return np.concatenate([parts[:, :, :maxima].max(1), parts[:, :, maxima:].sum(1)], axis=1)
+
+
+def _unknown(count: int, dtype: np.dtype[Any]) -> Array:
+    """Records whose numbers are NaN."""
+    records = np.zeros(count, dtype)
+    for name in dtype.names or ():
+        if dtype[name] == np.float32:
+            records[name] = np.nan
+    return records
 
 
 def _known(maxima: Array) -> Array:
