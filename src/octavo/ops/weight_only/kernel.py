@@ -77,7 +77,7 @@ def weight_only_mm(
     split_k = cdiv(k, k_per_split)
     partials = allocate(x, (split_k, m, n), torch.float32) if split_k > 1 else None
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
-    launcher(_tile_kernel, (tiles, split_k, cdiv(m, block_m)))(
+    launcher(_tile_kernel, (cdiv(m, block_m), tiles, split_k))(  # the programs that read the same w_q run together
         x, w, scale, bias, residual, y, partials, m, n, K=k, K_PER_SPLIT=k_per_split, BLOCK_M=block_m, **tile
     )
     if partials is not None:
@@ -243,15 +243,15 @@ def _tile_kernel(
     SCALE_ROWS: tl.constexpr, STRIDE_SCALE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
     offs_k = tl.arange(0, BLOCK_K)
     w_row_ptr = w_ptr + offs_n.to(tl.int64) * K
     x_row_ptr = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * K  # rows beyond M are computed, and not stored
     offs_scale = offs_n // SCALE_ROWS * STRIDE_SCALE
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    start_k = tl.program_id(1) * K_PER_SPLIT
+    start_k = tl.program_id(2) * K_PER_SPLIT
     for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
             w = tl.load(w_row_ptr[:, None] + (k + offs_k)[None, :])
@@ -265,7 +265,7 @@ def _tile_kernel(
         else:
             acc = tl.dot(_widen(w, x.dtype), x, acc)  # [N,K] @ [K,M]
     if partials_ptr is not None:
-        offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
+        offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
         if not GROUP:
