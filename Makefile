@@ -73,6 +73,7 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.vision
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.compile_time
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.watch
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.recipes
 

@@ -16,6 +16,7 @@ from typing import Any
 from bench.report import (
     accuracy,
     attention,
+    compile_time,
     experts,
     generation,
     gpus,
@@ -36,7 +37,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, parity, experts, weight_only),
+    "performance": (generation, performance, parity, experts, weight_only, compile_time),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
     "gpus": (gpus,),
