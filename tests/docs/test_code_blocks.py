@@ -42,6 +42,7 @@ UNTESTED = {
     "docs/scaling.md": {"make": "needs several GPUs"},
     "docs/serving.md": {
         "compiled": "compiles for minutes",
+        "model": "needs a Hopper GPU and cuDNN",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
     "docs/troubleshooting.md": {"TORCH_LOGS=recompiles": "compiles"},
