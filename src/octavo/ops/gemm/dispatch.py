@@ -8,7 +8,7 @@ each line names, and nothing is measured. A line is either a GEMM or a refusal:
     library              that has the kernel
     formats              of a and b
     out                  dtypes of y that the kernel writes
-    fast_accumulation    whether the kernel heeds it; block-scaled GEMMs always add blocks to a float32 sum
+    fast_accumulation    whether the option has an effect; every GEMM accepts it
     refusal              PyTorch's own message
 """
 
