@@ -110,23 +110,23 @@ def _show(columns: list[Column], plans: Sequence[Any], as_json: bool, remarks: l
 def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
     setup, memory = plan.setup, plan.memory
     found = {
-        "parameters": f"{setup.model.parameters / 1e9:.2f} B",
+        "parameters": f"{_digits(setup.model.parameters / 1e9, 2)} B",
         "GPUs": f"{plan.gpus} {setup.gpu.name}",
         "recipe": setup.recipe.name,
         "GEMMs": ", ".join(dict.fromkeys(backend.name for backend in plan.gemms.values())),
         "tokens a step": f"{plan.tokens_per_step:,}",
     }
-    found |= {f"GB {_name(name)}": f"{size / 1e9:.2f}" for name, size in memory.parts.items()}
+    found |= {f"GB {_name(name)}": _digits(size / 1e9, 2) for name, size in memory.parts.items()}
     found |= {
-        "GB at the peak": f"{memory.peak / 1e9:.2f}",
+        "GB at the peak": _digits(memory.peak / 1e9, 2),
         "GB of the GPU": f"{setup.gpu.memory / 1e9:.0f}",
         "fits": "yes" if plan.fits else "NO",
-        "GB in the CPU's memory": f"{memory.offloaded / 1e9:.2f}",
+        "GB in the CPU's memory": _digits(memory.offloaded / 1e9, 2),
         "largest batch": str(plan.largest_batch),
     }
-    found |= {f"ms {_name(name)}": f"{seconds * 1e3:.1f}" for name, seconds in plan.time.parts.items()}
+    found |= {f"ms {_name(name)}": _digits(seconds * 1e3, 1) for name, seconds in plan.time.parts.items()}
     found |= {
-        "ms of a step": f"{plan.time.total * 1e3:.1f}",
+        "ms of a step": _digits(plan.time.total * 1e3, 1),
         "tokens/s a GPU": f"{plan.tokens_per_second:,.0f}",
         "MFU": f"{plan.utilization:.2f}",
     }
@@ -141,18 +141,23 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
 def _serving(plan: ServingPlan) -> dict[str, str]:
     return {
         "GEMMs": plan.gemm,
-        "GB weights": f"{plan.weights / 1e9:.2f}",
-        "GB keys and values": f"{plan.cache / 1e9:.2f}",
+        "GB weights": _digits(plan.weights / 1e9, 2),
+        "GB keys and values": _digits(plan.cache / 1e9, 2),
         "KB of a token's keys and values": f"{plan.cache_a_token / 1e3:.1f}",
-        "GB at the peak": f"{plan.peak / 1e9:.2f}",
+        "GB at the peak": _digits(plan.peak / 1e9, 2),
         "fits": "yes" if plan.fits else "NO",
         "largest batch": str(plan.largest_batch),
         "longest context": f"{plan.largest_context:,}",
-        "ms of the prompts": f"{plan.prefill_seconds * 1e3:.1f}",
+        "ms of the prompts": _digits(plan.prefill_seconds * 1e3, 1),
         "prompt tokens/s": f"{plan.prefill_tokens_per_second:,.0f}",
-        "ms of a decoding step": f"{plan.step_seconds * 1e3:.2f}",
+        "ms of a decoding step": _digits(plan.step_seconds * 1e3, 2),
         "new tokens/s": f"{plan.decode_tokens_per_second:,.1f}",
     }
+
+
+def _digits(value: float, decimals: int) -> str:
+    """The value with so many decimals; a small one with two digits that are not zero, such as 0.0013."""
+    return f"{value:.{decimals}f}" if value == 0 or value >= 1 else f"{float(f'{value:.2g}'):f}".rstrip("0")
 
 
 def _name(part: str) -> str:

@@ -31,6 +31,19 @@ def test_a_training_run():
     assert "cost" in rows
 
 
+def test_a_tiny_model_has_times_and_sizes_that_are_not_zero(tmp_path):
+    settings = tmp_path / "tiny.toml"
+    settings.write_text('model = "llama"\nlayers = 2\nwidth = 64\nheads = 2\n')
+    rows = figures(run(str(settings)))
+    assert rows["parameters"] == ["0.00032 B"]
+    for name in ("ms linear layers", "ms of a step", "GB weights"):
+        assert 0 < float(rows[name][0]) < 0.1
+
+
+def test_the_presets_of_training_have_a_plan():
+    assert figures(run("llama-1b"))["parameters"] == ["1.24 B"]
+
+
 OTHER = ("GB at the peak", "GB of the GPU", "GB in the CPU's memory")
 
 

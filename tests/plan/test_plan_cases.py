@@ -43,6 +43,8 @@ def test_a_preset_of_training():
     setup = Case("llama-1b", ("--tokenizer", "bpe", "--vocabulary", "50257", "--batch", "8")).training().setup
     assert setup.config.accumulate > 1
     assert setup.model.parameters > 1e9
+    for name, parameters, gpus in (("llama-1b", 1.236e9, 1), ("llama-3-8b", 8.03e9, 8), ("llama-3-70b", 70.55e9, 64)):
+        assert Case(name, gpus=gpus).training().setup.model.parameters == pytest.approx(parameters, rel=1e-3)
     with pytest.raises(ValueError, match="how many tokens the tokenizer hf:"):
         Case("llama-1b", ("--tokenizer", "hf:some/tokenizer")).training()
 

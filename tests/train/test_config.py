@@ -202,3 +202,14 @@ def test_a_model_folder_brings_its_own_shapes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Config(model="mine", heads=5).heads == 5
     assert Config(model="elsewhere/mine", heads=5).model == "elsewhere/mine"
+
+
+@pytest.mark.parametrize("option", ["--experts.count", "--experts.top-k", "--experts.shared-width"])
+def test_experts_are_settings_of_a_mixture_alone(option):
+    assert Config.load(None, ["--model", "mixture", option, "3"]).experts != Config().experts
+    for model in ("llama", "gpt2"):
+        name = option[2:].replace("-", "_")
+        with pytest.raises(
+            ConfigError, match=f"{name} is a setting of the model mixture, and the model {model} has no"
+        ):
+            Config.load(None, ["--model", model, option, "3"])

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.plan.architecture import Architecture
 from octavo.plan.families import describe_architecture, positive_sizes
 from octavo.train.config import Config
+from octavo.train.vocabulary import known_vocabulary
 
 
 @functools.cache
@@ -53,12 +54,12 @@ def find_architecture(model: str, config: Config) -> Architecture:
 
 def _built_in(config: Config) -> Architecture:
     """Octavo's own model of the sizes in `config`. The settings of its tokenizer say how many tokens that has."""
-    if config.tokenizer.startswith("hf:"):
+    vocabulary = known_vocabulary(config)
+    if vocabulary is None:
         raise ValueError(
             f"the settings do not say how many tokens the tokenizer {config.tokenizer} has: plan with --tokenizer bpe "
             "--vocabulary NUMBER"
         )
-    vocabulary = config.vocabulary if config.tokenizer == "bpe" else 256
     sizes = {
         "hidden_size": config.width, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads, "vocab_size": vocabulary, "max_position_embeddings": config.context,

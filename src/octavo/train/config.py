@@ -154,9 +154,7 @@ class Config:
         _check_model(self)
         if self.model in BUILT_IN_MODELS:
             _check_heads(self)
-        if self.model == "mixture" and self.experts.top_k > self.experts.count:
-            counts = f"got experts.top_k {self.experts.top_k} and experts.count {self.experts.count}"
-            raise ConfigError(f"experts.top_k must be at most experts.count; {counts}")
+        self.experts.check(self.model)
         _check_schedule(self)
         _check_optimizer(self)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
 from octavo.flow import DtypeFlow, dtype_flow
-from octavo.models import BUILT_IN_MODELS
 from octavo.models.causal import logits_of
 from octavo.models.tokenizer import load_tokenizer
 from octavo.train.blocks import prepare_blocks
@@ -21,9 +20,10 @@ from octavo.train.evaluation import AUTOCAST
 from octavo.train.hugging_face import positions_of
 from octavo.train.model import cast_weights, convert_model, make_meta_model
 from octavo.train.run_settings import read_settings
+from octavo.train.vocabulary import known_vocabulary
 
 _LONGEST = 4096  # the context of a model with more positions
-_LLAMA_3 = 128256  # the vocabulary of the tokenizer that the presets name
+_LLAMA_3 = 128256
 
 
 def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
@@ -91,12 +91,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(config: Config, saved: Path) -> int:
-    """The size of the vocabulary, without training or downloading a tokenizer."""
+    """The size of the vocabulary. Where nobody knows it, that of Llama 3: the dtypes do not depend on it."""
     if saved.exists():
         return load_tokenizer(saved).vocabulary_size
-    name = config.tokenizer.removeprefix("hf:")
-    if config.tokenizer == "bpe":
-        return config.vocabulary
-    if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:
-        return 256
-    return load_tokenizer(name).vocabulary_size if Path(name).is_dir() else _LLAMA_3
+    return known_vocabulary(config) or _LLAMA_3

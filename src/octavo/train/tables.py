@@ -43,6 +43,18 @@ class ExpertSettings:
     shared_width: int = setting(0, "hidden features of an MLP that every token runs through (mixture)", NOT_NEGATIVE)
     balance: float = setting(0.01, "factor of the loss that spreads tokens over experts (mixture)", NOT_NEGATIVE)
 
+    def check(self, model: str) -> None:
+        """Raise a ConfigError for more experts of a token than there are, and for settings that `model` ignores."""
+        if model == "mixture" and self.top_k > self.count:
+            counts = f"got experts.top_k {self.top_k} and experts.count {self.count}"
+            raise ConfigError(f"experts.top_k must be at most experts.count; {counts}")
+        changed = [name for name, value in vars(self).items() if value != getattr(ExpertSettings, name)]
+        if changed and model != "mixture":
+            raise ConfigError(
+                f"experts.{changed[0]} is a setting of the model mixture, and the model {model} has no experts that it "
+                f"could change; got {getattr(self, changed[0])!r}: give --model mixture, or leave it out"
+            )
+
 
 @dataclass(frozen=True)
 class LossSettings:
