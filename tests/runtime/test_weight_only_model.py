@@ -14,9 +14,12 @@ from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
 
 import octavo
-from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT
+from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme
 from octavo.nn import Experts
+from octavo.numerics import Cast
+from octavo.numerics.granularity import Granularity
 from octavo.ops import Backend
+from octavo.ops.gemm import backend
 from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
 from octavo.packing import pack, unpack
 from octavo.runtime import gemm_path
@@ -152,3 +155,32 @@ def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:
             wide.gate_up_proj.copy_(experts.gate_up_proj.dequantize(torch.bfloat16))
             wide.down_proj.copy_(experts.down_proj.dequantize(torch.bfloat16))
             assert distance(experts(x, index, weight), wide(x, index.clamp(max=3), weight * (index < 4))) < 0.01
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile of torch 2.11 refuses a `Cast` or a `Granularity` that is made in the code that it traces."""
+
+    def refuse(self: Any) -> None:
+        raise AssertionError(f"{type(self).__name__} is made in traced code")
+
+    for kind in (Cast, Granularity):
+        monkeypatch.setattr(kind, "__post_init__", refuse)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        torch.compiler.reset()
+
+        def choose(x: torch.Tensor) -> torch.Tensor:
+            return x + (1 if input_cast(scheme, CUDA) is None else 2)
+
+        found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(1))
+        assert found.item() == (1 if scheme.inputs is None or capability == (8, 0) else 2)
+
+
+def test_a_compiled_layer_gives_the_same(models: Path) -> None:
+    model = octavo.load(models / "llama packed")
+    eager = logits(model)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(logits(model), eager)

@@ -8,17 +8,18 @@ as an Ampere: the result is then closer to the BF16 model's than the scheme's ow
 """
 
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from octavo.artifact.packed.scheme import Scheme
 from octavo.nn.backends import product_backend
-from octavo.numerics import ROW, TENSOR, Cast
+from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend, find_weight_only_backend
 from octavo.ops.gpu_architecture import Place
 from octavo.words import plural
+
+_BY_ROW = Cast()
 
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
@@ -44,9 +45,9 @@ def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
 
 
 def _eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
-    w = scheme.weight
-    by = ROW if w.granularity == TENSOR and not scheme.static else w.granularity  # as `Scheme.packed_weight` has it
-    return product_backend(x, replace(w, granularity=by), device)
+    """The GEMM of quantized inputs. torch.compile traces this, and torch 2.11 refuses a cast that is made meanwhile."""
+    spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
+    return product_backend(x, _BY_ROW if spread else scheme.weight, device)
 
 
 _find_cached = lru_cache(maxsize=256)(_eight_bit_gemm)

@@ -140,47 +140,23 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
 # 16 bits (prmt), and its exponent and mantissa to the place that they have in the wider format. The result is the
 # number times a power of two, subnormals included, and the last instruction takes this power out. The code of NaN, all
 # ones, is the only one that carries into the next bit when one is added; then the exponent is filled up.
-_WIDEN_BF16 = tl.constexpr("""{
-.reg .b32 b, m, t, two, zero;
-mov.b32 two, 0x7B807B80;
-mov.b32 zero, 0x80008000;
-prmt.b32 b, 0, $2, 0x5040;
-and.b32 m, b, 0x7F007F00;
-shr.b32 m, m, 4;
-add.u32 t, m, 0x00100010;
-and.b32 t, t, 0x08000800;
-mad.lo.u32 m, t, 15, m;
-lop3.b32 m, b, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $0, m, two, zero;
-prmt.b32 b, 0, $2, 0x7060;
-and.b32 m, b, 0x7F007F00;
-shr.b32 m, m, 4;
-add.u32 t, m, 0x00100010;
-and.b32 t, t, 0x08000800;
-mad.lo.u32 m, t, 15, m;
-lop3.b32 m, b, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $1, m, two, zero;
-}""")
-_WIDEN_FP16 = tl.constexpr("""{
-.reg .b32 b, m, t, two;
-mov.b32 two, 0x5C005C00;
-prmt.b32 b, 0, $2, 0x5040;
-and.b32 m, b, 0x7F007F00;
-shr.b32 m, m, 1;
-add.u32 t, m, 0x00800080;
-and.b32 t, t, 0x40004000;
-add.u32 m, m, t;
-lop3.b32 m, b, 0x80008000, m, 0xEA;
-mul.rn.f16x2 $0, m, two;
-prmt.b32 b, 0, $2, 0x7060;
-and.b32 m, b, 0x7F007F00;
-shr.b32 m, m, 1;
-add.u32 t, m, 0x00800080;
-and.b32 t, t, 0x40004000;
-add.u32 m, m, t;
-lop3.b32 m, b, 0x80008000, m, 0xEA;
-mul.rn.f16x2 $1, m, two;
-}""")
+# They are one line each: Inductor writes kernels into a file, and a line break within a string ends it there.
+_WIDEN_BF16 = tl.constexpr(
+    "{ .reg .b32 b, m, t, two, zero; mov.b32 two, 0x7B807B80; mov.b32 zero, 0x80008000; "
+    "prmt.b32 b, 0, $2, 0x5040; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 4; add.u32 t, m, 0x00100010; "
+    "and.b32 t, t, 0x08000800; mad.lo.u32 m, t, 15, m; lop3.b32 m, b, 0x80008000, m, 0xEA; "
+    "fma.rn.bf16x2 $0, m, two, zero; "
+    "prmt.b32 b, 0, $2, 0x7060; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 4; add.u32 t, m, 0x00100010; "
+    "and.b32 t, t, 0x08000800; mad.lo.u32 m, t, 15, m; lop3.b32 m, b, 0x80008000, m, 0xEA; "
+    "fma.rn.bf16x2 $1, m, two, zero; }"
+)
+_WIDEN_FP16 = tl.constexpr(
+    "{ .reg .b32 b, m, t, two; mov.b32 two, 0x5C005C00; "
+    "prmt.b32 b, 0, $2, 0x5040; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 1; add.u32 t, m, 0x00800080; "
+    "and.b32 t, t, 0x40004000; add.u32 m, m, t; lop3.b32 m, b, 0x80008000, m, 0xEA; mul.rn.f16x2 $0, m, two; "
+    "prmt.b32 b, 0, $2, 0x7060; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 1; add.u32 t, m, 0x00800080; "
+    "and.b32 t, t, 0x40004000; add.u32 m, m, t; lop3.b32 m, b, 0x80008000, m, 0xEA; mul.rn.f16x2 $1, m, two; }"
+)
 
 
 @triton.jit
