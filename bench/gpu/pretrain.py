@@ -36,9 +36,9 @@ from octavo.train.data import Corpus
 from octavo.train.loop import Trainer
 
 LLAMA = CONFIG.change(
-    model="llama", context=2048, tied=True, vocabulary=50_257, steps=800, warmup=40, evaluate_batches=16
+    model="llama", context=2048, tied=True, vocabulary=50_257, steps=768, warmup=40, evaluate_batches=16
 )  # fmt: skip
-CONFIGS = {  # 131,072 tokens a step: 105 million in a run
+CONFIGS = {  # 131,072 tokens a step: 101 million in a run
     "300m": LLAMA.change(
         layers=24, width=1024, heads=16, kv_heads=16, mlp_width=2816, batch=16, accumulate=4,
         learning_rate=6e-4, min_learning_rate=6e-5,
