@@ -7,11 +7,7 @@ from octavo.models.tokenizer import load_tokenizer
 from octavo.train.config import Config
 
 # The sizes of the tokenizers that the presets name.
-_KNOWN = {
-    "meta-llama/Llama-3.2-1B": 128256,
-    "meta-llama/Meta-Llama-3-8B": 128256,
-    "meta-llama/Meta-Llama-3-70B": 128256,
-}
+_KNOWN = dict.fromkeys(("Llama-3.2-1B", "Meta-Llama-3-8B", "Meta-Llama-3-70B"), 128256)
 
 
 def known_vocabulary(config: Config) -> int | None:
