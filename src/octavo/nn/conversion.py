@@ -173,8 +173,12 @@ def _execution_device(weight: Tensor) -> torch.device:
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:
-    missing = [f"{gemm}: {backend.reason}" for gemm, backend in backends.items() if backend.name == "none"]
-    if missing:
+    gemms: dict[str, list[str]] = {}  # by the reason that they are missing
+    for gemm, backend in backends.items():
+        if backend.name == "none":
+            gemms.setdefault(backend.reason, []).append(gemm)
+    if gemms:
+        missing = [f"{', '.join(names)}: {reason}" for reason, names in gemms.items()]
         raise ValueError(
             f"this device cannot run the recipe {recipe.name} ({'; '.join(missing)}): `octavo doctor` lists what it "
             'can run, recipe="auto" takes the nearest of these, and emulate=True computes it slowly in float32'

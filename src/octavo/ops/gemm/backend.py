@@ -38,6 +38,9 @@ _GROUP_SIZES = (32, 64, 128)
 LARGE_M = 1024  # from which groups have a kernel for Hopper alone: its launch takes as long as the GEMM of a smaller M
 _GPUS_OF_OUR_KERNEL = ("ada", "hopper", "blackwell", "rtx_blackwell")
 
+# The architectures that PyTorch refuses every FP8 GEMM.
+_WITHOUT_FP8 = {gpu for gpu, _ in LINES} - {gpu for (gpu, _), line in LINES.items() if line.library}
+
 # The version of CUDA that PyTorch was built with. From 12.9 on, cuBLASLt has row and block scales for Hopper.
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2])
 # The dtypes that row-scaled kernels write; cuBLASLt's write any.
@@ -108,6 +111,8 @@ def backend_on(
     e8m0: tuple[bool, bool] = (False, False),
 ) -> Backend:
     """The implementation for a large M on a GPU of this architecture, which need not be here; see `find_backend`."""
+    if gpu.key in _WITHOUT_FP8:
+        return Backend("none", f"{gpu.name} has no FP8 GEMM")
     a, b = granularity_a.name, granularity_b.name
     kinds = ["E8M0" if is_e8m0 else "float32" for is_e8m0 in e8m0]
     names = f"{a} x {b} scales in {' and '.join(dict.fromkeys(kinds))}"
