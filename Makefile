@@ -72,6 +72,8 @@ bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the 
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.generate
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.attention
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.attention_loss
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.vision
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.compile_time
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.watch
@@ -90,6 +92,7 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of sm
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.packing_quality
 	$(BIN)/python -m bench.cpu.kv_cache_quality
+	$(BIN)/python -m bench.cpu.attention_quality
 	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.cpu.vision
 	$(BIN)/python -m bench.cpu.watch

@@ -36,6 +36,11 @@ def kv_caches(results: dict[str, Result]) -> Iterable[Row]:
         yield {"cache, its scales": name, **quality(row)}
 
 
+def attention_in_fp8(results: dict[str, Result]) -> Iterable[Row]:
+    rounded = "queries, keys, values, probabilities and result in E4M3"
+    yield {"attention": rounded, **quality(results["attention_quality"]["fp8"])}
+
+
 def quality(row: Result) -> dict[str, str]:
     """The change against BF16, over the same prompts."""
     change = row["perplexity_ratio"]
