@@ -1,4 +1,4 @@
-"""Arrays in a page: base64 of little-endian numbers, which page.js decodes when it needs them."""
+"""Arrays in a page: base64 of little-endian numbers, which elements.js decodes when it needs them."""
 
 import base64
 from typing import Any

@@ -1,8 +1,9 @@
 """The frame of an HTML page that opens offline: one file with its style, tables and charts.
 
 The page loads nothing. Its Content-Security-Policy allows its style and its two scripts by their hashes, and no
-request. Tables and text need no script. assets/page.js draws the charts from a JSON block with uPlot, a chart library
-under the MIT license (assets/uPlot.LICENSE). A page without charts has no script.
+request. Tables and text need no script. The files of assets/page/ draw the charts from a JSON block with uPlot, a chart
+library under the MIT license (assets/uPlot.LICENSE). Each chart takes the arrow keys, says the values at its cursor
+below it, and shows its data as a table. A page without charts has no script.
 """
 
 import base64
@@ -15,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 _ASSETS = files("octavo.report") / "assets"
+_SCRIPTS = ("elements", "lines", "heat_map", "histogram", "watch", "start")
 _NO_SCRIPT = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
 _LONG = 32  # a cell with more characters is text, and may be broken between words
 
@@ -82,7 +84,7 @@ class Page:
         title: of the window, plain text.
         parts: HTML.
         charts: those of `figure`.
-        data: further values for page.js, by name.
+        data: further values for the script, by name.
     """
 
     title: str
@@ -102,7 +104,7 @@ class Page:
         """The whole page."""
         style = _asset("uPlot.min.css") + _asset("page.css")
         drawn = bool(self.charts or self.data)
-        scripts = [_library(), _asset("page.js")] if drawn else []
+        scripts = [_library(), _script()] if drawn else []
         head = [
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, scripts)}">',
@@ -168,6 +170,12 @@ def _asset(name: str) -> str:
 
 def _library() -> str:
     return f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
+
+
+def _script() -> str:
+    """The script of a page: the files of assets/page/ in one function, which keeps their names from the page's."""
+    parts = "\n".join(_asset(f"page/{name}.js") for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
 def _policy(style: str, scripts: Iterable[str]) -> str:
