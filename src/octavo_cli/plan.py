@@ -157,7 +157,7 @@ def _serving(plan: ServingPlan) -> dict[str, str]:
 
 def _digits(value: float, decimals: int) -> str:
     """The value with so many decimals; a small one with two digits that are not zero, such as 0.0013."""
-    return f"{value:.{decimals}f}" if value == 0 or value >= 1 else f"{float(f'{value:.2g}'):f}".rstrip("0")
+    return f"{value:.{decimals}f}" if value == 0 or value >= 0.1 else f"{float(f'{value:.2g}'):f}".rstrip("0")
 
 
 def _name(part: str) -> str:

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from octavo_cli import plan
 from octavo_cli.app import app
 
 
@@ -108,3 +109,11 @@ def test_an_unknown_setting_gets_the_nearest():
     result = CliRunner().invoke(app, ["plan", "gpt2", "--contxt", "128"])
     assert result.exit_code == 2
     assert "Did you mean --context?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (12.345, "12.35"), (0.9957, "1.00"), (0.5, "0.50"), (0.085, "0.085")],
+)
+def test_small_figures_keep_two_digits(value, text):
+    assert plan._digits(value, 2) == text
