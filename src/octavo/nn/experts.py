@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo.nn.experts_function import experts_mlp
 from octavo.nn.grouped_linear import grouped_call, plain_grouped_linear, wide
 from octavo.nn.linear import compute_dtype
+from octavo.nn.observer import ExpertObserver, expert_observer
 from octavo.ops import Rows, sort_by_expert
 from octavo.recipe import Recipe
 
@@ -39,6 +40,7 @@ class Experts(nn.Module):
 
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
+    observers: dict[str, ExpertObserver] | None = None  # of its stacks, set by `octavo.watch`
     parallel: ParallelExperts | None = None  # set where each rank has some of the experts
     matrices: ClassVar[tuple[str, str]] = ("gate_up_proj", "down_proj")
     gate_up_proj: Tensor
@@ -77,7 +79,9 @@ class Experts(nn.Module):
         rows = sort_by_expert(index, w_in.shape[0])
         if self.recipe is None:
             return plain_experts(x.to(dtype), weight, rows, w_in, w_out)
-        return experts_mlp(x, weight, rows, w_in, w_out, grouped_call(self, x, w_in, w_out))
+        inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
+        call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
+        return experts_mlp(x, weight, rows, w_in, w_out, call)
 
     def extra_repr(self) -> str:
         e, k, f = self.down_proj.shape

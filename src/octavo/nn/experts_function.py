@@ -23,11 +23,13 @@ from octavo.nn.grouped_function import (
     gathered,
     groups_of,
     multiply,
+    observe_matrices,
     quantized,
     weight_gradient,
     weights_transposed,
 )
 from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.observer import observe_group
 from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.ops import (
     Rows,
@@ -75,6 +77,10 @@ class _Experts(torch.autograd.Function):
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
         h_q = activation_quantize(u, "swiglu", recipe.x)
         y = multiply(call, recipe.y, h_q, out_q, offsets)  # [M,F] @ [K,F]^T
+        observe_group(call.observer, "x", "x", [x], n_q, recipe.x, offsets, slot=slot)
+        observe_matrices(call.observer, w_in, in_q, recipe.w, offsets)
+        observe_group(call.outer_observer, "x", "swiglu", [u], h_q, recipe.x, offsets)
+        observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
         ctx.call, ctx.x_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
         ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
@@ -90,15 +96,23 @@ class _Experts(torch.autograd.Function):
         dout, groups = dout.contiguous(), groups_of(offsets, len(slot))
         dweight = combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
+        factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
         g = gather_quantize(
-            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=s_out.squeeze(2), group=expert,
-            row_scale=m_h * weight.float().view(-1, 1)[slot],
+            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
+        )  # fmt: skip
+        observe_group(
+            call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
+            slot=slot, factor=factor, column_scale=folded, row_scale=m_h, shift_scale=s_h,
         )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = activation_backward(
             dh, u, "swiglu", recipe.dy,
             column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=False, group=expert,
+        )  # fmt: skip
+        observe_group(
+            call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
+            column_scale=s_in.squeeze(2), row_scale=m_n, shift_scale=s_n,
         )  # fmt: skip
         dw_out = weight_gradient(call, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)

@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall
+from octavo.nn.observer import Observer, observe_group
 from octavo.nn.scale_folding import dx_operand, mantissa, quotient
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
@@ -94,6 +95,8 @@ class _GroupedLinear(torch.autograd.Function):
         w_scale: Tensor | None,
     ) -> Tensor:
         x_q, w_q = quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
+        observe_group(call.observer, "x", "x", [x], x_q, call.recipe.x, offsets)
+        observe_matrices(call.observer, w, w_q, call.recipe.w, offsets)
         ctx.call, ctx.x_dtype = call, x.dtype
         ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, w, w_data, offsets)
         return multiply(call, call.recipe.y, x_q, w_q, offsets)
@@ -105,7 +108,10 @@ class _GroupedLinear(torch.autograd.Function):
         recipe = call.recipe
         x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
         groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
-        g = gather_quantize(dy.contiguous(), recipe.dy, column_scale=s_w.squeeze(2), group=groups.expert, row_scale=m)
+        dy, folded = dy.contiguous(), s_w.squeeze(2)
+        g = gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
+        factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
+        observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
@@ -113,6 +119,12 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(call, g, s_x, s_w, x_data, groups, w.dtype)
         return dx, dw, None, None, None, None
+
+
+def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: Cast, offsets: Tensor) -> None:
+    """Record the matrices [E, N, K], of which only bytes exist where they are `gathered`."""
+    source = [] if isinstance(w, GatheredWeight) else [w.flatten(0, 1)]
+    observe_group(observer, "w", "w", source, w_q, cast, offsets)
 
 
 def multiply(call: GroupedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:

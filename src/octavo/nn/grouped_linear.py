@@ -11,6 +11,7 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.grouped_function import GroupedCall, grouped_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
+from octavo.nn.observer import ExpertObserver, Observer, expert_observer
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.recipe import Recipe
 
@@ -36,6 +37,7 @@ class GroupedLinear(nn.Module):
 
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
+    observers: dict[str, ExpertObserver] | None = None  # of its weight, set by `octavo.watch`
 
     def __init__(self, groups: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -76,7 +78,8 @@ class GroupedLinear(nn.Module):
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
         if self.recipe is None:
             return plain_grouped_linear(x.to(dtype), self.weight, offsets)
-        return grouped_linear(x, self.weight, offsets, grouped_call(self, x, self.weight))
+        call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
+        return grouped_linear(x, self.weight, offsets, call)
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
@@ -89,7 +92,9 @@ def check_offsets(offsets: Tensor, groups: int) -> None:
     check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
-def grouped_call(layer: Any, x: Tensor, *weights: Tensor) -> GroupedCall:
+def grouped_call(
+    layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+) -> GroupedCall:
     """The call of a layer with a recipe, for the input `x`; raises the errors of `check_call`."""
     check_call(layer, x, *weights)
     recipe = layer.recipe.fusable
@@ -98,7 +103,7 @@ def grouped_call(layer: Any, x: Tensor, *weights: Tensor) -> GroupedCall:
             f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
             "convert them with 'rowwise', or leave them out by skip="
         )
-    return GroupedCall(recipe, compute_dtype(x))
+    return GroupedCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 
 def wide(w: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
+from octavo.ops.expert_observation import observe_experts
 from octavo.ops.observation import observe
 from octavo.ops.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
 
@@ -38,6 +39,44 @@ class Observer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class ExpertObserver(Observer):
+    """Statistics of the operands of a grouped GEMM: those of `Observer` for one layer, and sums for each expert.
+
+    Attributes:
+        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.ops.observe_experts`).
+    """
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        super().__init__(1, device)
+        widths = {"x": 3, "w": 2, "dy": 2}
+        self.sums = {
+            name: torch.zeros(experts, width, dtype=torch.float64, device=device) for name, width in widths.items()
+        }
+
+
+def expert_observer(module: Any, leaf: str) -> ExpertObserver | None:
+    """The observer of a stack of a module of experts that is being trained."""
+    observers: dict[str, ExpertObserver] | None = module.observers if module.training else None
+    return None if observers is None else observers.get(leaf)
+
+
+def observe_group(
+    observer: Observer | None,
+    operand: str,
+    kind: str,
+    source: Sequence[Tensor],
+    q: QTensor,
+    cast: Cast,
+    offsets: Tensor,
+    **factors: Tensor | None,
+) -> None:
+    """Record the operand "x", "w" or "dy" of a grouped GEMM; the other arguments as in `octavo.ops.observe_experts`."""
+    if isinstance(observer, ExpertObserver):
+        stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
+        data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
+        observe_experts(stats, observer.sums[operand], kind, list(source), offsets, data, scale, cast.spec, **factors)
 
 
 def observer_of(module: Any) -> Observer | None:

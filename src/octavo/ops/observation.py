@@ -161,7 +161,7 @@ def _sampled(
     """The sampled rows of an operand; of stacked weights, and of the columns of dy that belong to them, one by one."""
     if kind not in ("w", "bytes"):
         index = sampled_rows(source[0].shape[0], rows, source[0].device)
-        x = _numbers(kind, [t[index] if t.ndim == 2 else t for t in source])
+        x = numbers_of_rows(kind, [t[index] if t.ndim == 2 else t for t in source])
         of_rows = None if quantized is None else replace(quantized, index=index)
         ends = list(accumulate(sizes or [x.shape[1]]))
         for start, end in zip([0, *ends], ends, strict=False):
@@ -174,7 +174,7 @@ def _sampled(
         start += size
 
 
-def _numbers(kind: str, source: list[Tensor]) -> Tensor:
+def numbers_of_rows(kind: str, source: list[Tensor]) -> Tensor:
     """The sampled rows of an operand, from those of its source; float32 if they are computed."""
     if kind in ("x", "dy"):
         return source[0]

@@ -206,7 +206,7 @@ class Watch:
         samples, interval = finish()
         for sample in samples:
             if self._writer is not None and not sample.brief:
-                self._writer.write(sample.operands, sample.layer_records)
+                self._writer.write(sample.operands, sample.layer_records, sample.experts)
         return samples, interval
 
     def _receive(self) -> None:

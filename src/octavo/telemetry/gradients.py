@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.ops.statistics import EXPONENTS, histogram_statistics, sampled_rows
+from octavo.telemetry.experts import ExpertStack
 from octavo.telemetry.layers import weight_of
 from octavo.telemetry.records import LAYER_MAXIMA, LAYER_SUMS
 
@@ -79,7 +80,7 @@ class WeightStatistics:
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
             if weight.grad is not None:
-                self._found[i] |= _gradient(_local(weight.grad), self._rows)
+                self._found[i] |= _gradient(_local(weight.grad, module), self._rows)
 
     @torch.no_grad()
     def before_update(self, parameters: Collection[int]) -> None:
@@ -88,7 +89,7 @@ class WeightStatistics:
             self.read_gradients()
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
-            if id(weight) in parameters and weight.grad is not None and (local := _local(weight)).numel():
+            if id(weight) in parameters and weight.grad is not None and (local := _local(weight, module)).numel():
                 self._before[i] = local[_rows(local, UPDATE_ROWS)]
 
     @torch.no_grad()
@@ -96,11 +97,11 @@ class WeightStatistics:
         """Read how far the rows moved."""
         for i, module in enumerate(self._modules):
             if id(weight := weight_of(module)) in parameters and i in self._before:
-                self._found[i] |= _change(self._before.pop(i), _local(weight))
+                self._found[i] |= _change(self._before.pop(i), _local(weight, module))
 
     def _read_weights(self) -> None:
         for i, module in enumerate(self._modules):
-            w = _local(weight_of(module))
+            w = _local(weight_of(module), module)
             self._found[i] |= _weight(w) if w.numel() else {}
         for pair, found in zip(self.pairs, self._alignments(), strict=True):
             for i in pair:
@@ -114,7 +115,8 @@ class WeightStatistics:
         return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
 
     def _alignments(self) -> list[dict[str, Tensor]]:
-        weights = [[_local(weight_of(self._modules[i])) for i in pair] for pair in self.pairs]
+        pairs = ([self._modules[i] for i in pair] for pair in self.pairs)
+        weights = [[_local(weight_of(module), module) for module in pair] for pair in pairs]
         return [_alignment(gate, up, self._rows) for gate, up in weights]
 
 
@@ -169,7 +171,7 @@ def _rows(w: Tensor, rows: int) -> Tensor:
     return sampled_rows(w.shape[0], rows, w.device)
 
 
-def _local(tensor: Any) -> Tensor:
-    """The tensor [N, K], or this rank's part of it; a convolution's has one row for each output."""
+def _local(tensor: Any, module: Any) -> Tensor:
+    """The tensor [N, K], or this rank's part of it; a convolution's has a row for each output, a stack's all rows."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach().flatten(1)
+    return part.detach().flatten(0, 1) if isinstance(module, ExpertStack) else part.detach().flatten(1)

@@ -16,8 +16,11 @@ from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear
-from octavo.nn.observer import Observer
+from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.weight_cache import class_name
+from octavo.ops import Backend, find_grouped_backend
+from octavo.recipe import Recipe
+from octavo.telemetry.experts import ExpertStack, expert_stacks
 from octavo.telemetry.schema import OPERANDS, GemmRun, WatchedLayer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -37,24 +40,27 @@ class Layers:
     """The linear layers of a model, by number, and the observers of those that were converted.
 
     Attributes:
-        modules: `nn.Linear`, transformers' `Conv1D`, and converted layers: convolutions and attentions too.
+        modules: `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of
+            experts' matrices.
         names: without the prefixes of wrappers.
         places: of each converted layer its own, and of each fused module one more.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {_plain(name): module for name, module in model.named_modules() if _is_linear(module)}
+        found: dict[str, Any] = {_plain(name): m for name, m in model.named_modules() if _is_linear(m)}
+        found |= {_plain(name): stack for name, stack in expert_stacks(model).items()}
         self.names = list(found)
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
-        converted = [i for i, module in enumerate(self.modules) if isinstance(module, RecipeLayer)]
+        converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
         self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
         for name, fused, linears in _fused(model):
             if all(isinstance(linear, RecipeLayer) for linear in linears):
                 self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
 
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
-        self._compiled = [{"recomputed"} if id(module) in again else set() for module in self.modules]
+        owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
+        self._compiled = [{"recomputed"} if id(owner) in again else set() for owner in owners]
 
     def attach(self, device: torch.device) -> None:
         """Give each place an observer.
@@ -65,11 +71,23 @@ class Layers:
         if any(place.module.observer is not None for place in self.places):
             raise ValueError("the model is watched already: close the other octavo.watch first")
         for place in self.places:
-            place.module.observer = Observer(len(place.layers), device)
+            if isinstance(place.module, ExpertStack):
+                place.module.attach(device)
+            else:
+                place.module.observer = Observer(len(place.layers), device)
 
     def detach(self) -> None:
         for place in self.places:
-            place.module.__dict__.pop("observer", None)
+            if isinstance(place.module, ExpertStack):
+                place.module.detach()
+            else:
+                place.module.__dict__.pop("observer", None)
+
+    @property
+    def experts(self) -> list[tuple[int, ExpertObserver]]:
+        """The observer of each stack of experts that is recorded, with the number of its layer."""
+        stacks = ((place.layers[0], place.module.observer) for place in self.places)
+        return [(layer, observer) for layer, observer in stacks if isinstance(observer, ExpertObserver)]
 
     @property
     def stats(self) -> list[Tensor]:
@@ -117,11 +135,11 @@ class Layers:
 
     def _describe(self, i: int, dtype: str, seen: set[str], fused: str | None) -> WatchedLayer:
         module: Any = self.modules[i]
-        recipe = module.recipe if isinstance(module, RecipeLayer) else None
+        recipe = recipe_of(module)
         casts = {operand: getattr(recipe, operand, None) for operand in OPERANDS}
         return WatchedLayer(
             self.names[i],
-            class_name(module),
+            class_name(module.module if isinstance(module, ExpertStack) else module),
             _shape(module),
             "" if recipe is None else recipe.name,
             {operand: dtype if cast is None else cast.format for operand, cast in casts.items()},
@@ -132,12 +150,13 @@ class Layers:
 
 def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterator[tuple[str, GemmRun]]:
     """The GEMMs of a layer that ran. For a layer that was not converted no operand is recorded: all are listed."""
-    if not isinstance(module, RecipeLayer):
+    recipe = recipe_of(module)
+    if recipe is None:
         for name in ("y", "dx", "dw"):
             yield name, GemmRun(dtype, "torch", "the layer was not converted")
         return
     weight = weight_of(module)
-    backends = gemm_backends(module.recipe, weight.device)
+    backends = _backends(module, recipe, weight.device)
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
         if not ran or (name == "dw" and not weight.requires_grad):
@@ -146,8 +165,25 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
         if backend.name == "bf16":
             yield name, GemmRun(dtype, "torch", backend.reason)
             continue
-        kernel = "emulated" if backend.name == "none" and module.recipe.emulate else backend.name
+        kernel = "emulated" if backend.name == "none" and recipe.emulate else backend.name
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
+
+
+def _backends(module: Any, recipe: Recipe, device: torch.device) -> dict[str, Backend]:
+    """The backends of y, dx and dw."""
+    if not isinstance(module, ExpertStack):
+        return gemm_backends(recipe, device)
+    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
+    return {
+        name: find_grouped_backend(device, (gemm.a.format, gemm.b.format))
+        for name, gemm in gemms.items()
+        if gemm is not None
+    }
+
+
+def recipe_of(module: Any) -> Recipe | None:
+    """The recipe of a converted layer, or of a stack of experts in FP8; None for another module."""
+    return module.recipe if isinstance(module, RecipeLayer | ExpertStack) else None
 
 
 def weight_of(module: Any) -> nn.Parameter:
@@ -163,6 +199,8 @@ def _shape(module: Any) -> tuple[int, int]:
     if is_conv1d(module):
         return shape_of(module)
     weight = weight_of(module)
+    if isinstance(module, ExpertStack):
+        return weight.shape[0] * weight.shape[1], weight.shape[2]
     return weight.shape[0], weight[0].numel()
 
 

@@ -7,9 +7,11 @@ leaves out gradients, the change of the weights, histograms, and what quantizati
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -17,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo.ops.brief_samples import BriefStore
 from octavo.ops.observation import Sampling
 from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
+from octavo.telemetry.experts import expert_records, expert_sums
 from octavo.telemetry.gradients import WeightStatistics
 from octavo.telemetry.layers import Layers, gate_and_up
 from octavo.telemetry.records import (
@@ -27,13 +30,14 @@ from octavo.telemetry.records import (
     layer_records,
     operand_records,
 )
+from octavo.telemetry.schema import EXPERTS
 from octavo.telemetry.storage import Records
 from octavo.telemetry.transfer import Transfer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The records of one sampled step: arrays of `OPERAND` and `LAYER` (`octavo.telemetry.schema`).
+    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.telemetry.schema`).
 
     Those of a brief sample are NaN where it has no number: `octavo.telemetry.records.brief_operand_records`.
     """
@@ -41,6 +45,7 @@ class Sample:
     step: int
     operands: Records
     layer_records: Records
+    experts: Records = field(default_factory=partial(np.empty, 0, EXPERTS))
     brief: bool = False
 
 
@@ -81,6 +86,9 @@ class Measurement:
         self.full, self.brief = full, brief
         if (full or brief) and self._cleared:
             torch._foreach_copy_(self._layers.stats, self._cleared)
+        if full:
+            for _, observer in self._layers.experts:
+                torch._foreach_zero_(list(observer.sums.values()))
         self._weights.clear()
         self._store.clear()
         Sampling.request(self, self._rows if full else 0, brief=brief)
@@ -105,13 +113,19 @@ class Measurement:
         if self.brief:
             brief = self._store.add_to(stats[:, WIDTH:])
             tables += [(brief, len(BRIEF_MAXIMA)), (self._weights.alignments(), 0)]
+        experts = self._layers.experts
+        stacks = [(layer, len(observer.sums["x"])) for layer, observer in experts]
+        tables.append((expert_sums([observer for _, observer in experts], self._device), 0))
         kinds = [False] * self.full + [True] * self.brief
         transfer = Transfer(tables, interval)
 
         def finish() -> tuple[list[Sample], int]:
             found, largest = transfer.wait()
-            pairs = zip(found[::2], found[1::2], kinds, strict=True)
-            return [self._sample(step, stats, layers, brief=brief) for stats, layers, brief in pairs], largest
+            *pairs, sums = found
+            of_experts = expert_records(step, stacks, sums)
+            samples = zip(pairs[::2], pairs[1::2], kinds, strict=True)
+            made = [self._sample(step, stats, layers, of_experts, brief=brief) for stats, layers, brief in samples]
+            return made, largest
 
         return finish
 
@@ -123,14 +137,14 @@ class Measurement:
             hook.remove()
         self._layers.detach()
 
-    def _sample(self, step: int, operand_stats: Any, layer_stats: Any, *, brief: bool) -> Sample:
+    def _sample(self, step: int, operand_stats: Any, layer_stats: Any, experts: Records, *, brief: bool) -> Sample:
         layers, operands, places = self._layers.operands()
         if brief:
             stats = combined(operand_stats, places, len(BRIEF_MAXIMA))
             records = brief_operand_records(step, layers, operands, stats)
             return Sample(step, records, alignment_records(step, self._weights.pairs, layer_stats), brief=True)
         records = operand_records(step, layers, operands, combined(operand_stats, places, len(MAXIMA)))
-        return Sample(step, records, layer_records(step, self._layers.sizes(), layer_stats))
+        return Sample(step, records, layer_records(step, self._layers.sizes(), layer_stats), experts)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         if self.full:

@@ -4,9 +4,10 @@ RUN/watch/
   layers.json      the layers, by the number that records have for them, and the version of this schema
   operands.bin     one `OPERAND` record for each operand of each layer and sampled step
   layers.bin       one `LAYER` record for each layer and sampled step
+  experts.bin      one `EXPERTS` record for each stack of experts' matrices and sampled step
   events.jsonl     one `Event` a line
 
-The two .bin files hold records of a fixed size, little endian, in the order of the steps, and nothing else.
+The .bin files hold records of a fixed size, little endian, in the order of the steps, and nothing else.
 `docs/watch.md` says what each number means.
 """
 
@@ -70,6 +71,20 @@ LAYER = np.dtype(
         ("update_ratio", "<f4"),  # norm of the step's change of w / norm of w, over sampled rows
         ("alignment", "<f4"),  # of the gate and up layers of a SwiGLU: mean |cosine| of matching rows; else NaN
         ("gradient_binades", "<u2", (BINADES,)),
+    ]
+)
+
+EXPERTS = np.dtype(
+    [
+        ("step", "<u4"),
+        ("layer", "<u2"),  # the stack of their matrices
+        ("experts", "<u2"),
+        ("fullest", "<u2"),  # the expert with most rows
+        ("idle", "<u2"),  # experts without a row
+        ("worst", "<u2", (3,)),  # the expert whose x, w and dy have the lowest SQNR in the sample
+        ("pad", "<u2"),
+        ("load", "<f4"),  # rows of the fullest expert / mean rows of an expert
+        ("sqnr", "<f4", (3,)),  # of the worst x, w and dy, dB; NaN if unknown
     ]
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import numpy as np
 
 from octavo.artifact.atomic_folder import write_error
 from octavo.artifact.files import ArtifactError, read_json
-from octavo.telemetry.schema import LAYER, OPERAND, VERSION, Event, WatchedLayer
+from octavo.telemetry.schema import EXPERTS, LAYER, OPERAND, VERSION, Event, WatchedLayer
 
 LIMIT = 500_000_000
 _COPIED = 1 << 16  # records that thinning holds in memory at once
 
 Records = np.ndarray[Any, Any]
+NO_EXPERTS = np.empty(0, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Watched:
     Attributes:
         interval: the steps between samples now.
         layers: by the number that records have for them.
-        operands, layer_records: arrays of `OPERAND` and `LAYER`, in the order of the steps, mapped from the files.
+        operands, layer_records, experts: arrays of `OPERAND`, `LAYER` and `EXPERTS`, in the order of the steps, mapped
+            from the files.
         events: in the order in which they were found.
         damaged: the numbers of the lines in events.jsonl that are no events.
     """
@@ -44,6 +46,7 @@ class Watched:
     layer_records: Records
     events: list[Event]
     damaged: Sequence[int] = ()
+    experts: Records = field(default_factory=NO_EXPERTS.copy)
 
 
 def watch_folder(run: Path) -> Path:
@@ -67,6 +70,7 @@ def read_watch(run: Path) -> Watched:
         _read_records(folder / "layers.bin", LAYER),
         [event for event in events if event is not None],
         [number for number, event in enumerate(events, 1) if event is None],
+        _read_records(folder / "experts.bin", EXPERTS),
     )
 
 
@@ -97,7 +101,7 @@ class WatchWriter:
         resumed_at: int = 0,
     ) -> None:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
-        self._paths = (self.folder / "operands.bin", self.folder / "layers.bin")
+        self._paths = tuple(self.folder / f"{name}.bin" for name in ("operands", "layers", "experts"))
         self._layers = list(layers)
         if not resumed_at:
             self._check_empty()
@@ -117,11 +121,11 @@ class WatchWriter:
         described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
         _replace(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
 
-    def write(self, operands: Records, layer_records: Records) -> None:
-        """Append the records [n] `OPERAND` and [m] `LAYER` of one step."""
+    def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
+        """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
         try:
-            _append(self._paths[0], operands.tobytes())
-            _append(self._paths[1], layer_records.tobytes())
+            for path, records in zip(self._paths, (operands, layer_records, experts), strict=True):
+                _append(path, records.tobytes())
             while sum(path.stat().st_size for path in self._paths) > self.limit and self._thin():
                 pass
         except OSError as error:
@@ -136,7 +140,7 @@ class WatchWriter:
 
     def drop_after(self, step: int) -> None:
         """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
-        for path, dtype in zip(self._paths, (OPERAND, LAYER), strict=True):
+        for path, dtype in zip(self._paths, (OPERAND, LAYER, EXPERTS), strict=True):
             path.touch()
             steps = _read_records(path, dtype)["step"]
             count = int(np.searchsorted(steps, step, side="right")) if step else 0
@@ -185,7 +189,7 @@ class WatchWriter:
         steps = np.unique(_read_records(self._paths[0], OPERAND)["step"])
         if len(steps) < 2:
             return False
-        for path, dtype in zip(self._paths, (OPERAND, LAYER), strict=True):
+        for path, dtype in zip(self._paths, (OPERAND, LAYER, EXPERTS), strict=True):
             records, partial = _read_records(path, dtype), path.with_suffix(".partial")
             with partial.open("wb") as file:
                 for start in range(0, len(records), _COPIED):
