@@ -42,6 +42,19 @@ def run_facts(run: RunData) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
+def expert_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of experts in the last sample: the load of each stack, and the worst expert. Its columns and rows."""
+    rows = []
+    last = watched.experts[watched.experts["step"] == watched.experts["step"].max(initial=0)]
+    for record in last:
+        load = "" if np.isnan(record["load"]) else f"{record['load']:.2f}x, expert {record['fullest']}"
+        pairs = zip(record["worst"], record["sqnr"], strict=True)
+        worst = ["" if np.isnan(db) else f"expert {expert}, {db:.1f} dB" for expert, db in pairs]
+        name, idle = watched.layers[record["layer"]].name, f"{record['idle']} of {record['experts']}"
+        rows.append((name, load, idle, *worst))
+    return ("experts", "largest load", "idle", "worst x", "worst w", "worst dy"), rows
+
+
 def peak_memory(run: RunData) -> int | None:
     """The largest peak memory that the run logged, in bytes."""
     memory = run.series.get("peak_memory")

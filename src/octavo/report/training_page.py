@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from octavo.numerics.formats import FP8_FORMATS
-from octavo.report.facts import FACTS, gemm_rows, recipe_rows, run_facts
+from octavo.report.facts import FACTS, expert_rows, gemm_rows, recipe_rows, run_facts
 from octavo.report.heat_maps import METRICS, Columns, encode_grid, metric_grids, sampled_steps, spread
 from octavo.report.histograms import code_points, histograms_at
 from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
@@ -78,6 +78,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
         page.data |= _watch_data(watched)
         page.add(_WATCH)
     page.add(*(_what_ran_where(run, alone=len(runs) == 1) for run in runs))
+    page.add(*(_experts(run, alone=len(runs) == 1) for run in runs))
     page.add(_events(runs), _settings(runs))
     return page
 
@@ -159,6 +160,17 @@ def _what_ran_where(run: RunData, *, alone: bool) -> str:
     places = [Place(run.name, row[0]) for row in rows] if run.watched is not None else []
     section = without_blanks(Section(title, columns, rows))
     return table(section.columns, section.rows, title=title, remark=remark, places=places)
+
+
+def _experts(run: RunData, *, alone: bool) -> str:
+    columns, rows = expert_rows(run.watched) if run.watched is not None else ((), [])
+    if not rows:
+        return ""
+    remark = (
+        "The last sample. A load is the rows of an expert over the mean of all. The worst expert has the lowest SQNR."
+    )
+    places = [Place(run.name, row[0]) for row in rows]
+    return table(columns, rows, title="Experts" if alone else f"Experts: {run.name}", remark=remark, places=places)
 
 
 def _events(runs: Sequence[RunData]) -> str:
