@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md. The same results give the same bytes.
+"""The plots of docs/performance.md and docs/scaling.md. The same results give the same bytes.
 
 Text stays text, there is no date, and the colours (Okabe and Ito's) differ for the colour-blind too.
 """
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.gpu.modes import BASE
+from bench.gpu.sharded import OURS, WIDE
+from bench.report import scaling
 from bench.report.front_page import gains
 from bench.report.performance import by_mode
 from bench.report.tables import Result
@@ -29,9 +32,9 @@ STYLE = {
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """Write gains.svg, stack.svg and parity.svg to `folder`."""
+    """Write gains.svg, stack.svg, parity.svg and network.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (speed_gains, stack, parity):
+    for plot in (speed_gains, stack, parity, network):
         with matplotlib.rc_context(STYLE):
             path = folder / f"{plot.__name__.removeprefix('speed_')}.svg"
             plot(results).savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
@@ -106,4 +109,35 @@ def parity(results: dict[str, Result]) -> Any:
     names = list(dict.fromkeys(mode for mode, _ in curves))
     marks = [Line2D([], [], color=MODES.get(name, PINK), label=name) for name in names]
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
+    return figure
+
+
+def network(results: dict[str, Result]) -> Any:
+    """The gain of the all-gather in FP8 over the bandwidth of the network: measured, and by the model."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    found = scaling.trainings(results)
+    for other, color in ((WIDE, BLUE), (BASE, GREY)):
+        for run, marker, line in zip(scaling.runs(results, "gpu_network_"), "os", ("-", "--"), strict=False):
+            speeds = {
+                each["bytes_per_second"]: scaling.gain(each["rounds"], OURS, other) or 0.0 for each in run["links"]
+            }
+            axes.plot([rate / 1e9 for rate in speeds], list(speeds.values()), marker, color=color)
+            rates = np.geomspace(min(speeds) / 2, max(speeds) * (2 if marker == "s" else 1), 60)
+            slow, fast = ([scaling.at_bandwidth(run, found[mode][1], rate) for rate in rates] for mode in (other, OURS))
+            axes.plot(rates / 1e9, np.divide(slow, fast), line, color=color, linewidth=1)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    ticks = [2, 5, 10, 20, 50, 100, 200]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("GB/s that a GPU receives in an all-gather")
+    axes.set_ylabel("speed of rowwise, gathered in FP8")
+    marks = [Line2D([], [], color=color, label=f"over {mode}") for mode, color in ((WIDE, BLUE), (BASE, GREY))]
+    links = {"NVLink, fewer channels": "o-", "sockets": "s--"}  # a point is measured, a line is the model's
+    marks += [
+        Line2D([], [], color="black", marker=style[0], linestyle=style[1:], linewidth=1, label=name)
+        for name, style in links.items()
+    ]
+    figure.legend(handles=marks, loc="outside upper center", ncols=4, frameon=False)
     return figure

@@ -204,12 +204,16 @@ def model_errors(results: dict[str, Result]) -> Rows:
         for result in runs(results, "gpu_network_"):
             for link in result["links"]:
                 if name in link["rounds"]:
-                    here = replace(training, layers=result["setting"]["layers"])
-                    shared = result["setting"]["transport"] == "socket"  # few channels slow each collective alone
-                    links = Links(link["bytes_per_second"], shared=shared)
-                    model = here.step(links, result["setting"]["world"])
+                    model = at_bandwidth(result, training, link["bytes_per_second"])
                     where = f"{result['setting']['world']} GPUs at {link['bytes_per_second'] / 1e9:.1f} GB/s"
                     yield error_row(where, name, model, statistics.median(link["rounds"][name]))
+
+
+def at_bandwidth(result: Result, training: Training, bandwidth: float) -> float:
+    """The model's seconds of a step of a network benchmark, at a bandwidth in bytes a second."""
+    setting = result["setting"]
+    links = Links(bandwidth, shared=setting["transport"] == "socket")  # few channels slow each collective alone
+    return replace(training, layers=setting["layers"]).step(links, setting["world"])
 
 
 def error_row(where: str, mode: str, model: float, milliseconds: float) -> Row:

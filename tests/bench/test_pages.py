@@ -44,7 +44,8 @@ def test_the_page_in_the_repository_is_what_the_results_give(name):
 def test_the_plots_in_the_repository_are_what_the_results_give(tmp_path):
     before = dict(matplotlib.rcParams)
     plots.draw(RESULTS, tmp_path)
-    linked = re.findall(r"\]\(performance/(\w+\.svg)\)", pages.page("performance", RESULTS))
+    text = pages.page("performance", RESULTS) + pages.page("scaling", RESULTS)
+    linked = re.findall(r"\]\(performance/(\w+\.svg)\)", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(linked)
     for path in tmp_path.iterdir():  # by their words: another version of matplotlib draws other bytes
         assert words(path) == words(ROOT / "docs" / "performance" / path.name)
