@@ -14,7 +14,7 @@ from octavo.ops.gemm import Backend
 from octavo.ops.gpu_architecture import Place
 from octavo.ops.triton_support import has_kernels
 
-MAX_M = 128  # above it, widening the weight once costs less than the tensor cores lose in our kernel
+MAX_M = 256  # above it, widening the weight once costs less than the tensor cores lose in our kernel
 LOWEST = (8, 0)  # Ampere: the first with BF16 on tensor cores, and the first that Triton supports
 _HALVES = (torch.bfloat16, torch.float16)
 _GROUPS = (None, 32, 64, 128)  # elements along K that share a scale; None for all

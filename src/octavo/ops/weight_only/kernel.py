@@ -123,7 +123,10 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
     if m == 1:
         block_k = group or largest_block_k(k, 512)
         return Tiling(GROUP_ELEMENTS // block_k if group else 8, block_k, stages=4, warps=4)
-    block_m, block_n = min(MAX_BLOCK_M, max(16, power_of_two_above(m))), 64
+    # Each program reads its part of x from the L2 cache: the more rows of w_q it has, the fewer read the same. A group
+    # of 4 warps multiplies 64 rows; with more, the tensor core would wait for each product.
+    block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
+    block_n, warps = (64, 4) if block_m <= 32 else (128, 8)
     block_k = group or largest_block_k(k, 256 if block_m <= 32 else 128 if block_m <= 64 else 64)
     stages = max(2, min(4, shared // (block_k * (block_n + 2 * block_m))))
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, block_k)
@@ -133,7 +136,7 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
         return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
 
     splits = range(1, MAX_SPLIT_K + 1 if tiles < programs else 2)
-    return Tiling(block_n, block_k, stages, warps=4, split_k=min(splits, key=time))
+    return Tiling(block_n, block_k, stages, warps, split_k=min(splits, key=time))
 
 
 # Four bytes s eeee mmm in a register become two registers of two numbers each. A byte moves into the upper half of its
