@@ -37,8 +37,6 @@ from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 
 MAX_BLOCK_M = 128
-GROUP_ELEMENTS = 4096  # of w_q in the tile of a GEMV with groups, as in one without
-DEQUANTIZE_BLOCK = (16, 256)
 
 
 def weight_only_mm(
@@ -98,7 +96,7 @@ def dequantize(
         return wide
     w = w.contiguous()
     w = w if (has_kernels(w.device) if native is None else native) else w.view(torch.uint8)
-    block_n, block_k = DEQUANTIZE_BLOCK
+    block_n, block_k = 16, 256
     launcher(_dequantize_kernel, (cdiv(k, block_k), cdiv(n, block_n)))(
         w, scale, wide, n, k, SCALE_ROWS=granularity.rows or n, SCALE_COLS=granularity.cols or k,
         STRIDE_SCALE=scale.shape[1], BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
@@ -122,7 +120,7 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
     memory. group: elements along K that share a scale, 0 for all."""
     if m == 1:
         block_k = group or largest_block_k(k, 512)
-        return Tiling(GROUP_ELEMENTS // block_k if group else 8, block_k, stages=4, warps=4)
+        return Tiling(4096 // block_k if group else 8, block_k, stages=4, warps=4)
     # Each program reads its part of x from the L2 cache: the more rows of w_q it has, the fewer read the same. A group
     # of 4 warps multiplies 64 rows; with more, the tensor core would wait for each product.
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))

@@ -50,11 +50,7 @@ def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residua
     return y
 
 
-def _inlines(x: Tensor, *rest: Any) -> bool:
-    return has_kernels(x.device, LOWEST)
-
-
-@operation("weight_only_mm", _inlines)
+@operation("weight_only_mm", lambda x, *rest: has_kernels(x.device, LOWEST))
 def _weight_only_mm(
     x: Tensor, w: Tensor, scale: Tensor, granularity: str, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
