@@ -25,7 +25,7 @@ from octavo.train.loop import Trainer
 from octavo.train.start import start_run
 
 INTERVAL = 50
-BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL - 1  # one of these steps has the full sample
+BRIEF_ALONE = INTERVAL // CHECK_INTERVAL - 1  # steps with a brief sample; one more has both
 
 
 def begin(out: Path, *overrides: str) -> Trainer:
@@ -43,20 +43,20 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
     """Median processor time of steps, and the share of a step that the watch costs at the default interval.
 
     Args:
-        steps: of each run: a third have a full sample, a third a brief one, and a third none.
+        steps: of each run: half of them without a sample, a quarter with a brief one, and a quarter with both.
         overrides: settings of the demo as `--key value`.
     """
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = (begin(Path(folder) / name, *overrides) for name in ("plain", "watched"))
         for trainer in (plain, watched):
             trainer.step()
-        differences: dict[str, list[float]] = {"full": [], "brief": [], "not sampled": []}
+        differences: dict[str, list[float]] = {"both": [], "brief": [], "not sampled": []}
         base = []
-        with watch(watched.model, folder=Path(folder), interval=3, resumed_at=watched.state.step) as found:
+        with watch(watched.model, folder=Path(folder), interval=4, resumed_at=watched.state.step) as found:
             watched.watch, found.check_interval = found, 2
             for number in range(found.done + 1, found.done + steps + 1):
                 before = milliseconds(plain)
-                kind = "not sampled" if not found.sampled else "brief" if number % 3 else "full"
+                kind = "not sampled" if not found.sampled else "brief" if number % 4 else "both"
                 middle, after = milliseconds(watched), milliseconds(plain)
                 base += [before, after]
                 differences[kind].append(middle - (before + after) / 2)
@@ -64,8 +64,8 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
             trainer.lock.__exit__(None, None, None)
     step = statistics.median(base)
     extra = {kind: statistics.median(found) for kind, found in differences.items()}
-    unsampled = extra["not sampled"] * (INTERVAL - BRIEF_SAMPLES - 1)
-    overhead = (unsampled + extra["brief"] * BRIEF_SAMPLES + extra["full"]) / INTERVAL / step
+    unsampled = extra["not sampled"] * (INTERVAL - BRIEF_ALONE - 1)
+    overhead = (unsampled + extra["brief"] * BRIEF_ALONE + extra["both"]) / INTERVAL / step
     return {"step_ms": step, "extra_ms": extra, "interval": INTERVAL, "overhead": overhead, "steps": steps}
 
 

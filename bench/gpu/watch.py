@@ -25,7 +25,7 @@ from octavo.telemetry import Watch, watch
 from octavo.telemetry.collection import CHECK_INTERVAL
 
 INTERVAL = 50
-BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL - 1  # one of these steps has the full sample
+BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL
 NEVER = 1 << 30
 PLAIN, UNSAMPLED, BRIEF, FULL = "not watched", "watched, not sampled", "brief sample", "full sample"
 DEFAULT = "at the default interval"
@@ -100,7 +100,7 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
     watched.watch.close()
     extra = {name: _median(found[name]) - _median(found[PLAIN]) for name, found in times.items()}
     samples = extra[BRIEF] * BRIEF_SAMPLES + extra[FULL]
-    more = (extra[UNSAMPLED] * (INTERVAL - BRIEF_SAMPLES - 1) + samples) / INTERVAL
+    more = (extra[UNSAMPLED] * (INTERVAL - BRIEF_SAMPLES) + samples) / INTERVAL
     return {
         "equal": equal,
         "interval": INTERVAL,
