@@ -10,6 +10,7 @@ from octavo.nn.backends import gemm_backends, in_formats_of
 from octavo.ops import find_grouped_backend
 from octavo.ops.gpu_architecture import ARCHITECTURES, GpuArchitecture
 from octavo.recipe import PRESETS, Recipe
+from octavo.runtime.fnuz import scheme_on
 from octavo.runtime.gemm_path import find_gemm
 
 SHOWN = [ARCHITECTURES[key] for key in ("ampere", "ada", "hopper", "blackwell", "rtx_blackwell", "mi300", "mi350")]
@@ -35,7 +36,7 @@ def schemes_by_gpu(_: dict[str, Result]) -> Iterator[Row]:
 
 
 def _scheme_on(gpu: GpuArchitecture, scheme: Scheme) -> str:
-    cast, backend = find_gemm(scheme, gpu)
+    cast, backend = find_gemm(scheme_on(scheme, gpu), gpu)
     return backend.name if cast else f"weight-only, {backend.name}"
 
 

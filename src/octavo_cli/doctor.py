@@ -181,11 +181,12 @@ def other_machine(name: str) -> tuple[GpuArchitecture, dict[str, Any]]:
 def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     """Packing scheme -> the name and the reason of its GEMM."""
     from octavo.artifact.packed.scheme import SCHEMES
+    from octavo.runtime.fnuz import scheme_on
     from octavo.runtime.gemm_path import find_gemm
 
     found = {}
     for name, scheme in SCHEMES.items():
-        cast, backend = find_gemm(scheme, place)
+        cast, backend = find_gemm(scheme_on(scheme, place), place)
         found[name] = {"name": backend.name if cast else f"weight-only, {backend.name}", "reason": backend.reason}
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.numerics.cast import Cast
 from octavo.ops import Backend, find_backend
 from octavo.ops.gemm import backend_on
-from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture
+from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture, takes_fnuz
 from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
 
 
@@ -46,8 +46,7 @@ def choose_recipe(recipe: str | Path | Recipe, place: Place) -> Recipe:
 
 def in_formats_of(place: Place, recipe: Recipe) -> Recipe:
     """A preset in the eight-bit formats of a GPU: FNUZ on an MI300."""
-    on_gpu = isinstance(place, GpuArchitecture) or place.type == "cuda"
-    return fnuz(recipe) if on_gpu and recipe.quantized and _architecture(place).key == "mi300" else recipe
+    return fnuz(recipe) if recipe.quantized and takes_fnuz(place) else recipe
 
 
 def pick_recipe(place: Place) -> Recipe:
@@ -59,11 +58,8 @@ def pick_recipe(place: Place) -> Recipe:
     for recipe in (in_formats_of(place, rowwise()), in_formats_of(place, tensorwise())):
         if all(backend.name != "none" for backend in gemm_backends(recipe, place).values()):
             return recipe
+    gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     raise ValueError(
-        f"{_architecture(place).name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
+        f"{gpu.name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
         "MI300 or MI350 of AMD; train in BF16 here"
     )
-
-
-def _architecture(place: Place) -> GpuArchitecture:
-    return place if isinstance(place, GpuArchitecture) else find_architecture(place)

@@ -60,3 +60,10 @@ def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> GpuArc
         if each.lowest <= capability:
             found = each
     return found
+
+
+def takes_fnuz(place: Place) -> bool:
+    """Whether the GEMMs of a device, or of a GPU that need not be here, take the FNUZ formats: those of an MI300."""
+    if isinstance(place, GpuArchitecture):
+        return place.key == "mi300"
+    return place.type == "cuda" and find_architecture(place).key == "mi300"

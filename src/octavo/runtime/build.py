@@ -32,6 +32,7 @@ from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.runtime.compiling import compile_meanwhile, small_model
 from octavo.runtime.expert_loading import ExpertLoading
+from octavo.runtime.fnuz import scheme_on, use_formats_of
 from octavo.runtime.fused import fuse
 from octavo.runtime.gemm_path import weight_only_note
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
@@ -99,7 +100,9 @@ def fill(
     stacks = experts.stack(tensors)
     model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
-    if note := weight_only_note(Counter(packing.schemes.values()), torch.device(device)):
+    use_formats_of(model, torch.device(device))
+    schemes = Counter(scheme_on(scheme, torch.device(device)) for scheme in packing.schemes.values())
+    if note := weight_only_note(schemes, torch.device(device)):
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)

@@ -19,7 +19,7 @@ from octavo.ops import Backend, find_weight_only_backend
 from octavo.ops.gpu_architecture import Place
 from octavo.words import plural
 
-_BY_ROW = Cast()
+_BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
 
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
@@ -47,7 +47,7 @@ def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
 def _eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
     """The GEMM of quantized inputs. torch.compile traces this, and torch 2.11 refuses a cast that is made meanwhile."""
     spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
-    return product_backend(x, _BY_ROW if spread else scheme.weight, device)
+    return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
 
 
 _find_cached = lru_cache(maxsize=256)(_eight_bit_gemm)

@@ -6,7 +6,7 @@ The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, tra
     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
                            out of the sum
-    weight-only            dx = dy[T,N] @ w[N,K], with w widened, of any scales
+    weight-only, FNUZ      dx = dy[T,N] @ w[N,K], with w widened, of any scales
 
 s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
 (`octavo.nn.linear_function`).
@@ -56,7 +56,7 @@ class PackedProduct(torch.autograd.Function):
 
 def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
     """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
-    if weight_only:
+    if weight_only or w.format.name != "e4m3":
         return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
     if w.granularity == TENSOR:
         w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)

@@ -17,7 +17,7 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, STATIC, STATIC_INPUTS, WEIGHT, Scheme
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.numerics import TENSOR, Cast, QTensor, scale_from_amax
+from octavo.numerics import Cast, QTensor, scale_from_amax
 from octavo.ops import quantize, quantize_scaled, scaled_mm, weight_only_mm
 from octavo.runtime.gemm_path import input_cast
 from octavo.runtime.packed_gradient import PackedProduct, wants_gradient
@@ -140,12 +140,12 @@ class PackedLinear(PackedModule):
     @property
     def input_limit(self) -> Tensor | None:
         """The largest magnitude of x, 0-dim, that the stored scale holds; None where the scale is not stored."""
-        scale = self.input_scale
-        return None if scale is None else scale.view(()) * STATIC_INPUTS.fmt.max * ROUNDED
+        scale, cast = self.input_scale, self.scheme.inputs
+        return None if scale is None or cast is None else scale.view(()) * cast.fmt.max * ROUNDED
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Become a layer of the scheme static, whose scale of the input follows from `amax`, 0-dim; returns it, [1]."""
-        if self.scheme.weight.granularity != TENSOR:
+        if self.scheme.weight != STATIC.weight:
             q = quantize(self.packed_weight().dequantize(), STATIC.weight)
             self.weight, self.weight_scale = q.data, q.scale.reshape(1)
         self.scheme = STATIC

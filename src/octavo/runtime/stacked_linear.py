@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed.scheme import CHANNEL
 from octavo.nn.norm_linear import watched
 from octavo.nn.stacked_weights import Stack
 from octavo.numerics import Cast, QTensor
@@ -60,7 +59,7 @@ class PackedStack(PackedModule):
     def forward(self, x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
         """y [T, sum of N] of x [T, K], cast as `input_cast` says."""
         buffers: Any = self._buffers  # faster than by attribute, as in `octavo.nn.norm_linear.child`
-        w_q = self.cached_weight(buffers["weight"], buffers["weight_scale"], CHANNEL.packed_weight)
+        w_q = self.cached_weight(buffers["weight"], buffers["weight_scale"], self.layers[0].scheme.packed_weight)
         return packed_product(x, w_q, buffers["bias"], dtype)  # [T,K] @ [sum N,K]^T
 
     def disband(self) -> None:
