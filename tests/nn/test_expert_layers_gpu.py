@@ -7,6 +7,7 @@ from hopper import ONLY_HOPPER
 from metrics import sqnr
 from torch import Tensor
 
+import octavo
 from octavo.nn import Experts
 from octavo.recipe import rowwise
 
@@ -66,3 +67,23 @@ def test_no_step_waits_for_the_device():
     results(module, *values)
     with no_waits():
         module(*values[:3]).backward(values[3])
+
+
+def test_a_watch_records_them_without_waiting_and_changes_nothing():
+    module, values = example("small")
+    octavo.convert(module, "rowwise")
+    expected = results(module, *values)
+    with octavo.watch(module, interval=1) as watch:
+        for _ in range(2):
+            found = results(module, *values)
+            watch.step()
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        with no_waits():
+            module(*values[:3]).backward(values[3])
+        watch.step()
+        sample = watch.latest()
+    assert (sample.operands["sqnr"] > 22).all()
+    assert len(sample.operands) == 2 * 3
+    assert (sample.experts["idle"] == 1).all()
+    assert (sample.experts["load"] > 1).all()
+    assert (sample.experts["sqnr"] > 15).all()

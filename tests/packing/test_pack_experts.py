@@ -15,8 +15,9 @@ import octavo
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.scheme import get_scheme
 from octavo.evaluation import PromptOptions
+from octavo.evaluation.limits import Budget
 from octavo.ops import quantize
-from octavo.packing import pack
+from octavo.packing import PackOptions, pack, pack_within
 from octavo.runtime.packed_experts import PackedGroupedLinear
 from octavo.verification import verify
 from octavo_cli.app import app
@@ -148,6 +149,11 @@ def test_an_expert_of_zeros_is_packed_as_zeros(sources, tmp_path):
     assert all(tensors[name].float().isfinite().all() for name in names)
     assert not any(tensors[name].float().any() for name in names if name.endswith(".weight"))
     assert outputs(octavo.load(tmp_path / "packed")).isfinite().all()
+
+
+def test_a_budget_takes_no_experts(sources, tmp_path):
+    with pytest.raises(ValueError, match="a budget chooses among linear layers.*: leave --experts or --budget out"):
+        pack_within(sources["mixtral"], tmp_path / "packed", [Budget("kl", 0.1)], ["x"], PackOptions(experts=True))
 
 
 def test_a_dense_model_has_no_experts(tmp_path):

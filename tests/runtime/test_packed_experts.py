@@ -3,8 +3,10 @@
 import pytest
 import torch
 from metrics import sqnr
+from mixtures import packed_mixtral
 from packed_experts import K, oracle, packed_experts, routed
 
+import octavo
 from octavo.artifact.packed.scheme import SCHEMES
 from octavo.nn import Experts
 from octavo.recipe import rowwise
@@ -82,3 +84,12 @@ def test_casting_the_model_keeps_the_bytes():
 
 def test_the_list_of_schemes_is_whole():
     assert set(FP8) == {name for name, s in SCHEMES.items() if s.weight.format == "e4m3"}
+
+
+def test_a_packed_mixtral_has_the_bits_of_training(tmp_path):
+    model, folder = packed_mixtral(tmp_path)
+    packed = octavo.load(folder)
+    octavo.convert(model, "rowwise")
+    ids = torch.randint(0, 99, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        assert torch.equal(packed(ids).logits, model(ids).logits)

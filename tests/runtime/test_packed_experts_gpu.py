@@ -4,9 +4,11 @@ import pytest
 import torch
 from gpu_memory import no_waits, poison
 from hopper import ONLY_HOPPER
-from metrics import sqnr
+from metrics import distance, sqnr
+from mixtures import packed_mixtral
 from packed_experts import K, oracle, packed_experts, routed
 
+import octavo
 from octavo.nn import Experts
 from octavo.recipe import rowwise
 
@@ -54,3 +56,31 @@ def test_a_step_waits_for_nothing_and_becomes_a_graph(scheme):
         poison()
         graph.replay()
         assert torch.equal(y, expected[1])
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, and transformers' about attention masks
+def test_a_packed_mixtral_has_the_bits_of_training_and_generates(tmp_path):
+    model, folder = packed_mixtral(tmp_path)
+    packed = octavo.load(folder, "cuda")
+    model = model.cuda()
+    octavo.convert(model, "rowwise")
+    ids = torch.randint(0, 99, (2, 13), generator=torch.Generator().manual_seed(2)).cuda()
+    with torch.inference_mode():
+        assert torch.equal(packed(ids).logits, model(ids).logits)
+    one = ids[:1]
+    found = packed.generate(one, max_new_tokens=12, do_sample=False)
+    assert found.shape == (1, 25)
+    with torch.inference_mode():  # a cached step sees the numbers of the whole text, up to roundings
+        logits = packed(found).logits[0, 12:-1].float()
+    chosen = logits.gather(1, found[0, 13:, None])
+    assert (logits.amax(1, keepdim=True) - chosen < 0.1 * logits.std()).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_of_a_mixtral_run_expert_by_expert(tmp_path):
+    _, folder = packed_mixtral(tmp_path, "block")
+    ids = torch.randint(0, 99, (2, 13), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = octavo.load(folder)(ids).logits
+        actual = octavo.load(folder, "cuda")(ids.cuda()).logits
+    assert distance(actual, expected) < 0.2  # a router may choose another of two near experts

@@ -137,6 +137,10 @@ def pack_within(
     check_absent(out)
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")
+    if options.experts:
+        raise ValueError(
+            "a budget chooses among linear layers, and measures no packed experts: leave --experts or --budget out"
+        )
     place, opened = choose_device(device), open_source(source, step)
     check_budgets(budgets, language_model=is_language_model(opened.meta_model.model))
     context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
