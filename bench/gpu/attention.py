@@ -1,8 +1,9 @@
-"""Causal attention in FP8 beside PyTorch's in BF16: one layer forward and backward, and the prefill of a Llama.
+"""Causal attention in FP8 beside PyTorch's in BF16: one layer, forward and both passes, and the prefill of a Llama.
 
 The heads are Llama-3-8B's: 32 of queries and 8 of keys, 128 elements each. Results and gradients come first, against
-float64 on one group of heads. `cuDNN` is the operation alone; the other modes of FP8 begin and end in BF16 (or read the
-keys and values of an FP8 cache as they are), with their casts. The prefill is that of `bench.gpu.serve`.
+float64 on one group of heads. `cuDNN alone` begins with operands in E4M3; the other modes of FP8 begin in BF16, with
+their casts, but for the keys and values of an FP8 cache. A step is a CUDA graph, so that the time of the host does not
+count. The prefill is that of `bench.gpu.serve`.
 
     python -m bench.gpu.attention [--quick]
 """
@@ -21,17 +22,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import record
 from bench.gpu.attention_oracle import attention64
 from bench.gpu.attention_prefill import prefill
-from bench.gpu.timing import decibels, interleaved
+from bench.gpu.timing import Captured, decibels, interleaved
 from octavo.kv_cache.fp8_prompts import fp8_prompt_attention
 from octavo.nn.quantized_attention import GradientScales, attend_fp8
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-TOKENS = (2048, 8192, 32768)
+TOKENS = (2048, 4096, 8192, 32768)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for a rehearsal
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
 Step = Callable[[], Any]
+Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
     for tokens in TOKENS:
         cell = measure(tokens, rounds=4 if quick else 10)
         result["cells"].append(cell)
-        print(tokens, {which: cell[which]["ms"] for which in ("forward", "backward", "both")}, flush=True)
+        print(tokens, {which: cell[which]["ms"] for which in ("forward", "both")}, flush=True)
         print(tokens, {mode: {name: round(db, 1) for name, db in found.items()} for mode, found in cell["db"].items()})
         record.write("gpu_attention", result)
     result["prefill"] = prefill(layers=4 if quick else 32, rounds=3 if quick else 8)
@@ -49,15 +51,22 @@ def main() -> None:
 
 
 def measure(tokens: int, rounds: int) -> dict[str, Any]:
-    """The SQNR of each mode, and its milliseconds forward, backward, and both."""
+    """The SQNR of each mode, and its milliseconds forward, and of both passes."""
     torch.manual_seed(0)
     shapes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     q, k, v, dy = (torch.randn(1, tokens, n, DIM, device=DEVICE).bfloat16().transpose(1, 2) for n in shapes)
     passes = modes(q, k, v, dy)
     db = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
-    repeat = max(1, min(20, 100_000_000 // tokens**2))
-    times = {which: interleaved(steps, rounds=rounds, repeat=repeat) for which, steps in passes.items()}
+    repeat = max(2, min(20, 200_000_000 // tokens**2))
+    times = {
+        which: interleaved({name: captured(step) for name, step in steps.items()}, rounds=rounds, repeat=repeat)
+        for which, steps in passes.items()
+    }
     return {"tokens": tokens, "db": db, **{which: timed(found) for which, found in times.items()}}
+
+
+def captured(step: Step) -> Step:
+    return Captured(step) if DEVICE == "cuda" else step
 
 
 def timed(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -67,23 +76,22 @@ def timed(times: dict[str, list[float]]) -> dict[str, Any]:
 def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, Step]]:
     """The steps of each pass by mode. A step of both passes returns y and the gradients."""
     forward: dict[str, Step] = {}
-    backward: dict[str, Step] = {}
     both: dict[str, Step] = {}
     for name, backend in BACKENDS.items():
         call = partial(in_bf16, backend)
-        mode = f"BF16, {name}"
-        forward[mode] = partial(without_gradient, call, q, k, v)
-        backward[mode], both[mode] = backward_of(call, q, k, v, dy), partial(train, call, q, k, v, dy)
+        forward[f"BF16, {name}"] = partial(without_gradient, call, q, k, v)
+        both[f"BF16, {name}"] = partial(train, call, q, k, v, dy)
     call = partial(attend_fp8, gradients=GradientScales(DEVICE))
     for _ in range(2):  # the first pass has no scales of earlier ones
         train(call, q, k, v, dy)
     forward[OURS] = partial(fp8_prompt_attention, q, k, v, scale=DIM**-0.5)
-    backward[OURS], both[OURS] = backward_of(call, q, k, v, dy), partial(train, call, q, k, v, dy)
-    forward[ALONE], backward[ALONE] = alone(q, k, v, dy)
+    both[OURS] = partial(train, call, q, k, v, dy)
     (k_data, k_scale), (v_data, v_scale) = quantize_heads(k), quantize_heads(v)
     stored = k_data.contiguous(), v_data.contiguous(), (k_scale, v_scale)  # as a cache holds them: [B, G, S, D]
     forward[CACHED] = partial(fp8_prompt_attention, q, *stored, scale=DIM**-0.5)
-    return {"forward": forward, "backward": backward, "both": both}
+    operands = [quantize_heads(x) for x in (q, k, v, dy)]
+    forward[ALONE], both[ALONE] = partial(alone, *operands[:3]), partial(alone, *operands)
+    return {"forward": forward, "both": both}
 
 
 def in_bf16(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,20 +111,16 @@ def train(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tens
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
-def backward_of(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Step:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    y = call(*leaves)
-    return partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
-
-
-def alone(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Step, Step]:
-    """Both passes of cuDNN, with the widening of their results, of operands that are quantized before."""
-    (q, q_scale), (k, k_scale), (v, v_scale), (g, g_scale) = (quantize_heads(x) for x in (q, k, v, dy))
-    scales = q_scale, k_scale, v_scale
-    _, o, stats = fp8_attention(q, k, v, *scales)
-    out_scales = torch.full((3,), 0.05, device=DEVICE)
-    operands = g.transpose(1, 2), q, k, v, o, stats, g_scale, *scales, out_scales
-    return partial(fp8_attention, q, k, v, *scales), partial(fp8_attention_backward, *operands)
+def alone(q: Operand, k: Operand, v: Operand, dy: Operand | None = None) -> tuple[Tensor, ...]:
+    """cuDNN with the widening of its results, of operands in E4M3: y, and with dy dq, dk and dv."""
+    data, scales = (q[0], k[0], v[0]), (q[1], k[1], v[1])
+    y, o, stats = fp8_attention(*data, *scales)
+    if dy is None:
+        return (y,)
+    out_scales = torch.full((3,), 0.02, device=DEVICE)  # of Gaussian data
+    g, g_scale = dy
+    *gradients, _ = fp8_attention_backward(g.transpose(1, 2), *data, o, stats, g_scale, *scales, out_scales)
+    return y, *gradients
 
 
 def quality(y: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor) -> dict[str, float]:

@@ -6,7 +6,7 @@ from bench.gpu.modes import BASE, SERVE, SERVE_FP8_ATTENTION, speedup
 from bench.report.tables import MISSING, Result, Row, markdown
 
 Rows = Iterable[Row]
-PASSES = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+PASSES = {"forward": "forward", "both": "forward and backward"}
 
 
 def attention_times(results: dict[str, Result]) -> Rows:

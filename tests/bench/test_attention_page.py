@@ -17,7 +17,7 @@ def results() -> dict[str, Any]:
     times = {"BF16, flash": [2.0, 2.2], "BF16, cuDNN": [1.5, 1.5], "ours": [1.0, 1.2]}
     timed = {"rounds": times, "ms": {"BF16, flash": 2.1, "BF16, cuDNN": 1.5, "ours": 1.1}}
     db = {"ours": {"y": 25.04, "dq": 23.0, "dk": 23.1, "dv": 24.8}}
-    cell = {"tokens": 8192, "db": db, "forward": timed, "backward": timed, "both": timed}
+    cell = {"tokens": 8192, "db": db, "forward": timed, "both": timed}
     rounds = {BASE: [100.0, 100.0], SERVE: [64.0, 64.0], SERVE_FP8_ATTENTION: [60.0, 62.5]}
     prefill = {
         "layers": 32, "tokens": 8192, "db": {SERVE: 15.3, SERVE_FP8_ATTENTION: 15.1}, "rounds": rounds,

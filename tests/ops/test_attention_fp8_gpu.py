@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the comp
 
 SHAPES = [  # batch, heads, heads of keys, tokens, keys
     (2, 8, 2, 512, 512),
-    (1, 4, 4, 200, 200),
-    (1, 4, 1, 1000, 1000),
+    (1, 4, 4, 128, 128),
+    (1, 4, 1, 1152, 1152),
 ]
 
 
@@ -53,6 +53,19 @@ def test_both_passes(shape):
         assert found.shape == exact.shape
         assert decibels(exact, found) > min(decibels(exact, ours) - 1.5, 20)
     assert torch.allclose(amax.double(), torch.stack([g.abs().amax() for g in expected[1:]]), rtol=0.15)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 200, 1000])
+def test_the_forward_pass_takes_any_length(tokens):
+    torch.manual_seed(4)
+    x = oracle.given(2, 4, 2, tokens, tokens, device="cuda")[:3]
+    poison()
+    assert decibels(oracle.exact(*x, torch.zeros_like(x[0]))[0], forward(x)[3].y) > 20
+
+
+def test_the_gradient_refuses_other_lengths():
+    with pytest.raises(RuntimeError, match="a multiple of 128 on a GPU, got 200 queries"):
+        both_passes(oracle.given(1, 4, 4, 200, 200, device="cuda"))
 
 
 @pytest.mark.parametrize("keys", [512, 1000, 4096])

@@ -17,8 +17,9 @@ def use_fp8_attention(
     """Compute the causal attention of `model` in E4M3, forward and backward, in place.
 
     It saves q, k, v and the result in a byte an element for the backward pass. `octavo.nn.quantized_attention` has its
-    arithmetic. Attention with dropout, with a mask (padding) or over a cache stays in BF16. The recipe of the linear
-    layers does not matter, and neither does the order with `octavo.convert`.
+    arithmetic. Attention with dropout, with a mask (padding), over a cache, or on a GPU over a length that is not a
+    multiple of 128 stays in BF16. The recipe of the linear layers does not matter, and neither does the order with
+    `octavo.convert`.
 
     Args:
         model: a language model of `octavo.models` or of transformers.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.nn.layer_limits import differentiable_once
 from octavo.numerics.formats import E4M3
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
+from octavo.ops.attention_fp8 import GRADIENT_TILE
 
 SHORTEST = 2048  # tokens of a text from which on it is faster than BF16
 HEADROOM = 4.0  # E4M3 is as dense in each binade, so that room costs little
@@ -51,7 +52,8 @@ class GradientScales(nn.Module):
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
         """Whether the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
-        return not dropout and k.shape[2] == q.shape[2] >= self.shortest
+        whole = q.device.type == "cpu" or q.shape[2] % GRADIENT_TILE == 0
+        return not dropout and k.shape[2] == q.shape[2] >= self.shortest and whole
 
     def scales(self, expected: Tensor) -> Tensor:
         """float32 [3]; `expected` are the largest magnitudes to expect without earlier passes."""

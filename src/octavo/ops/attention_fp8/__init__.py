@@ -2,6 +2,13 @@
 
 from octavo.ops.attention_fp8.heads import quantize_heads
 from octavo.ops.attention_fp8.op import Attended, fp8_attention, fp8_attention_backward
-from octavo.ops.attention_fp8.support import fp8_attention_limit
+from octavo.ops.attention_fp8.support import GRADIENT_TILE, fp8_attention_limit
 
-__all__ = ["Attended", "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "quantize_heads"]
+__all__ = [
+    "GRADIENT_TILE",
+    "Attended",
+    "fp8_attention",
+    "fp8_attention_backward",
+    "fp8_attention_limit",
+    "quantize_heads",
+]

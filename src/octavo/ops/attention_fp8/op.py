@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3
 from octavo.ops.attention_fp8.reference import attend_backward_reference, attend_reference
-from octavo.ops.attention_fp8.support import fp8_attention_limit
+from octavo.ops.attention_fp8.support import GRADIENT_TILE, fp8_attention_limit
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.ops.inductor import operation, register_lowerings
 
@@ -88,7 +88,7 @@ def fp8_attention_backward(
 
     Raises:
         ValueError: for another shape or dtype.
-        RuntimeError: as `fp8_attention`.
+        RuntimeError: as `fp8_attention`; also on a GPU, unless T and S are equal and a multiple of `GRADIENT_TILE`.
     """
     _check(q, k, v, q_scale, k_scale, v_scale)
     check_tensor("dy", dy, (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), E4M3.dtype)
@@ -164,6 +164,11 @@ def _fp8_attention_backward(
     values: Any = dy.contiguous(), *_by_rows(q, k, v), o.contiguous(), stats, named, P_SCALE, scale, dtype
     if not _runs_cudnn(q):
         return attend_backward_reference(*values)
+    if q.shape[2] % GRADIENT_TILE or k.shape[2] != q.shape[2]:
+        raise RuntimeError(
+            f"the gradient of FP8 attention needs as many keys as queries, and a multiple of {GRADIENT_TILE} on a GPU, "
+            f"got {q.shape[2]} queries and {k.shape[2]} keys: take attention in BF16"
+        )
     from octavo.ops.attention_fp8 import kernel
 
     return kernel.attend_backward(*values)
