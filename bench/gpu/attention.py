@@ -24,8 +24,8 @@ from bench.gpu.attention_oracle import attention64
 from bench.gpu.attention_prefill import prefill
 from bench.gpu.timing import Captured, decibels, interleaved
 from octavo.kv_cache.fp8_prompts import fp8_prompt_attention
-from octavo.nn.quantized_attention import GradientScales, attend_fp8
-from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
+from octavo.nn.quantized_attention import GradientScales, attend_fp8, quantize_heads
+from octavo.ops import fp8_attention, fp8_attention_backward
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 TOKENS = (2048, 4096, 8192, 32768)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from octavo.ops import fp8_attention, fp8_attention_limit, quantize_heads
+from octavo.nn.quantized_attention import quantize_heads
+from octavo.ops import fp8_attention, fp8_attention_limit
 
 SHORTEST, FEWEST = 2048, 512  # tokens of a text, and queries, from which on it is faster with its casts
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.layer_limits import differentiable_once
+from octavo.numerics import TENSOR, Cast
 from octavo.numerics.formats import E4M3
-from octavo.ops import fp8_attention, fp8_attention_backward, quantize_heads
+from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 from octavo.ops.attention_fp8 import GRADIENT_TILE
 
+CAST = Cast(granularity=TENSOR)
 SHORTEST = 2048  # tokens of a text from which on it is faster than BF16
 HEADROOM = 4.0  # E4M3 is as dense in each binade, so that room costs little
 DECAY = 0.9  # of the largest magnitudes, in each backward pass
@@ -64,6 +66,18 @@ class GradientScales(nn.Module):
         with torch.no_grad():
             kept = self.amax * DECAY
             self.amax.copy_(torch.where(amax.isfinite(), torch.maximum(kept, amax), kept))
+
+
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x [B, H, T, D] of float32, bfloat16 or float16 to E4M3 with one scale.
+
+    Returns:
+        [B, H, T, D], a view of contiguous [B, T, H, D], and the scale float32 [1, 1]. Where x is such a view too, it is
+        not copied.
+    """
+    by_token = x.transpose(1, 2)
+    found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
+    return found.data.view(by_token.shape).transpose(1, 2), found.scale
 
 
 def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, scale: float | None = None) -> Tensor:

@@ -15,7 +15,6 @@ from octavo.ops.attention_fp8 import (
     fp8_attention,
     fp8_attention_backward,
     fp8_attention_limit,
-    quantize_heads,
 )
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
@@ -69,7 +68,6 @@ __all__ = [
     "norm_quantize",
     "norm_quantize_inference",
     "quantize",
-    "quantize_heads",
     "quantize_matrices",
     "quantize_scaled",
     "quantize_stack",

@@ -1,6 +1,5 @@
 """Causal attention of many queries in E4M3, forward and backward."""
 
-from octavo.ops.attention_fp8.heads import quantize_heads
 from octavo.ops.attention_fp8.op import Attended, fp8_attention, fp8_attention_backward
 from octavo.ops.attention_fp8.support import GRADIENT_TILE, fp8_attention_limit
 
@@ -10,5 +9,4 @@ __all__ = [
     "fp8_attention",
     "fp8_attention_backward",
     "fp8_attention_limit",
-    "quantize_heads",
 ]
