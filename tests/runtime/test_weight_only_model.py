@@ -61,6 +61,7 @@ def test_only_the_weight_is_rounded(models: Path, name: str) -> None:
     exact = logits(make_model(name))
     wide = logits(unpacked(models, name))
     assert distance(logits(model), wide) < 0.03  # both round activations to BF16
+    assert distance(logits(model.half()), exact) < 0.15
     assert distance(logits(model.float()), exact) < 0.15
 
 
