@@ -48,7 +48,9 @@ def test_moments_in_eight_bits_take_two_bytes(measured):
     losses, peak = measured("plain")
     found, low = measured("8bit", optimizer={"state": "8bit"})
     assert found == pytest.approx(losses, rel=1e-2)
-    assert 5 < peak - low < 6.1  # 8 bytes become 2, and 1/32 of scales
+    # 8 bytes become 2, and 1/32 of scales. The peak is in the first step, while the update is compiled: a byte above
+    # that of later steps, with weights of this size.
+    assert 4.5 < peak - low < 6.1
 
 
 def test_bf16_weights_train_on_a_gpu(measured):
