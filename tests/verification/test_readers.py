@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from verify_examples import change_config
 
-from octavo.runtime import PackedLinear, load_packed
+from octavo.ops import Backend
+from octavo.packing import convert_layout
+from octavo.runtime import PackedLinear, gemm_path, load_packed
 from octavo.verification import readers
 from octavo.verification.pipeline import verify
 from octavo.verification.readers import (
@@ -194,3 +196,18 @@ def test_a_view_of_the_outputs_has_its_own_tolerance() -> None:
     result = probe.mapped(largest).judge("x", "1", bf16, BF16, "")
     assert result.tolerance == pytest.approx(1.5 * distance(bf16, exact), abs=2e-4)
     assert result.tolerance > 2 * probe.tolerance(BF16)
+
+
+def test_weights_alone_and_a_device_without_an_fp8_gemm(
+    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_layout(packed, tmp_path / "weight", scheme="weight")
+    found = results(model, tmp_path / "weight")
+    assert {name: found[name].outcome for name in ("transformers", "octavo")} == dict.fromkeys(
+        ("transformers", "octavo"), "agrees"
+    )
+    assert found["octavo"].note.endswith("layers weight-only")
+    monkeypatch.setattr(gemm_path, "_find_cached", lambda *_: Backend("none", "an Ampere"))
+    found = results(model, packed)
+    assert found["octavo"].outcome == "agrees"  # within the error of inputs that are rounded
+    assert found["octavo"].note.endswith("layers weight-only")

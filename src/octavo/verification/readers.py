@@ -40,10 +40,12 @@ from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import model_outputs
 from octavo.hf.quiet import quiet_transformers
 from octavo.runtime.build import fill
+from octavo.runtime.packed_linear import PackedLinear
 from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.numbers import RoundInput, leave_input, round_input, round_input_by_compressed_tensors
 from octavo.verification.reference import distance
 from octavo.version import __version__
+from octavo.words import plural
 
 Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
 FLOAT32, BF16, BF16_LOOSE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
@@ -245,7 +247,9 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         model, _ = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)
     with torch.inference_mode():
         actual = model_outputs(model, probe.ids.to(device), probe.causal)
-    return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}")
+    weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())
+    path = f", {plural(weight_only, 'layer')} weight-only" if weight_only else ""
+    return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}{path}")
 
 
 def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
