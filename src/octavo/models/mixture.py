@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.models.llama import Block, Llama, LlamaConfig
 from octavo.nn import Experts, SwiGLU
+from octavo.nn.linear_function import shaped
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class MixtureMLP(nn.Module):
         tokens = n.flatten(0, 1)
         p = F.softmax(self.gate(tokens).float(), -1)  # [B * T, E]
         weight, index = torch.topk(p, self.top_k, -1)
-        y = self.experts(tokens, index, weight / weight.sum(-1, keepdim=True)).view(n.shape)
+        y = shaped(self.experts(tokens, index, weight / weight.sum(-1, keepdim=True)), n.shape)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(n)) * self.shared_expert(n)
         self.balance = self._balance(p, index) if self.training and self.factor else None
