@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import record
 from bench.gpu.attention_oracle import attention64
-from bench.gpu.attention_prefill import prefill
+from bench.gpu.attention_prefill import prefill_llama
 from bench.gpu.timing import Captured, decibels, interleaved
 from octavo.kv_cache.fp8_prompts import fp8_prompt_attention
 from octavo.nn.quantized_attention import GradientScales, attend_fp8, quantize_heads
@@ -45,7 +45,7 @@ def main() -> None:
         print(tokens, {which: cell[which]["ms"] for which in ("forward", "both")}, flush=True)
         print(tokens, {mode: {name: round(db, 1) for name, db in found.items()} for mode, found in cell["db"].items()})
         record.write("gpu_attention", result)
-    result["prefill"] = prefill(layers=4 if quick else 32, rounds=3 if quick else 8)
+    result["prefill"] = prefill_llama(layers=4 if quick else 32, rounds=3 if quick else 8)
     print(result["prefill"], flush=True)
     print(record.write("gpu_attention", result))
 

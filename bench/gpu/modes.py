@@ -11,6 +11,7 @@ PLAIN = "ours plain: rowwise, compile"
 SERVE, SERVE_GRAPH, SERVE_TORCHAO = "ours, compile", "ours, compile, CUDA graph", "torchao, compile"
 SERVE_FP8_CACHE = "ours, FP8 KV cache"
 SERVE_FP8_ATTENTION = "ours, compile, FP8 attention"
+ENGINE, ENGINE_FP8_ATTENTION = "octavo.load, FP8 cache", "octavo.load, FP8 cache, FP8 attention"
 # of decoding with weights alone in FP8
 W8A8, WEIGHT_ONLY, WEIGHT_ONLY_EAGER = "W8A8, compile", "weight-only, compile", "weight-only, eager"
 # of `generate`, beside "octavo", "BF16, eager" and "BF16, static"

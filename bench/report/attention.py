@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bench.gpu.modes import BASE, SERVE, SERVE_FP8_ATTENTION, speedup
+from bench.gpu.modes import BASE, speedup
 from bench.report.tables import MISSING, Result, Row, markdown
 
 Rows = Iterable[Row]
@@ -38,7 +38,7 @@ def attention_errors(results: dict[str, Result]) -> Rows:
 
 def attention_prefill(results: dict[str, Result]) -> Rows:
     found = results["gpu_attention"]["prefill"]
-    for mode in (BASE, SERVE, SERVE_FP8_ATTENTION):
+    for mode in found["ms"]:
         db = found["db"].get(mode)
         yield {
             "mode": mode,

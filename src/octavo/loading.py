@@ -16,7 +16,7 @@ def load(
         device: for the model: a torch.device, or its name; "auto" takes the GPU if there is one.
         kv_cache: dtype of the keys and values in `generate`: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8"
             if the folder has scales for it, else the dtype of the model.
-        attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 2,048
+        attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 4,096
             tokens and more without padding, heads of 128 elements, on a Hopper GPU with the extra `cudnn`. Other
             prompts attend in BF16. If the GPU, its libraries or the size of the heads exclude FP8, a warning says so.
 

@@ -71,11 +71,11 @@ def test_stored_bytes_are_read_as_they_are(counted):
 
 
 def test_where_it_runs(monkeypatch):
-    q = torch.zeros(1, 2, 600, 128)
+    q = torch.zeros(1, 2, 2000, 128)
     assert not is_faster_in_fp8(q, 4096, None)  # a CPU
     monkeypatch.setattr(fp8_prompts, "fp8_attention_limit", lambda *_: "")
     assert is_faster_in_fp8(q, 4096, None)
-    assert not is_faster_in_fp8(q, 2000, None)
+    assert not is_faster_in_fp8(q, 4000, None)
     assert not is_faster_in_fp8(q[:, :, :100], 4096, None)
     assert not is_faster_in_fp8(q, 4096, torch.zeros(1, dtype=torch.int32))
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_a_prompt_in_pieces(kind):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, 4096, 128, device="cuda").bfloat16() for n in (4, 2, 2))
-    store = LayerKVCache((1, 2, 5000, 128), kind, device="cuda", fp8_attention=True)
+    q, k, v = (torch.randn(1, n, 6000, 128, device="cuda").bfloat16() for n in (4, 2, 2))
+    store = LayerKVCache((1, 2, 7000, 128), kind, device="cuda", fp8_attention=True)
     found = []
-    for begin, end in ((0, 2500), (2500, 4096)):
+    for begin, end in ((0, 4500), (4500, 6000)):
         part = slice(begin, end)
         store.append(k[:, :, part], v[:, :, part])
         assert store.runs_fp8(q[:, :, part], None)
@@ -33,10 +33,10 @@ def test_a_prompt_in_pieces(kind):
 
 def test_an_engine():
     model = model_of("llama", head_dim=128, max_position_embeddings=8192).bfloat16().cuda()
-    ids, found = torch.randint(1, 97, (1, 3000)).tolist(), []
+    ids, found = torch.randint(1, 97, (1, 5000)).tolist(), []
     for attention in ("bf16", "fp8"):
         engine = Engine(copy.deepcopy(model), context=8192, kv_cache="fp8", attention=attention)
         with torch.no_grad():
-            found.append(engine._new_session(1, 3001).prefill(pad_prompts(ids, engine.device)).float())
+            found.append(engine._new_session(1, 5001).prefill(pad_prompts(ids, engine.device)).float())
     assert decibels(*found) > 12
     assert not torch.equal(*found)
