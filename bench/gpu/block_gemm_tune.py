@@ -21,7 +21,6 @@ from bench.gpu.serve import BEYOND_CACHE, SHAPES, in_turn
 from octavo.numerics import Cast, Granularity, QTensor, group
 from octavo.ops import quantize
 from octavo.ops.gemm import block_scaled_kernel as kernel
-from octavo.ops.gemm import hopper_kernel
 from octavo.ops.gemm.backend import SQUARE, STRIP
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 
@@ -60,15 +59,13 @@ def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor,
     def native(b: QTensor) -> None:
         scaled_mm_cublaslt(a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16, False)
 
-    def large(b: QTensor) -> None:
-        hopper_kernel.scaled_mm(a.data, a.scale, b.data, b.scale, group_size, None, torch.bfloat16, None)
+    def wide_product(b: QTensor) -> None:
+        kernel.dequantized_mm(a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16)
 
     cast = Cast(granularity=granularities[0])
     print(f"  {name}: quantize {in_turn(lambda _: quantize(x, cast), wide):.1f} us", end="")
     print(f", cuBLASLt {in_turn(native, bs):.1f} us" if group_size == 128 else "", flush=True)
-    if hopper_kernel.takes(a.data, a.granularity, bs[0].data, bs[0].granularity):
-        us = in_turn(large, bs)
-        print(f"    the kernel for Hopper alone {us:8.1f} us  {2 * m * n * k / us / 1e6:5.0f} TFLOP/s", flush=True)
+    print(f"    widened to BF16 {in_turn(wide_product, bs):8.1f} us")
     chosen, found = kernel.choose(m, n, k, group_size, x.device), {}
     for tiling in dict.fromkeys((chosen, *(kernel.Tiling(*how) for how in tilings(m, group_size)))):
         try:

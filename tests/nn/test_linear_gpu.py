@@ -53,7 +53,7 @@ def test_native_recipes_run_on_the_tensor_cores() -> None:
     for name in NATIVE:
         recipe = get_recipe(name)
         for gemm, backend in gemm_backends(recipe, torch.device("cuda")).items():
-            kernel = "cublaslt" if name in CUBLASLT else "triton"
+            kernel = "cublaslt" if name in CUBLASLT else "dequantized"
             assert backend.name == (kernel if getattr(recipe, gemm) else "bf16"), (name, gemm)
 
 

@@ -22,16 +22,19 @@ def chosen(monkeypatch, capability, a, b, formats=E4M3, size=None, e8m0=False):
 @pytest.mark.parametrize("capability", [ADA, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_groups_in_float32_run_on_it_from_ada_on(monkeypatch, capability, size):
-    found = chosen(monkeypatch, capability, group(size), group(size))
+    found = chosen(monkeypatch, capability, group(size), group(size), size=(256, 8192))
     cublaslt = capability == HOPPER and size == 128
     assert found.name == ("cublaslt" if cublaslt else "triton")
+    large = chosen(monkeypatch, capability, group(size), group(size), size=(257, 8192))
+    assert large == chosen(monkeypatch, capability, group(size), group(size))
+    assert large.name == ("dequantized" if size < 128 else found.name)
     assert found.reason.startswith(f"group:{size} x group:{size} scales in float32")
     assert ("not measured" in found.reason) == (capability != HOPPER)
 
 
 def test_mx_runs_on_it_where_cublaslt_has_no_kernel(monkeypatch):
     names = [chosen(monkeypatch, gpu, MX, MX, e8m0=True).name for gpu in (AMPERE, ADA, HOPPER, BLACKWELL)]
-    assert names == ["none", "triton", "triton", "cublaslt"]
+    assert names == ["none", "dequantized", "dequantized", "cublaslt"]
 
 
 def test_blocks_run_on_it_on_ada_and_for_a_small_m(monkeypatch):

@@ -16,14 +16,15 @@ E4M3 = ("e4m3", "e4m3")
 ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
 MI300, MI350, RDNA4 = (ARCHITECTURES[key] for key in ("mi300", "mi350", "rdna4"))
 OURS = {"ada": "triton", "hopper": "triton", "blackwell": "triton", "rtx_blackwell": "triton"}
+WIDENED = dict.fromkeys(OURS, "dequantized")
 LIBRARIES = {
     (TENSOR, TENSOR): {"ada": "cublaslt", "hopper": "cublaslt", "blackwell": "cublaslt", "rtx_blackwell": "cublaslt"},
     (ROW, ROW): {"ada": "cutlass", "hopper": "cublaslt", "blackwell": "cutlass", "rtx_blackwell": "cutlass"},
     (STRIP, SQUARE): OURS | {"hopper": "cublaslt"},
     (SQUARE, STRIP): {"hopper": "cublaslt"},
     (STRIP, STRIP): OURS | {"hopper": "cublaslt"},
-    (MX, MX): OURS | {"blackwell": "cublaslt", "rtx_blackwell": "cublaslt", "mi350": "hipblaslt"},
-    (group(64), group(64)): OURS,
+    (MX, MX): WIDENED | {"blackwell": "cublaslt", "rtx_blackwell": "cublaslt", "mi350": "hipblaslt"},
+    (group(64), group(64)): WIDENED,
     (group(96), group(96)): {},
     (SQUARE, SQUARE): {},
     (ROW, TENSOR): {},
@@ -49,7 +50,7 @@ def test_e5m2_gradients(gpu):
     both = backend_on(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
     assert (both.name, "not e5m2 x e5m2" in both.reason) == ("none", True)
     assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "triton"
-    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "triton"
+    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "dequantized"
 
 
 @pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
@@ -58,7 +59,7 @@ def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0)
     for gpu in (BLACKWELL, RTX, MI350):
         found = backend_on(gpu, granularity, granularity, E4M3, e8m0=e8m0)
         runs = all(e8m0) if granularity == MX else not any(e8m0)
-        assert (found.name not in ("none", "triton")) == runs
+        assert (found.name not in ("none", "dequantized")) == runs
         if not runs:
             assert "E8M0" in found.reason or "float32" in found.reason
 
@@ -66,7 +67,7 @@ def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0)
 def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cuda = torch.device("cuda")
-    assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} <= {"none", "triton"}
+    assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} <= {"none", "dequantized"}
     assert {b.name for b in gemm_backends(mxfp8(), cuda).values()} == {"cublaslt"}
 
 

@@ -66,21 +66,3 @@ def test_weight_only_gemm(capability, m, granularity, monkeypatch):
     scale = torch.ones(granularity.scale_shape((4096, 4096)))
     kernel.weight_only_mm(x, w, scale, granularity, None, None, native=capability >= 89)
     assert compiled.fit()
-
-
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_gemm_of_groups_on_hopper(size, monkeypatch):
-    from octavo.ops.gemm import block_scaled_kernel, hopper_kernel
-
-    compiled = compile_for(90, block_scaled_kernel, monkeypatch)
-    warmup = hopper_kernel._kernel.warmup
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: compiled.append(warmup(*args, grid=grid, **constants))
-
-    monkeypatch.setattr(hopper_kernel, "_kernel", Kernel())
-    scales = torch.ones(1024, 4096 // size)
-    hopper_kernel.scaled_mm(on_cpu(1024, 4096), scales, on_cpu(1024, 4096), scales, size, None, torch.bfloat16, None)
-    assert compiled.fit()
-    assert compiled[0].asm["ptx"].count("wgmma.mma_async") == 128 // 32

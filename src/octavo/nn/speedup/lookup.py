@@ -94,6 +94,8 @@ def never_faster(recipe: Recipe, backends: Mapping[str, Backend], device: torch.
     if "emulated" in names:
         return f"{device.type} emulates FP8, which is never faster than BF16"
     for gemm, backend in backends.items():
+        if backend.name == "dequantized":
+            return f"{gemm} runs in BF16 on widened operands ({backend.reason}), which is never faster than BF16"
         if backend.name == "none":
             return f"{gemm} has no FP8 GEMM here ({backend.reason}), and emulation is never faster than BF16"
     return ""

@@ -9,7 +9,9 @@ PyTorch's `scaled_mm` has these kernels. `dispatch.json` records each with its s
     MX: groups of 32, E8M0     cuBLASLt from Blackwell (10.0), hipBLASLt on MI350
 
 A Triton kernel of ours computes what PyTorch lacks on NVIDIA GPUs from Ada on: scales in groups of 32, 64 or 128, and
-1x128 with 128x128 blocks, float32 or E8M0. A GEMM of small M takes as long as reading b, and runs on kernels of ours.
+1x128 with 128x128 blocks, float32 or E8M0. With groups of 32 and 64 and a large M, scaling the partial sums takes so
+long that a BF16 GEMM of the widened operands is faster. A GEMM of small M takes as long as reading b, and runs on
+kernels of ours.
 
 Octavo is measured on Hopper only. If a GPU has no kernel for a GEMM, it raises an error unless the caller asks for
 emulation.
@@ -35,7 +37,7 @@ MX = group(32)
 
 # Of our kernel for scales along K. A tensor-core instruction multiplies 32 elements of K.
 _GROUP_SIZES = (32, 64, 128)
-LARGE_M = 1024  # from which groups have a kernel for Hopper alone: its launch takes as long as the GEMM of a smaller M
+MAX_M_OF_GROUPS = 256  # above it, widening operands in groups of 32 or 64 costs less than scaling their partial sums
 _GPUS_OF_OUR_KERNEL = ("ada", "hopper", "blackwell", "rtx_blackwell")
 
 # The architectures that PyTorch refuses every FP8 GEMM.
@@ -52,7 +54,8 @@ class Backend:
     """The implementation of a scaled GEMM, and the reason for it.
 
     Args:
-        name: "cublaslt", "cutlass", "hipblaslt", "triton", "emulated" or "none".
+        name: "cublaslt", "cutlass", "hipblaslt", "triton", "dequantized" (a BF16 GEMM of the widened operands),
+            "emulated" or "none".
         reason: for people.
     """
 
@@ -81,8 +84,10 @@ def find_backend(
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact, in float32")
     backend = backend_on(find_architecture(device), granularity_a, granularity_b, formats, e8m0=e8m0)
-    if backend.name == "triton" and not HAS_TRITON:
+    if backend.name in ("triton", "dequantized") and not HAS_TRITON:
         return Backend("none", f"{backend.reason} need Triton, which is not installed")
+    if backend.name == "dequantized" and size is not None and size[0] <= MAX_M_OF_GROUPS:
+        return Backend("triton", backend.reason)
     small = size is not None and size[0] <= max_small_m(size[1])
     nvidia = backend.name in ("cublaslt", "cutlass")
     ours = granularity_a.outer or takes_blocks(granularity_a, granularity_b)
@@ -121,7 +126,7 @@ def backend_on(
     runs = line is not None and " x ".join(formats) in line.formats
     ours = gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
     if not runs and ours and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2"):
-        return Backend("triton", f"{names}{note}")
+        return Backend("triton" if granularity_a == STRIP else "dequantized", f"{names}{note}")
     if line is None:
         return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")
     if line.refusal:

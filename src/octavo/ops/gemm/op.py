@@ -108,17 +108,19 @@ def _scaled_mm(
             "or pass emulate=True to compute it slowly in float32"
         )
     if backend == "triton":
-        from octavo.ops.gemm import block_scaled_kernel, hopper_kernel, kernel
+        from octavo.ops.gemm import block_scaled_kernel, kernel
 
         added = None if residual is None else residual.contiguous()
-        if not by_a.outer and hopper_kernel.takes(a, by_a, b, by_b):
-            return hopper_kernel.scaled_mm(a, scale_a, b, scale_b, by_a.cols or 1, bias, out_dtype, added)
         if not by_a.outer:
             return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
         return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
     if backend in ("emulated", "none"):
         y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)
+    elif backend == "dequantized":
+        from octavo.ops.gemm import block_scaled_kernel
+
+        y = block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype)
     else:
         dtype = returned_dtype(backend, by_a, out_dtype)
         y = scaled_mm_cublaslt(a, scale_a, by_a, b, scale_b, by_b, bias, dtype, fast_accumulation).to(out_dtype)
