@@ -33,7 +33,7 @@ def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
 
 def scale_folded(data: Tensor) -> QTensor:
     """Bytes whose scale was folded into the other operand: theirs is 1."""
-    return QTensor(data, torch.ones_like(data[:, :1], dtype=torch.float32), format_of(data.dtype), ROW)
+    return QTensor(data, data.new_ones((data.shape[0], 1), dtype=torch.float32), format_of(data.dtype), ROW)
 
 
 def weight_transposed(
