@@ -80,6 +80,8 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for weight in (None, torch.rand(10, 2)):
         yield "combine", (x, row, weight)
     yield "combine_weight_gradient", (x[:10], x, row)
+    buffers = torch.zeros(WIDTH).double(), torch.zeros(3, 3).double()
+    yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
 
 
 def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
