@@ -1,9 +1,13 @@
 """Runs whose attention is in E4M3: the loss falls as in BF16, and other settings compute the same."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from octavo.nn.quantized_attention import GradientScales
 from octavo.train.config import Config, ConfigError
+from octavo.train.model import convert_model, make_model
 
 FP8 = {"attention": {"precision": "fp8", "shortest": 32}}
 
@@ -32,6 +36,26 @@ def test_activation_checkpointing_computes_the_same(begin, records, tmp_path, mo
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention": {"precision": "fp8"}}, "lower attention.shortest"),
+        ({**FP8, "dropout": 0.1}, "attention.precision = fp8 has no dropout, and dropout is 0.1"),
+    ],
+)
+def test_a_run_in_which_no_sequence_would_attend_in_fp8_is_refused(begin, changes, words):
+    with pytest.raises(ConfigError) as raised:
+        begin(**changes)
+    assert words in str(raised.value)
+
+
 def test_a_precision_that_is_not_one():
     with pytest.raises(ConfigError, match=r"attention\.precision must be one of bf16, fp8; got 'int8'"):
         Config.from_dict({"attention": {"precision": "int8"}})
+
+
+def test_a_context_that_cudnn_does_not_take_is_refused_on_a_gpu(settings):
+    config = settings(**FP8, context=200)
+    model = make_model(config, 256, Path())
+    with pytest.raises(ConfigError, match="a multiple of 128 on a GPU, got 200"):
+        convert_model(model, config.change(recipe="bf16"), torch.device("cuda"))

@@ -15,6 +15,7 @@ from octavo.models import Config as ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.nn.backends import choose_recipe
+from octavo.ops.attention_fp8 import GRADIENT_TILE
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.hugging_face import describe_language_model, open_language_model
@@ -65,8 +66,27 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
         tokens=config.batch // shares * config.context,
     )
     if config.attention.precision == "fp8":
+        _check_attention(config, next(model.parameters()).device if device is None else device)
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
     return report
+
+
+def _check_attention(config: Config, device: torch.device) -> None:
+    """Raise a ConfigError if no sequence of the run would attend in FP8."""
+    if config.context < config.attention.shortest:
+        raise ConfigError(
+            f"attention.precision = fp8 is for sequences of attention.shortest = {config.attention.shortest} tokens "
+            f"and more, and context is {config.context}: lower attention.shortest, or leave attention in bf16"
+        )
+    if device.type == "cuda" and config.context % GRADIENT_TILE:
+        raise ConfigError(
+            f"attention.precision = fp8 takes a context that is a multiple of {GRADIENT_TILE} on a GPU, got "
+            f"{config.context}: round it, or leave attention in bf16"
+        )
+    if config.dropout:
+        raise ConfigError(
+            f"attention.precision = fp8 has no dropout, and dropout is {config.dropout}: set one of the two back"
+        )
 
 
 def chosen_recipe(config: Config, device: torch.device) -> Recipe:
