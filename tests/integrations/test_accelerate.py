@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -65,6 +66,7 @@ def shard(rank: int) -> tuple[int, list[float], set[str]]:
     return counts["octavo::scaled_mm"], losses, {type(p).__name__ for p in model.parameters()}
 
 
+@pytest.mark.slow
 def test_fsdp2_of_accelerate_gathers_a_converted_model_in_eight_bits() -> None:
     for gemms, losses, classes in run_ranks(2, shard):
         assert gemms == GEMMS * STEPS * MICRO_BATCHES

@@ -79,7 +79,7 @@ def test_a_block_saves_what_is_planned(kind, recipe, mode):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_compiled_blocks_save_each_input_once(recipe):
     found = (saved("llama", recipe, 3) - saved("llama", recipe, 1)) / 2
     model = describe_architecture("llama", sizes("llama", 2).to_hf())
