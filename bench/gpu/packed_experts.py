@@ -1,6 +1,6 @@
 """The experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. On one GPU.
 
-The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph, but for the scheme `block`, whose
+The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph. The scheme `block` does not: its
 host waits for the sizes of the groups. The outputs come first, against BF16; then the ways take turns.
 
     python -m bench.gpu.packed_experts [--quick]

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ExpertStack:
-    """A stack [E, N, K] of experts' matrices, in the place of a layer.
+    """A stack [E, N, K] of experts' matrices, as one layer.
 
     Attributes:
         module, leaf: the module of experts, and the name of its stack there.
