@@ -24,7 +24,7 @@ from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
 from octavo.packing import pack, unpack
 from octavo.runtime import gemm_path
 from octavo.runtime import packed_experts as packed_experts_module
-from octavo.runtime.gemm_path import find_gemm, input_cast, weight_only_note
+from octavo.runtime.gemm_path import find_gemm, input_cast, weight_only_note, widened_note
 from octavo.runtime.packed_experts import expert_input_cast
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -132,6 +132,15 @@ def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> Non
     note = weight_only_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
     assert note.endswith("inputs that are not quantized: 2 layers of the scheme mx (why: weight-only)")
     assert weight_only_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""
+
+
+def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"mx": "dequantized", "channel": "cublaslt", "weight": "dequantized"}
+    monkeypatch.setattr(gemm_path, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
+    note = widened_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
+    assert "slower than BF16 above 256 tokens" in note
+    assert "widened to BF16: 2 layers of the scheme mx. " in note
+    assert widened_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""
 
 
 def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch) -> None:

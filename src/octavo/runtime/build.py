@@ -34,7 +34,7 @@ from octavo.runtime.compiling import compile_meanwhile, small_model
 from octavo.runtime.expert_loading import ExpertLoading
 from octavo.runtime.fnuz import scheme_on, use_formats_of
 from octavo.runtime.fused import fuse
-from octavo.runtime.gemm_path import weight_only_note
+from octavo.runtime.gemm_path import weight_only_note, widened_note
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 
 
@@ -100,9 +100,10 @@ def fill(
     stacks = experts.stack(tensors)
     model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
-    use_formats_of(model, torch.device(device))
-    schemes = Counter(scheme_on(scheme, torch.device(device)) for scheme in packing.schemes.values())
-    if note := weight_only_note(schemes, torch.device(device)):
+    target = torch.device(device)
+    use_formats_of(model, target)
+    schemes = Counter(scheme_on(scheme, target) for scheme in packing.schemes.values())
+    for note in filter(None, (weight_only_note(schemes, target), widened_note(schemes, target))):
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)

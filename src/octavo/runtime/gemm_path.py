@@ -16,6 +16,7 @@ from octavo.artifact.packed.scheme import Scheme
 from octavo.nn.backends import product_backend
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend, find_weight_only_backend
+from octavo.ops.gemm import MAX_M_OF_GROUPS
 from octavo.ops.gpu_architecture import Place
 from octavo.words import plural
 
@@ -67,3 +68,18 @@ def weight_only_note(schemes: Counter[Scheme], device: torch.device) -> str:
     if not notes:
         return ""
     return f"on {device} these layers compute with inputs that are not quantized: {'; '.join(notes)}"
+
+
+def widened_note(schemes: Counter[Scheme], device: torch.device) -> str:
+    """The layers whose operands are widened to BF16 at a large M, which is slower than a BF16 model; "" for none."""
+    names = []
+    for scheme, count in schemes.items():
+        cast, backend = find_gemm(scheme, device)
+        if cast is not None and backend.name == "dequantized":
+            names.append(f"{plural(count, 'layer')} of the scheme {scheme.name}")
+    if not names:
+        return ""
+    return (
+        f"on {device} these layers are slower than BF16 above {MAX_M_OF_GROUPS} tokens, because their operands are "
+        f"widened to BF16: {'; '.join(names)}. docs/packing.md names the schemes with a GEMM of their own"
+    )
