@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has no FP8 GEMM, as an Ampere GPU has none."""
     monkeypatch.setattr(gemm_path, "product_backend", lambda *args: Backend("none", "no FP8 GEMM here"))
-    monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._eight_bit_gemm)
+    monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
 
 
 def unpacked(models: Path, name: str) -> Any:

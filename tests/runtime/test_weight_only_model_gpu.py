@@ -56,7 +56,7 @@ def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed: Path) -> No
 def test_a_gpu_without_an_fp8_gemm_runs_a_channel_folder_so(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = logits(octavo.load(packed / "weight", "cuda"), tokens(5).cuda())
     monkeypatch.setattr(gemm_path, "product_backend", lambda *args: gemm_path.Backend("none", "an Ampere"))
-    monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._eight_bit_gemm)
+    monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
     with pytest.warns(UserWarning, match="of the scheme channel .an Ampere: weight-only."):
         model = octavo.load(packed / "channel", "cuda")
     assert torch.equal(logits(model, tokens(5).cuda()), expected)

@@ -25,12 +25,17 @@ _BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
     """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
-    if scheme.inputs is None:
+    find = _input_cast if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
+    return find(scheme, device)
+
+
+def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    if scheme.inputs is None or _eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
         return None
-    find = (
-        _eight_bit_gemm if torch.compiler.is_compiling() else _find_cached
-    )  # torch.compile warns of a cached function
-    return None if find(scheme, scheme.inputs, device).name == "none" else scheme.inputs
+    return scheme.inputs
+
+
+_find_cached = lru_cache(maxsize=256)(_input_cast)
 
 
 def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
@@ -49,9 +54,6 @@ def _eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
     """The GEMM of quantized inputs. torch.compile traces this, and torch 2.11 refuses a cast that is made meanwhile."""
     spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
     return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
-
-
-_find_cached = lru_cache(maxsize=256)(_eight_bit_gemm)
 
 
 def weight_only_note(schemes: Counter[Scheme], device: torch.device) -> str:
