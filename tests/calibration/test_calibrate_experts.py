@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from calibration_examples import whole_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
+from typer.testing import CliRunner
 
 import octavo
 from octavo.calibration import Calibration, calibrate
@@ -17,6 +18,7 @@ from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.packing import pack
 from octavo.runtime.packed_experts import PackedGroupedLinear
 from octavo.verification import verify
+from octavo_cli.app import app
 
 PROMPTS = PromptOptions(samples=8, context=32, batch=4, seed=3)
 SIZES = {"moe_intermediate_size": 48, "intermediate_size": 48}
@@ -104,3 +106,11 @@ def test_static_experts_run_and_verify(unreached, tmp_path):
 def test_static_experts_are_not_packed_without_a_calibration(unreached, tmp_path):
     with pytest.raises(ValueError, match="the scheme static stores scales of inputs: give --calibration"):
         pack(unreached[0], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})
+
+
+def test_the_command_names_experts_without_tokens(unreached, tmp_path, data):
+    command = ["calibrate", str(unreached[0]), str(tmp_path / "out"), *(f"--data={source}" for source in data)]
+    done = CliRunner().invoke(app, [*command, "--samples", "4", "--context", "16"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    named = "no token reached 6 matrices of experts (model.layers.0.block_sparse_moe.experts.2.w1, "
+    assert named in " ".join(done.output.split())
