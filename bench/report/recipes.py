@@ -7,7 +7,7 @@ from bench.report.tables import MISSING, Result, Row, machine, number
 
 Rows = Iterable[Row]
 DEFAULT = "rowwise"
-RESOLUTION = 0.0025  # of a loss: the smallest gap that the runs are meant to resolve
+RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
 GEMMS = ("y", "dx", "dw")
 
 
@@ -60,7 +60,7 @@ def measured(found: Result, part: str, name: str) -> Result | None:
 
 
 def recipe_choice(results: dict[str, Result]) -> Rows:
-    """For each wish the recipe that the table gives. Those whose loss is shown to be above BF16's are left out."""
+    """For each wish the recipe that the table gives, of those that are not `worse`."""
     found = results["recipes"]
     able = [name for name in recipes(found) if not worse(found["recipes"][name])]
     for wish, key in (("speed", speed_of(found)), ("little memory", memory_of(found))):
@@ -83,9 +83,10 @@ def recipes(found: Result) -> Iterator[str]:
 
 
 def worse(row: Result) -> bool:
-    """True if a run diverged, or if the interval of the gap lies above zero."""
-    low = row["gap"]["interval"][0] if row["gap"] and row["gap"]["interval"] else 0.0
-    return bool(row["diverged"]) or low > 0
+    """True if a run diverged, or if the gap is above RESOLUTION and its interval above zero."""
+    gap = row["gap"]
+    resolved = gap is not None and gap["interval"] is not None and gap["interval"][0] > 0
+    return bool(row["diverged"]) or (resolved and gap["mean"] > RESOLUTION)
 
 
 def speed_of(found: Result) -> Callable[[str], float | None]:
@@ -115,22 +116,20 @@ def reason(found: Result, name: str | None, wish: str) -> str:
 
 
 def recipe_default(results: dict[str, Result]) -> str:
-    """A sentence on the default beside the faster recipes whose loss is not shown to be above BF16's."""
+    """A sentence on the default beside the faster recipes that are not `worse`."""
     found = results["recipes"]
     timed = measured(found, "speed", DEFAULT)
     if DEFAULT not in found["recipes"] or timed is None:
         return f"The default is `{DEFAULT}`. Its speed beside the others' has not been measured here."
     if worse(found["recipes"][DEFAULT]):
-        return f"**The default, `{DEFAULT}`, has a loss above BF16's in this table.**"
+        return f"**The default, `{DEFAULT}`, is left out of the choice below: look at its gap.**"
     speed = speed_of(found)
     able = [name for name in recipes(found) if not worse(found["recipes"][name])]
     faster = [name for name in able if (speed(name) or 0.0) > timed["ratio"] * 1.01]
     if not faster:
-        return f"The default is `{DEFAULT}`: no recipe in the table is faster by 1 % without a loss above BF16's."
+        return f"The default is `{DEFAULT}`: none of the other recipes in the choice is faster by 1 % or more."
     names = ", ".join(f"`{name}` ({speed(name):.2f}x)" for name in faster)
-    return (
-        f"The default is `{DEFAULT}` ({timed['ratio']:.2f}x). Faster without a loss shown to be above BF16's: {names}."
-    )
+    return f"The default is `{DEFAULT}` ({timed['ratio']:.2f}x). Faster in the choice: {names}."
 
 
 # --- The text --------------------------------------------------------------------------------------------------
