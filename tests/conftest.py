@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,22 @@ def example(request: pytest.FixtureRequest, packed: dict[str, Example]) -> Examp
     return packed[request.param]
 
 
+@pytest.fixture(scope="session")
+def read_once() -> Callable[..., Any]:
+    """typer's function that reads the options of all commands, which takes longer than many a command, with a cache."""
+    from typer.main import get_command
+
+    return cache(get_command)
+
+
 @pytest.fixture
-def octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+def octavo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read_once: Callable[..., Any]
+) -> Callable[..., tuple[Any, str, str]]:
     """octavo(*words): (exit code, standard output, standard error) of that command, run in this process."""
     from octavo_cli import main
+
+    monkeypatch.setattr("typer.main.get_command", read_once)
 
     def call(*words: object) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["octavo", *map(str, words)])
