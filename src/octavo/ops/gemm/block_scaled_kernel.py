@@ -5,9 +5,6 @@
 A group g of G elements of K has one tensor-core product, whose partial sum is multiplied by the scales and added to a
 float32 sum. A step of the loop multiplies several groups. As in the kernels of small M, the tensor core computes
 b @ a^T, and K is split where y has too few tiles for the multiprocessors.
-
-M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers. Sixteen elements, which one load reads
-and whose sum stays in one thread, share a scale.
 """
 
 from __future__ import annotations
@@ -69,13 +66,6 @@ def scaled_mm(
         y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
         return y if residual is None else y + residual
     operands, extra = (a, b, scale_a, scale_b), (bias, residual, y)
-    if m == 1:
-        block_n, block_k = 8, min(512, power_of_two_above(k))
-        launcher(_row_kernel, (cdiv(n, block_n),))(
-            *operands, *extra, n, k, GROUP=group, ROWS_B=rows_b, BLOCK_N=block_n, BLOCK_K=block_k,
-            NUM_STAGES=4, num_warps=4,
-        )  # fmt: skip
-        return y
     block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
     step = groups * group
     k_per_split = cdiv(cdiv(k, step), split_k) * step
@@ -165,51 +155,15 @@ def _aligned(data: Tensor) -> Tensor:
 
 
 def _scales(scale: Tensor, m: int) -> Tensor:
-    """The contiguous scales [rows, groups] as float32; for a small M E8M0 as it is, in words of four if M is not 1.
+    """The contiguous scales [rows, groups] as float32; E8M0 as it is for a small M, in words of four groups.
 
-    The kernels decode E8M0. With a large M each thread would decode a scale for every element of y that it holds.
+    The kernel decodes E8M0. With a large M each thread would decode a scale for every element of y that it holds.
     """
     if scale.dtype == torch.float32:
         return scale.contiguous()
-    if m > SMALL_M or (m > 1 and scale.shape[1] % 4):
+    if m > SMALL_M or scale.shape[1] % 4:
         return scale.float().contiguous()
-    exponents = scale.contiguous().view(torch.uint8)
-    return exponents if m == 1 else exponents.view(torch.int32)
-
-
-@triton.jit
-def _row_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_piece = tl.arange(0, BLOCK_K // 16)
-    offs_k = offs_piece[:, None] * 16 + tl.arange(0, 16)[None, :]
-    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
-    scale_row_ptr = scale_b_ptr + offs_n // ROWS_B * tl.cdiv(K, GROUP)
-    acc = tl.zeros((BLOCK_N, BLOCK_K // 16), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        g = (k + offs_piece * 16) // GROUP
-        if K % BLOCK_K == 0:
-            a = tl.load(a_ptr + k + offs_k)
-            b = tl.load(b_row_ptr[:, None, None] + (k + offs_k)[None, :, :])
-            s_a = tl.load(scale_a_ptr + g)
-            s_b = tl.load(scale_row_ptr[:, None] + g[None, :])
-        else:
-            mask = k + offs_k < K
-            mask_g = k + offs_piece * 16 < K
-            a = tl.load(a_ptr + k + offs_k, mask, other=0.0)
-            b = tl.load(b_row_ptr[:, None, None] + (k + offs_k)[None, :, :], mask[None, :, :], other=0.0)
-            s_a = tl.load(scale_a_ptr + g, mask_g, other=0)
-            s_b = tl.load(scale_row_ptr[:, None] + g[None, :], mask_g[None, :], other=0)
-        if scale_a_ptr.dtype.element_ty == tl.uint8:
-            s_a = _decoded(s_a.to(tl.int32))
-        if scale_b_ptr.dtype.element_ty == tl.uint8:
-            s_b = _decoded(s_b.to(tl.int32))
-        products = tl.sum(b.to(tl.float32) * a.to(tl.float32)[None, :, :], 2)
-        acc += products * (s_b * s_a[None, :])
-    store_sums(tl.sum(acc, 1), 0, offs_n, y_ptr, None, bias_ptr, residual_ptr, N, 0)
+    return scale.contiguous().view(torch.uint8).view(torch.int32)
 
 
 @triton.jit
