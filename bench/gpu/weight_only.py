@@ -11,7 +11,8 @@ that together exceed the L2 cache. The ways are
     dequantized    the weight widened to BF16, then torch's product
 
 A decoding step computes one token of one text after 1,023 others, in a Llama-3-8B with random weights. Every mode is
-one CUDA graph: compiled layers of BF16, W8A8 and weight-only; and weight-only in eager code, as `generate` captures it.
+one CUDA graph: compiled layers of BF16, W8A8 and weight-only; and weight-only in eager code, with the attention of
+transformers.
 
     python -m bench.gpu.weight_only [--layers 32] [--quick]      --quick: two shapes, fewer rows
 """

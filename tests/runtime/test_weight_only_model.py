@@ -135,12 +135,13 @@ def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"mx": "dequantized", "channel": "cublaslt", "weight": "dequantized"}
+    names = {"mx": "dequantized", "channel": "cublaslt", "weight": "triton"}
     monkeypatch.setattr(gemm_path, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
     note = widened_note(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)
-    assert "slower than BF16 above 256 tokens" in note
-    assert "widened to BF16: 2 layers of the scheme mx. " in note
-    assert widened_note(Counter([CHANNEL, WEIGHT]), CUDA) == ""
+    assert "slower than BF16" in note
+    assert "2 layers of the scheme mx above 256 tokens; 1 layer of the scheme weight above 16 tokens. " in note
+    assert widened_note(Counter([CHANNEL]), CUDA) == ""
+    assert widened_note(Counter([WEIGHT]), CPU) == ""
 
 
 def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch) -> None:

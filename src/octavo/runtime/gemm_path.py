@@ -18,6 +18,7 @@ from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend, find_weight_only_backend
 from octavo.ops.gemm import MAX_M_OF_GROUPS
 from octavo.ops.gpu_architecture import Place
+from octavo.ops.weight_only import MAX_FASTER_M
 from octavo.words import plural
 
 _BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
@@ -74,14 +75,15 @@ def weight_only_note(schemes: Counter[Scheme], device: torch.device) -> str:
 
 def widened_note(schemes: Counter[Scheme], device: torch.device) -> str:
     """The layers whose operands are widened to BF16 at a large M, which is slower than a BF16 model; "" for none."""
-    names = []
+    notes = []
     for scheme, count in schemes.items():
         cast, backend = find_gemm(scheme, device)
-        if cast is not None and backend.name == "dequantized":
-            names.append(f"{plural(count, 'layer')} of the scheme {scheme.name}")
-    if not names:
+        if backend.name == "dequantized" or (cast is None and device.type == "cuda"):
+            above = MAX_FASTER_M if cast is None else MAX_M_OF_GROUPS
+            notes.append(f"{plural(count, 'layer')} of the scheme {scheme.name} above {above} tokens")
+    if not notes:
         return ""
     return (
-        f"on {device} these layers are slower than BF16 above {MAX_M_OF_GROUPS} tokens, because their operands are "
-        f"widened to BF16: {'; '.join(names)}. docs/packing.md names the schemes with a GEMM of their own"
+        f"on {device} these layers are slower than BF16, because their operands are widened to BF16: "
+        f"{'; '.join(notes)}. docs/packing.md names the schemes with a GEMM of their own"
     )

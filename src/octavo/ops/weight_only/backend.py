@@ -14,6 +14,7 @@ from octavo.ops.gemm import Backend
 from octavo.ops.gpu_architecture import Place
 from octavo.ops.triton_support import has_kernels
 
+MAX_FASTER_M = 16  # up to it, each GEMM of Llama-3-8B was faster than BF16's on an H200 (docs/performance.md)
 MAX_M = 256  # above it, widening the weight once costs less than the tensor cores lose in our kernel
 LOWEST = (8, 0)  # Ampere: the first with BF16 on tensor cores, and the first that Triton supports
 _HALVES = (torch.bfloat16, torch.float16)
