@@ -24,7 +24,7 @@ from octavo.train.config import Config
 from octavo.train.loop import Trainer
 from octavo.train.start import start_run
 
-INTERVAL = 50
+INTERVAL = 100
 BRIEF_ALONE = INTERVAL // CHECK_INTERVAL - 1  # steps with a brief sample; one more has both
 
 

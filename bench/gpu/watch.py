@@ -8,6 +8,7 @@ with deterministic algorithms: otherwise the backward pass of flash attention di
     python -m bench.gpu.watch [--quick]         2 minutes, or 1.5: most of it compiles
 """
 
+import gc
 import os
 import statistics
 import sys
@@ -24,7 +25,7 @@ from bench.gpu.timing import interleaved, summary
 from octavo.telemetry import Watch, watch
 from octavo.telemetry.collection import CHECK_INTERVAL
 
-INTERVAL = 50
+INTERVAL = 100
 BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL
 NEVER = 1 << 30
 PLAIN, UNSAMPLED, BRIEF, FULL = "not watched", "watched, not sampled", "brief sample", "full sample"
@@ -77,6 +78,7 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
         many: the steps in a row at the default interval.
         options: those of `Runner`.
     """
+    gc.collect()  # tensors of other stacks, freed later, would hide as many bytes of a peak
     allocated = torch.cuda.memory_allocated
     before = allocated()
     plain = Runner(mode, **options)

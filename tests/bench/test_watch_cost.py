@@ -28,5 +28,5 @@ def test_a_sample_takes_time_on_a_cpu(tmp_path, monkeypatch):
     found = on_cpu.measure(8, *sizes)
     step, extra = found["step_ms"], found["extra_ms"]
     assert extra["both"] > 0
-    expected = (extra["not sampled"] * 45 + extra["brief"] * 4 + extra["both"]) / 50 / step
+    expected = (extra["not sampled"] * 90 + extra["brief"] * 9 + extra["both"]) / 100 / step
     assert found["overhead"] == pytest.approx(expected)

@@ -39,6 +39,7 @@ UNTESTED = {
         "hf": "downloads from the network",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
+    "docs/recipes.md": {"python": "takes minutes, and wants a GPU"},
     "docs/scaling.md": {"make": "needs several GPUs"},
     "docs/serving.md": {
         "compiled": "compiles for minutes",

@@ -241,7 +241,7 @@ def test_a_watch_leaves_no_trace():
     [
         (nn.ReLU(), {}, "no linear layer"),
         (nn.Linear(4, 4), {"interval": 0}, "at least 1, got 0 and 64"),
-        (nn.Linear(4, 4), {"rows": 0}, "at least 1, got 50 and 0"),
+        (nn.Linear(4, 4), {"rows": 0}, "at least 1, got 100 and 0"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(model, options, message):

@@ -38,7 +38,7 @@ def watch(
     model: nn.Module,
     *,
     folder: str | Path | None = None,
-    interval: int = 50,
+    interval: int = 100,
     rows: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     limit: int = LIMIT,

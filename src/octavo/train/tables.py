@@ -107,7 +107,7 @@ class Compile:
 class WatchSettings:
     """How a run watches its layers (docs/watch.md), and what it does about faults that it finds (docs/warnings.md)."""
 
-    interval: int = setting(50, "steps between samples of the layers; 0 does not watch them", NOT_NEGATIVE)
+    interval: int = setting(100, "steps between samples of the layers; 0 does not watch them", NOT_NEGATIVE)
     rows: int = setting(64, "rows of each operand that a sample reads", POSITIVE)
     on_warning: str = setting(
         "log",
