@@ -40,7 +40,8 @@ def test_mx_runs_on_it_where_cublaslt_has_no_kernel(monkeypatch):
 def test_blocks_run_on_it_on_ada_and_for_a_small_m(monkeypatch):
     assert chosen(monkeypatch, ADA, STRIP, SQUARE).name == "triton"
     assert chosen(monkeypatch, HOPPER, STRIP, SQUARE).name == "cublaslt"
-    small = chosen(monkeypatch, HOPPER, STRIP, SQUARE, size=(8, 4096))
+    assert chosen(monkeypatch, HOPPER, STRIP, SQUARE, size=(17, 28672)).name == "cublaslt"
+    small = chosen(monkeypatch, HOPPER, STRIP, SQUARE, size=(16, 28672))
     assert (small.name, small.reason.endswith(", small M")) == ("triton", True)
 
 

@@ -30,6 +30,7 @@ from octavo.ops.triton_support import FORMATS, HAS_TRITON
 # Llama-3-8B (docs/performance.md). With a larger N, cuBLASLt has enough tiles to read b just as fast.
 _MAX_SMALL_M = {4096: 64, 8192: 16}
 _MAX_SMALL_M_OF_ANY_N = 8
+_MAX_SMALL_M_OF_BLOCKS = 16  # for any N, on an H200: 33 us instead of 40 to 45 with N 28,672 and K 4,096
 MAX_SMALL_M = max(_MAX_SMALL_M.values())
 SQUARE = block(128, 128)
 STRIP = group(128)
@@ -88,7 +89,8 @@ def find_backend(
         return Backend("none", f"{backend.reason} need Triton, which is not installed")
     if backend.name == "dequantized" and size is not None and size[0] <= MAX_M_OF_GROUPS:
         return Backend("triton", backend.reason)
-    small = size is not None and size[0] <= max_small_m(size[1])
+    least = 0 if granularity_a.outer else _MAX_SMALL_M_OF_BLOCKS
+    small = size is not None and size[0] <= max(max_small_m(size[1]), least)
     nvidia = backend.name in ("cublaslt", "cutlass")
     ours = granularity_a.outer or takes_blocks(granularity_a, granularity_b)
     if small and nvidia and ours and set(formats) <= set(FORMATS) and HAS_TRITON:

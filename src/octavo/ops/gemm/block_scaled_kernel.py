@@ -73,7 +73,7 @@ def scaled_mm(
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     launcher(_tile_kernel, (cdiv(n, block_n) * cdiv(m, block_m), split_k))(
         *operands, *extra, partials, m, n, k, k_per_split,
-        GROUP=group, ROWS_B=rows_b, GROUPS=groups, WHOLE=_whole(group, groups, block_m), EVEN_K=k % step == 0,
+        GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % step == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if partials is not None:
@@ -117,7 +117,7 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k, in groups of `group`, on `device`."""
     few = m <= SMALL_M
     block_n, block_m = (64, max(16, power_of_two_above(m))) if few else (128, 128)
-    groups, memory = max(2, 128 // group), shared_memory(device)
+    groups, memory = 4 if few and group < 128 else 2, shared_memory(device)
     groups = groups if 2 * _bytes(group, groups, block_n, block_m) <= memory else 1
     stages = min(4, memory // _bytes(group, groups, block_n, block_m))
     programs = multiprocessors(device)
@@ -131,18 +131,9 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     return Tiling(block_n, block_m, groups, stages, 4 if few else 8, min(range(1, most + 1), key=time))
 
 
-def _whole(group: int, groups: int, block_m: int) -> bool:
-    """Whether a tile of b is copied whole, and a once for each group, the others zero. The tensor core has time for it.
-
-    Rows of b of 32 or 64 bytes take long to copy. A large M needs the tensor core, and memory for a.
-    """
-    return group < 128 and block_m * groups <= 128
-
-
 def _bytes(group: int, groups: int, block_n: int, block_m: int) -> int:
     """Bytes of a step in shared memory, with its scales."""
-    copies = groups if _whole(group, groups, block_m) else 1
-    return groups * (group * (block_n + copies * block_m) + 4 * (block_n + block_m))
+    return groups * (group + 4) * (block_n + block_m)
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -169,14 +160,13 @@ def _scales(scale: Tensor, m: int) -> Tensor:
 @triton.jit
 def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N, K, k_per_split,
-    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = _tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    WIDTH: tl.constexpr = GROUPS * GROUP if WHOLE else GROUP
-    offs_k = tl.arange(0, WIDTH)
+    offs_k = tl.arange(0, GROUP)
     a_ptrs = a_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # rows beyond M and N are
     b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # computed, and not stored
     stride = tl.cdiv(K, GROUP)
@@ -189,15 +179,14 @@ def _tile_kernel(
                 s_a = _pair(scale_a_ptr, offs_m, M, g, stride, BLOCK_M, GROUPS, EVEN_K)
                 if ROWS_B == 1:
                     s_b = _pair(scale_b_ptr, offs_n, N, g, stride, BLOCK_N, GROUPS, EVEN_K)
-            at = k if WHOLE else g * GROUP
-            if not WHOLE or i == 0:
-                b = tl.load(b_ptrs + at) if EVEN_K else tl.load(b_ptrs + at, (at + offs_k < K)[None, :], other=0.0)
-            if WHOLE:  # the other groups of a are zeros
-                a = tl.load(a_ptrs + at, ((offs_k // GROUP == i) & (at + offs_k < K))[:, None], other=0.0)
-            elif EVEN_K:
+            at = g * GROUP
+            if EVEN_K:
+                b = tl.load(b_ptrs + at)
                 a = tl.load(a_ptrs + at)
             else:
-                a = tl.load(a_ptrs + at, (at + offs_k < K)[:, None], other=0.0)
+                mask = at + offs_k < K
+                b = tl.load(b_ptrs + at, mask[None, :], other=0.0)
+                a = tl.load(a_ptrs + at, mask[:, None], other=0.0)
             products = tl.dot(b, a)  # [N,G] @ [G,M]
             if ROWS_B == 1:
                 acc += products * (s_b[i % 2][:, None] * s_a[i % 2][None, :])
