@@ -22,7 +22,7 @@ LAYERS = [
     {"numerics"},
     {"recipe"},
     {"ops"},
-    {"tracing"},
+    {"tracing", "int8"},
     {"nn", "tensor"},
     {"diagnosis", "dist", "flow"},
     {"models", "artifact"},

@@ -21,6 +21,7 @@ from bench.gpu.llama import GEMMS, TOKENS
 from bench.gpu.serve import BEYOND_CACHE, in_turn
 from bench.gpu.timing import decibels, interleaved
 from octavo.artifact.packed.scheme import SCHEMES, STATIC_INPUTS, Scheme
+from octavo.int8 import find_int8_backend
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, find_weight_only_backend, quantize
 from octavo.runtime.packed_linear import PackedLinear
@@ -99,6 +100,8 @@ def backend(x: Tensor | QTensor, w_q: QTensor) -> str:
     """The name of the implementation of the GEMM."""
     if isinstance(x, Tensor):
         return find_weight_only_backend(x.device, x.dtype, w_q.granularity, x.shape[0]).name
+    if x.format.name == "int8":
+        return find_int8_backend(x.data.device).name
     formats, size = (x.format.name, w_q.format.name), (x.shape[0], w_q.shape[0])
     e8m0 = x.scale.dtype == torch.float8_e8m0fnu, w_q.scale.dtype == torch.float8_e8m0fnu
     return find_backend(x.data.device, x.granularity, w_q.granularity, formats, size, e8m0=e8m0).name

@@ -15,7 +15,7 @@ RECIPES = (
     "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
     "groupwise",
 )  # fmt: skip
-SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight")
+SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight", "int8")
 SETTINGS = (
     "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",
     "rope-theta", "experts.count", "experts.top-k", "experts.shared-width", "experts.balance",

@@ -125,7 +125,7 @@ GROUP = ("config_groups", "group_0")
     ("change", "named"),
     [
         (_set("quant_method", value="gptq"), "quant_method is 'gptq'"),
-        (_set("format", value="int-quantized"), "format is 'int-quantized'"),
+        (_set("format", value="pack-quantized"), "format is 'pack-quantized'"),
         (_set("quantization_status", value="frozen"), "quantization_status is 'frozen'"),
         (_set("kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme.type is None, required 'float'"),
         (_set("kv_cache_scheme", value="static"), "kv_cache_scheme is 'static'"),

@@ -3,7 +3,7 @@ import pytest
 import torch
 from codec_oracle import ML_DTYPES
 
-from octavo.numerics.formats import FORMATS, FP8_FORMATS, format_of, fp8_format, get_format
+from octavo.numerics.formats import FORMATS, FP8_FORMATS, eight_bit_format, format_of, get_format
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -62,8 +62,8 @@ def test_unknown_names_are_answered_with_the_choices():
     assert all(name in str(error.value) for name in FORMATS)
     for name in ("fp8", "e8m0", "bf16"):
         with pytest.raises(ValueError, match=f"tensors cannot be quantized to '{name}'") as error:
-            fp8_format(name)
-        assert str(error.value).endswith("e4m3, e5m2, e4m3fnuz, e5m2fnuz")
+            eight_bit_format(name)
+        assert str(error.value).endswith("e4m3, e5m2, e4m3fnuz, e5m2fnuz, int8")
     with pytest.raises(ValueError, match=r"torch\.int8") as error:
         format_of(torch.int8)
     assert "torch.float8_e4m3fn" in str(error.value)

@@ -61,7 +61,7 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path) -
     for title in ("Readers", "Quality", "Layers", "Size"):
         assert title in out
     assert "8 prompts, 384 tokens" in out
-    assert "INT8 is measured for comparison only, the folder has none" in out
+    assert "INT8 is measured for comparison: it is MODEL with the same layers in eight-bit integers" in out
     assert "of 14 layers the 12 that lose most are shown" in out
     assert out.startswith("read 1 file (")
     written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)

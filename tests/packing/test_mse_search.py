@@ -13,6 +13,7 @@ from octavo.numerics import TENSOR, Cast, group
 from octavo.ops import quantize
 from octavo.packing.mse_search import (
     FACTORS,
+    INTEGER_FACTORS,
     POWER_OF_TWO_FACTORS,
     SearchedScale,
     cast_by,
@@ -31,8 +32,10 @@ def blocks(w: Tensor, scale: Tensor, cast: Cast) -> list[tuple[tuple[int, ...], 
     return [((i, j), w[i * r : (i + 1) * r, j * c : (j + 1) * c]) for i in range(rows) for j in range(cols)]
 
 
-def rounding_error(w: Tensor, scale: float) -> float:
+def rounding_error(w: Tensor, scale: float, cast: Cast) -> float:
     exact = w.double().numpy() / scale
+    if cast.format == "int8":
+        return float(((np.clip(np.rint(exact), -127, 127) - exact) ** 2).sum()) * scale**2
     q = np.clip(exact, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     return float(((q - exact) ** 2).sum()) * scale**2
 
@@ -48,11 +51,12 @@ def test_no_scale_of_the_grid_is_better(name: str, dtype: torch.dtype) -> None:
     w = (torch.randn(256, 384) * torch.logspace(-2, 1, 256)[:, None]).to(dtype)
     first = quantize(w, cast).scale.float()
     found = search_scale(w, first, cast)
-    factors = POWER_OF_TWO_FACTORS if cast.power_of_two else FACTORS
+    factors = INTEGER_FACTORS if cast.format == "int8" else FACTORS
+    factors = POWER_OF_TWO_FACTORS if cast.power_of_two else factors
     before = after = 0.0
     for place, block in blocks(w, first, cast):
-        errors = [rounding_error(block, float(first[place]) * factor) for factor in factors]
-        chosen = rounding_error(block, float(found.scale[place]))
+        errors = [rounding_error(block, float(first[place]) * factor, cast) for factor in factors]
+        chosen = rounding_error(block, float(found.scale[place]), cast)
         assert chosen <= min(errors) * (1 + 1e-5)
         before, after = before + errors[0], after + chosen
     assert float(found.before) == pytest.approx(before, rel=1e-5)

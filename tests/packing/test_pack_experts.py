@@ -171,3 +171,8 @@ def test_experts_in_bf16_are_said_with_their_share_of_the_bytes(sources, tmp_pat
     assert expected in said
     packed = CliRunner().invoke(app, [*call[:2], str(tmp_path / "packed"), "--experts"]).output
     assert "experts in BF16" not in packed
+
+
+def test_experts_are_not_packed_in_int8(sources, tmp_path):
+    with pytest.raises(ValueError, match=r"experts are packed in FP8, not int8 \(--layer '\*\.experts\.\*=channel'\)"):
+        pack(sources["mixtral"], tmp_path / "packed", scheme="int8", experts=True)

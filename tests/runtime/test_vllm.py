@@ -38,6 +38,7 @@ def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
         ("llama", {"scheme": "static"}),
         ("llama", {"scheme": "block"}),
         ("llama", {"scheme": "mx"}),
+        ("llama", {"scheme": "int8"}),
         ("llama", {"scheme": "channel", "layers": {"*.mlp.*": "block"}}),
         ("llama", {"scheme": "channel", "skip": ["*.down_proj", "*.o_proj"]}),
         ("llama", {"scheme": "channel", "kv_cache": "fp8"}),

@@ -14,7 +14,8 @@ from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
 
 import octavo
-from octavo.artifact.packed.scheme import CHANNEL, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme
+from octavo.artifact.packed.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme
+from octavo.int8 import find_int8_backend
 from octavo.nn import Experts
 from octavo.numerics import Cast
 from octavo.numerics.granularity import Granularity
@@ -104,8 +105,8 @@ def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
     assert torch.equal(logits(model), logits(octavo.load(models / "llama packed")))
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "static"])
-def test_every_scheme_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("static", "int8")])
+def test_every_scheme_of_fp8_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
     layer = packed_layer(scheme)
     x = torch.randn(3, layer.in_features)
     exact = x.double() @ layer.packed_weight().dequantize().double().t()
@@ -122,7 +123,8 @@ def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> Non
         cast, backend = find_gemm(scheme, ada)
         assert (cast, backend.name == "none") == (scheme.inputs, False)
         cast, backend = find_gemm(scheme, ampere)
-        assert (cast, backend.name) == (None, "triton")
+        assert cast == (scheme.inputs if scheme is INT8 else None)
+        assert backend.name == find_int8_backend(ampere).name if scheme is INT8 else "triton"
     assert find_gemm(TENSORWISE, ada)[1].reason.startswith("row x row")
     assert find_gemm(STATIC, ada)[1].reason.startswith("tensor x tensor")
     monkeypatch.setattr(gemm_path, "find_weight_only_backend", lambda *_: Backend("triton", ""))
@@ -185,8 +187,9 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
         def choose(x: torch.Tensor) -> torch.Tensor:
             return x + (1 if input_cast(scheme, CUDA) is None else 2)
 
+        weight_only = capability == (8, 0) and scheme is not INT8
         found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(1))
-        assert found.item() == (1 if scheme.inputs is None or capability == (8, 0) else 2)
+        assert found.item() == (1 if scheme.inputs is None or weight_only else 2)
 
 
 def test_a_compiled_layer_gives_the_same(models: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import Folders
 from torch import nn
 from verify_examples import change_config
 
@@ -210,3 +211,11 @@ def test_weights_alone_and_a_device_without_an_fp8_gemm(
     found = results(model, packed)
     assert found["octavo"].outcome == "agrees"  # within the error of inputs that are rounded
     assert found["octavo"].note.endswith("layers weight-only")
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])  # the MLP of OPT has inputs of two dimensions
+def test_transformers_emulates_int8_as_its_reference_does(made: Folders, kind: str) -> None:
+    result = results(made(kind), made(kind, scheme="int8"))
+    assert {reader.outcome for name, reader in result.items() if name != "vllm"} == {"agrees"}
+    assert result["transformers"].distance is not None
+    assert result["transformers"].distance < 0.002

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from octavo.numerics.formats import FP8_FORMATS, Format, fp8_format
+from octavo.numerics.formats import EIGHT_BIT_FORMATS, Format, eight_bit_format
 from octavo.numerics.granularity import ROW, TENSOR, Granularity, parse_granularity
 from octavo.numerics.scaling import History
 
@@ -20,7 +20,7 @@ class Cast:
     a variable.
 
     Args:
-        format: "e4m3", "e5m2", "e4m3fnuz" or "e5m2fnuz".
+        format: "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz" or "int8". int8 is rounded to nearest.
         granularity: which elements share a scale.
         scale: "fp32", "pow2" (a float32 power of two, rounded up) or "e8m0" (the same, stored in one byte).
         rounding: "nearest" (even) or "stochastic".
@@ -45,11 +45,13 @@ class Cast:
     _key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        fp8_format(self.format)
+        eight_bit_format(self.format)
         if self.scale not in SCALE_KINDS:
             raise ValueError(f"unknown kind of scale {self.scale!r}: choose one of {', '.join(SCALE_KINDS)}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
+        if self.format == "int8" and self.rounding != "nearest":
+            raise ValueError("int8 is rounded to nearest: choose an FP8 format for stochastic rounding")
         if not 0 <= self.relative_floor <= 1:
             raise ValueError(f"relative_floor is a fraction of the largest scale, 0 to 1, got {self.relative_floor}")
         if self.history is not None and self.granularity != TENSOR:
@@ -70,7 +72,7 @@ class Cast:
 
     @property
     def fmt(self) -> Format:
-        return FP8_FORMATS[self.format]
+        return EIGHT_BIT_FORMATS[self.format]
 
     @property
     def power_of_two(self) -> bool:

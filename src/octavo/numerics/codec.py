@@ -17,7 +17,7 @@ inf, and becomes NaN if it has none. inf never becomes the largest finite number
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, Format, format_of
+from octavo.numerics.formats import E4M3, INT8, Format, format_of
 
 
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
@@ -73,12 +73,15 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
-    """Cast float32 `x` to `fmt.dtype`, an eight-bit format. Equal to `encode` for finite numbers and NaN.
+    """Cast float32 `x` to `fmt.dtype`, an eight-bit format. Equal to `encode` for finite numbers and NaN of FP8.
 
     Numbers beyond max are clamped first, since PyTorch's conversion of these differs by version, format and device. inf
-    becomes max too: the caller checks for inf before (`octavo.numerics.scaling` gives such a block the scale NaN).
+    becomes max too: the caller checks for inf before (`octavo.numerics.scaling` gives such a block the scale NaN). An
+    integer is rounded to nearest even, and NaN becomes 0.
     """
     x = x.clamp(-fmt.max, fmt.max)
+    if fmt is INT8:
+        return x.round().nan_to_num_(0).to(fmt.dtype)
     return x.to(fmt.dtype) if noise is None else encode(x, fmt, noise).to(torch.uint8).view(fmt.dtype)
 
 
@@ -88,6 +91,8 @@ def widen(data: Tensor) -> Tensor:
     E5M2 is the upper byte of a float16. The exponent and mantissa of E4M3, shifted by one bit, are a float16 number of
     2^-8 times the value, subnormals included; only NaN is set afterwards. FNUZ formats use a table of 256 values.
     """
+    if data.dtype == torch.int8:
+        return data.float()
     if data.dtype == torch.float8_e5m2:
         return (data.view(torch.int8).to(torch.int16) << 8).view(torch.float16).float()
     if data.dtype != torch.float8_e4m3fn:

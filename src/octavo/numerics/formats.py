@@ -12,6 +12,9 @@ The families differ in the meaning of their last codes:
     fnuz   finite, unsigned zero: the code of -0 is the only NaN    (E4M3FNUZ, E5M2FNUZ: AMD MI300)
     e8m0   an unsigned power of two, no zero; 255 is NaN            (the scale of the MX formats)
 
+INT8 is an integer of -127 to 127 in two's complement, with no inf and no NaN. Its codes have no fields, so `encode` and
+`decode` (`octavo.numerics.codec`) do not take it.
+
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); Noune et al., "8-bit Numerical
 Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0.
 """
@@ -37,9 +40,12 @@ class Format:
     max: float = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.family == "int":
+            object.__setattr__(self, "max", 127.0)  # the dataclass is frozen
+            return
         exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
         largest = (1 + mantissa / (1 << self.mantissa_bits)) * 2.0 ** (exponent - self.bias)
-        object.__setattr__(self, "max", float(largest))  # the dataclass is frozen
+        object.__setattr__(self, "max", float(largest))
 
     @property
     def signed(self) -> bool:
@@ -94,10 +100,12 @@ E8M0 = Format("e8m0", 8, 8, 0, 127, "e8m0", torch.float8_e8m0fnu)
 BF16 = Format("bf16", 16, 8, 7, 127, "ieee", torch.bfloat16)
 FP16 = Format("fp16", 16, 5, 10, 15, "ieee", torch.float16)
 FP32 = Format("fp32", 32, 8, 23, 127, "ieee", torch.float32)
+INT8 = Format("int8", 8, 0, 7, 0, "int", torch.int8)
 
 FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, BF16, FP16, FP32)}
-# The formats that a tensor can be quantized to: eight bits, with a sign and a zero.
 FP8_FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+# The formats that a tensor can be quantized to: eight bits, with a sign and a zero.
+EIGHT_BIT_FORMATS = {**FP8_FORMATS, INT8.name: INT8}
 
 
 def get_format(name: str) -> Format:
@@ -107,11 +115,11 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def fp8_format(name: str) -> Format:
+def eight_bit_format(name: str) -> Format:
     """The format called `name`, if tensors can be quantized to it. Raises ValueError, which lists the names, if not."""
-    if name not in FP8_FORMATS:
-        raise ValueError(f"tensors cannot be quantized to {name!r}: choose one of {', '.join(FP8_FORMATS)}")
-    return FP8_FORMATS[name]
+    if name not in EIGHT_BIT_FORMATS:
+        raise ValueError(f"tensors cannot be quantized to {name!r}: choose one of {', '.join(EIGHT_BIT_FORMATS)}")
+    return EIGHT_BIT_FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from octavo.artifact.packed.layouts import check_layout
-from octavo.artifact.packed.scheme import STATIC, Scheme, get_scheme
+from octavo.artifact.packed.scheme import INT8, STATIC, Scheme, get_scheme
 from octavo.calibration.folder import load_calibration
 from octavo.hf.fused_groups import check_groups, groups
 from octavo.hf.source import Source
@@ -111,6 +111,8 @@ def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int
                 f"{name}: the scheme {scheme.name} stores the scale of an input, and a run has none for its experts: "
                 "pack them by channel (--layer '*.experts.*=channel')"
             )
+        if scheme is INT8:
+            raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
         if reason := scheme.misfit(*shapes[name]):
             raise ValueError(f"{name}: {reason} (--layer '{name}=channel'), or leave the experts in BF16")
     stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}

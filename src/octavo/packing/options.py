@@ -17,7 +17,8 @@ class PackOptions:
     """The options of `pack`.
 
     Attributes:
-        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128 or weight. None
+        scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128, weight or
+            int8. None
             takes the scheme of a run's recipe (`octavo.packing.chosen_layers.SCHEME_OF`), and channel for a model
             folder.
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.

@@ -51,6 +51,8 @@ class Recipe:
     emulate: bool = False
 
     def __post_init__(self) -> None:
+        if any(cast.format == "int8" for cast in self._casts):
+            raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
         if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in self._casts):
             raise ValueError(
                 f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "

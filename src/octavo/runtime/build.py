@@ -15,7 +15,6 @@ from octavo.artifact.numbers import failing
 from octavo.artifact.packed.kv_scales import KvScales
 from octavo.artifact.packed.layouts import (
     UNQUANTIZED_DTYPE,
-    WEIGHT_DTYPE,
     Packing,
     check_tensors,
     read_config,
@@ -23,7 +22,7 @@ from octavo.artifact.packed.layouts import (
 )
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
 from octavo.artifact.packed.scales import unused_scales
-from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.packed.scheme import WEIGHT_DTYPES, Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.device import choose_device
 from octavo.generation.engine import AUTO
@@ -130,7 +129,7 @@ def _compiling(
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:
     """The linear layers without a weight in eight bits; a tied head has no weight of its own."""
     specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
-    return {disk for disk, spec in specs.items() if spec is None or spec.dtype != WEIGHT_DTYPE}
+    return {disk for disk, spec in specs.items() if spec is None or spec.dtype not in WEIGHT_DTYPES}
 
 
 def _read_tensors(

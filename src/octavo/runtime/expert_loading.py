@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE, Packing
+from octavo.artifact.packed.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale
 from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
@@ -40,7 +40,7 @@ class ExpertLoading:
         parts = {} if self._files is None else self._files.parts_of_stacks
         self._parts = {stack: [name.removesuffix(".weight") for name in names] for stack, names in parts.items()}
         specs = {name: reader.specs.get(f"{name}.weight") for names in self._parts.values() for name in names}
-        self.names = [name for name, spec in specs.items() if spec is not None and spec.dtype == WEIGHT_DTYPE]
+        self.names = [name for name, spec in specs.items() if spec is not None and spec.dtype == EXPERT_DTYPE]
         self._schemes: dict[str, Scheme] = {}  # of the matrices
         self._stacks: dict[str, Scheme] = {}  # of the stacks that run in FP8, by their names in the model
         self._reasons: list[str] = []  # why others do not
@@ -87,7 +87,7 @@ class ExpertLoading:
             weight: Any = self._model.get_submodule(stack).weight
             n, k = self._rows(stack, weight), weight.shape[2]
             for name in self._parts[stack]:
-                found[f"{name}.weight"] = torch.empty(n, k, dtype=WEIGHT_DTYPE)
+                found[f"{name}.weight"] = torch.empty(n, k, dtype=EXPERT_DTYPE)
                 found[f"{name}.{SCALE_NAME}"] = scheme.empty_scale(n, k)
                 if scheme.static:
                     found[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
@@ -143,7 +143,7 @@ class ExpertLoading:
             return scale.view(1, 1).expand(len(tensors[f"{name}.weight"]), 1) if scale.ndim == 1 else scale
 
         # as bytes: torch.cat lacks float8 dtypes on some devices
-        data = stacked(lambda name: tensors[f"{name}.weight"].view(torch.uint8)).view(WEIGHT_DTYPE)
+        data = stacked(lambda name: tensors[f"{name}.weight"].view(torch.uint8)).view(EXPERT_DTYPE)
         found = {f"{stack}.weight": data, f"{stack}.weight_scale": stacked(scale_of)}
         if scheme.static:  # gate and up read one input
             scales = stacked(lambda name: tensors[f"{name}.{INPUT_SCALE_NAME}"].view(1, 1))

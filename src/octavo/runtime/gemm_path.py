@@ -3,8 +3,9 @@
     eight bits     y = x_q[T,K] @ w_q[N,K]^T    the input is cast as the scheme says
     weight-only    y = x[T,K] @ w_q[N,K]^T      the input keeps its dtype, and the weight is widened in the kernel
 
-The scheme `weight` is weight-only on every device. So is every other scheme on a GPU without an FP8 GEMM for it, such
-as an Ampere: the result is then closer to the BF16 model's than the scheme's own.
+The scheme `weight` is weight-only on every device. So is every other FP8 scheme on a GPU without an FP8 GEMM for it,
+such as an Ampere: the result is then closer to the BF16 model's than the scheme's own. `int8` casts inputs on every
+device.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from octavo.artifact.packed.scheme import Scheme
+from octavo.int8 import find_int8_backend
 from octavo.nn.backends import product_backend
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import Backend, find_weight_only_backend
@@ -31,6 +33,8 @@ def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
 
 
 def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    if scheme.weight.format == "int8":
+        return scheme.inputs
     if scheme.inputs is None or _eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
         return None
     return scheme.inputs
@@ -53,6 +57,8 @@ def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
 
 def _eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
     """The GEMM of quantized inputs. torch.compile traces this, and torch 2.11 refuses a cast that is made meanwhile."""
+    if scheme.weight.format == "int8":
+        return find_int8_backend(device)
     spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
     return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
 

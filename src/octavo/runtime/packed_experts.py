@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.artifact.packed.layouts import WEIGHT_DTYPE
+from octavo.artifact.packed.layouts import EXPERT_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.nn.experts import check_routing, plain_experts
 from octavo.nn.layer_limits import differentiable_once
@@ -64,7 +64,7 @@ class PackedGroupedLinear(PackedModule):
         e, n, k = weight.shape
         scale = torch.empty(n, 1) if self.is_grouped else scheme.empty_scale(n, k)
         with torch.device(weight.device):
-            self.register_buffer("weight", torch.empty(e, n, k, dtype=WEIGHT_DTYPE))
+            self.register_buffer("weight", torch.empty(e, n, k, dtype=EXPERT_DTYPE))
             self.register_buffer("weight_scale", torch.empty(e, *scale.shape, dtype=scale.dtype))
             self.register_buffer("input_scale", torch.empty(e) if scheme.static else None)
 

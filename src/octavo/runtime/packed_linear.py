@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, WEIGHT_DTYPE
+from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.artifact.packed.scheme import CHANNEL, STATIC, STATIC_INPUTS, WEIGHT, Scheme
+from octavo.int8 import int8_mm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.numerics import Cast, QTensor, scale_from_amax
@@ -65,7 +66,7 @@ class PackedLinear(PackedModule):
         scheme: of the packing.
 
     Buffers:
-        weight: e4m3 [N, K].
+        weight: e4m3, or int8 in the scheme of that name, [N, K].
         weight_scale: of the shape and dtype that `scheme` states.
         input_scale: float32 [1] if the scheme is static, or None.
         bias: bfloat16 [N], or None.
@@ -81,7 +82,7 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
         n, k = linear.weight.shape
         with torch.device(linear.weight.device):
-            self.register_buffer("weight", torch.empty(n, k, dtype=WEIGHT_DTYPE))
+            self.register_buffer("weight", torch.empty(n, k, dtype=scheme.weight.fmt.dtype))
             self.register_buffer("weight_scale", scheme.empty_scale(n, k))
             self.register_buffer("input_scale", torch.empty(1) if scheme.static else None)
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
@@ -163,6 +164,8 @@ def packed_product(
     """y [T, N] in `dtype` of the input x [T, K] and a packed weight [N, K]; weight-only if x is not quantized."""
     if isinstance(x, Tensor):
         return weight_only_mm(x.to(dtype), w_q, bias=bias, residual=residual)  # [T,K] @ [N,K]^T
+    if w_q.format.name == "int8":
+        return int8_mm(x, w_q, bias=bias, residual=residual, out_dtype=dtype)  # [T,K] @ [N,K]^T
     return scaled_mm(x, w_q, bias=bias, residual=residual, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
 
 

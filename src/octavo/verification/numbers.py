@@ -1,7 +1,7 @@
 """The numbers that the bytes of a packed layer stand for, in float32, and the rounding of its inputs.
 
     w[N,K]  = data * scale, one scale a block          every scale multiplies
-    x_q     = e4m3(x / s) * s,  s = amax / 448         amax of the elements that share the scale
+    x_q     = e4m3(x / s) * s,  s = amax / 448         amax of the elements that share the scale; 127 for integers
     s       = input_scale if it is stored; 2^ceil(log2(amax / 448)) if scales are powers of two
 
 This module follows docs/format.md and the documentation of compressed-tensors, transformers and ModelOpt, and uses no
@@ -76,11 +76,16 @@ def round_input_by_compressed_tensors(x: Tensor, spec: LayerSpec, input_scale: T
     """The input [..., K] in float32, rounded as compressed-tensors emulates it.
 
     Its strategy `token` has a scale for each index of the first two dimensions of [B, T, K]. It takes the same two
-    dimensions of [T, K], has no dimension left to reduce, and so uses one scale for the tensor.
+    dimensions of [T, K], has no dimension left to reduce, and so uses one scale for the tensor. Its scale of integers
+    is amax / 127.5, for the range from -128 to 127.
     """
     if spec.inputs == "token" and not spec.group and x.ndim < 3:
         spec = replace(spec, inputs="tensor")
-    return round_input(x, spec, input_scale)
+    if not spec.integers or spec.inputs not in ("token", "tensor") or spec.group:
+        return round_input(x, spec, input_scale)
+    magnitude = x.float().abs()
+    scale = (magnitude.amax() if spec.inputs == "tensor" else magnitude.amax(-1, keepdim=True)) / 127.5
+    return (x.float() / scale).round().clamp(-128, 127).nan_to_num(0) * scale
 
 
 def _dynamic_scale(amax: Tensor, spec: LayerSpec) -> Tensor:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn.functional import linear
 
-from octavo.evaluation.int8 import int8_linear, quantize_int8
 from octavo.evaluation.metrics import EmbeddingSums, LogitSums, Quality, energies, sqnr
 from octavo.progress import Progress
+from octavo.verification.layer_spec import LayerSpec
+from octavo.verification.numbers import round_input
 from octavo.verification.reference import PackedLayers
 from octavo.verification.streamed_experts import LinearFn
 from octavo.verification.streamed_model import BaselineModel, StreamedModel
@@ -89,12 +90,14 @@ def measure_quality(
 
 
 def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
-    """The linear layers of MODEL, with INT8 for those that are packed (`octavo.evaluation.int8`)."""
+    """The linear layers of MODEL, with INT8 for those that are packed: a scale for each row of the weight and for each
+    token."""
+    spec = LayerSpec.per_channel("token", integers=True)
 
     def compute(name: str, x: Tensor) -> Tensor:
         weight = baseline.get_bf16(f"{name}.weight").to(packed.device)
         if name not in packed.specs:
             return linear(x.float(), weight.float())
-        return int8_linear(x, quantize_int8(weight))
+        return linear(round_input(x, spec), round_input(weight, spec))  # [T,K] @ [N,K]^T
 
     return compute

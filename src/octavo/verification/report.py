@@ -136,8 +136,8 @@ def _quality(report: Report) -> Section:
         rows.append(("least cosine of a prompt", form.format(packed.least), "", form.format(int8.least), ""))
     measured = f"{packed.prompts} prompts, {packed.tokens} tokens; " if packed else ""
     remark = (
-        f"{measured}the columns headed 95 % are confidence intervals over prompts. INT8 is measured for comparison "
-        "only, the folder has none: it is MODEL with the same layers in eight-bit integers. Its steps are finer than "
+        f"{measured}the columns headed 95 % are confidence intervals over prompts. INT8 is measured for comparison: it "
+        "is MODEL with the same layers in eight-bit integers, as the scheme int8 packs them. Its steps are finer than "
         "e4m3's unless outliers stretch its scale."
     )
     return Section("Quality", ("", "packed", "95 %", "INT8", "95 %"), rows, remark)

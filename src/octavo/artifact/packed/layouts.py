@@ -2,7 +2,7 @@
 
     OUT/
       config.json          the model in Hugging Face's terms, "dtype": "bfloat16", and a `quantization_config`
-      model.safetensors    <module>.weight        e4m3     [N, K]   of each packed linear layer
+      model.safetensors    <module>.weight        e4m3 or int8 [N, K]   of each packed linear layer
                            <module>.weight_scale  as its scheme says (`octavo.artifact.packed.scheme`); it multiplies
                            everything else        bfloat16          a tied head is not stored
       tokenizer.json ...   the tokenizer's files
@@ -45,7 +45,7 @@ from octavo.artifact.packed.scales import (
 from octavo.artifact.packed.scheme import Scheme
 from octavo.numerics import TENSOR
 
-WEIGHT_DTYPE = torch.float8_e4m3fn
+EXPERT_DTYPE = torch.float8_e4m3fn
 UNQUANTIZED_DTYPE = torch.bfloat16
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt", "autofp8")
 # The names of output heads, which readers leave unpacked even if a folder does not name them as ignored.

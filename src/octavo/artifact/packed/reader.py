@@ -14,7 +14,6 @@ from octavo.artifact.packed.description import copy_description
 from octavo.artifact.packed.kv_scales import K_SCALE, V_SCALE, KvScales, is_kv_scale
 from octavo.artifact.packed.layouts import (
     HEADS,
-    WEIGHT_DTYPE,
     Packing,
     quantization_config,
     read_config,
@@ -23,7 +22,7 @@ from octavo.artifact.packed.layouts import (
 )
 from octavo.artifact.packed.plausible import suspected
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale, unused_scales
-from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.packed.scheme import WEIGHT_DTYPES, Scheme
 from octavo.artifact.safetensors_files import ShardReader, Spec
 from octavo.numerics import QTensor
 
@@ -80,14 +79,14 @@ class PackedTensors:
         weights = [
             name
             for name, spec in self.reader.specs.items()
-            if name.endswith(".weight") and spec.dtype == WEIGHT_DTYPE and len(spec.shape) == 2
+            if name.endswith(".weight") and spec.dtype in WEIGHT_DTYPES and len(spec.shape) == 2
         ]
         return [name.rpartition(".")[0] for name in (*scales, *weights)]
 
     def _plain(self) -> list[str]:
         """The modules with a weight that is a matrix and not in eight bits."""
         weights = {name: spec for name, spec in self.reader.specs.items() if name.endswith(".weight")}
-        plain = [name for name, spec in weights.items() if spec.dtype != WEIGHT_DTYPE and len(spec.shape) == 2]
+        plain = [name for name, spec in weights.items() if spec.dtype not in WEIGHT_DTYPES and len(spec.shape) == 2]
         return [name.removesuffix(".weight") for name in plain]
 
     def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
@@ -111,10 +110,10 @@ class PackedTensors:
         return packing.take_kv_scales(found, linears, self.folder), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
-        where, weight = self.folder, self.reader.specs.get(f"{name}.weight")
-        if weight is None or weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
+        where, weight, dtype = self.folder, self.reader.specs.get(f"{name}.weight"), scheme.weight.fmt.dtype
+        if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
             is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
-            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {WEIGHT_DTYPE}, it {is_there}")
+            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {dtype}, it {is_there}")
         n, k = weight.shape
         if reason := scheme.unreadable(n, k):
             raise ArtifactError(f"{where}: {name}.weight: {reason}")
@@ -172,7 +171,8 @@ class PackedTensors:
             scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
             if scheme.static:
                 scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
-            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()} | {f"{name}.weight": weight}
+            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()}
+            specs[f"{name}.weight"] = Spec(scheme.weight.fmt.dtype, weight.shape)
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:

@@ -1,6 +1,6 @@
 """The schemes of packed linear layers: the storage of the weight, and the cast of the input when the layer runs.
 
-| scheme | weight, e4m3 | weight_scale | input, e4m3, when the layer runs |
+| scheme | weight | weight_scale | input, when the layer runs |
 |---|---|---|---|
 | channel | a scale for each output channel | float32 [N, 1] | a scale for each token |
 | tensor | one scale | float32 [1] | a scale for each token |
@@ -9,9 +9,11 @@
 | mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
 | group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
 | weight | a scale for each output channel | float32 [N, 1] | none: the input stays in BF16 |
+| int8 | a scale for each output channel | float32 [N, 1] | a scale for each token |
 
-Every scale multiplies: w ≈ weight * weight_scale. `Scheme.group` has the spelling of compressed-tensors
-(github.com/vllm-project/compressed-tensors, quantization/quant_args.py).
+Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies: w ≈ weight * weight_scale.
+`Scheme.group` has the spelling of compressed-tensors (github.com/vllm-project/compressed-tensors,
+quantization/quant_args.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 _TOKEN = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
+_INTEGERS = {**_EIGHT_BITS, "type": "int"}
 _MX = {**_EIGHT_BITS, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 
 
@@ -106,6 +109,11 @@ BLOCK = Scheme(
 BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
 # compressed-tensors calls the format of weights alone so.
 WEIGHT = Scheme("weight", ROW_W, None, "naive-quantized", {**_EIGHT_BITS, "strategy": "channel"}, None)
+_INT8 = Cast("int8", ROW)
+INT8 = Scheme(
+    "int8", _INT8, _INT8, "int-quantized",
+    {**_INTEGERS, "strategy": "channel"}, {**_INTEGERS, "strategy": "token", "dynamic": True},
+)  # fmt: skip
 STATIC_INPUTS = Cast(granularity=TENSOR)
 STATIC = Scheme(
     "static", Cast(granularity=TENSOR), STATIC_INPUTS, "float-quantized",
@@ -127,7 +135,9 @@ WEIGHT_ONLY = tuple(
     for each in (TENSORWISE, BLOCK)
 )
 
-SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT)}
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT, INT8)}
+# The dtypes of packed weights.
+WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))
 
 
 def get_scheme(name: str) -> Scheme:

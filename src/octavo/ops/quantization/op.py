@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
-from octavo.numerics.formats import fp8_format
+from octavo.numerics.formats import eight_bit_format
 from octavo.numerics.granularity import ROW, TENSOR
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
@@ -226,15 +226,15 @@ def _quantizes_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -
 @operation("quantize_scaled", _quantizes_scaled)
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     if not _quantizes_scaled(x, scale, fmt, seed):
-        return quantize_scaled_reference(x.contiguous(), scale, fp8_format(fmt), seed)
+        return quantize_scaled_reference(x.contiguous(), scale, eight_bit_format(fmt), seed)
     from octavo.ops.quantization import kernel
 
-    return kernel.quantize_scaled(x.contiguous(), scale, fp8_format(fmt))
+    return kernel.quantize_scaled(x.contiguous(), scale, eight_bit_format(fmt))
 
 
 @_quantize_scaled.register_fake
 def _(x: Tensor, scale: Tensor, fmt: str, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=fp8_format(fmt).dtype), x.new_empty((1, 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=eight_bit_format(fmt).dtype), x.new_empty((1, 1), dtype=torch.float32)
 
 
 def _empty(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:

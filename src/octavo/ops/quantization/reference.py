@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.codec import cast as cast_to
-from octavo.numerics.formats import Format
+from octavo.numerics.formats import INT8, Format
 from octavo.numerics.rounding import uniform_noise
 from octavo.numerics.scaling import scale_from_amax
 
@@ -29,7 +29,10 @@ def quantize_reference(
     scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
     inv_scale = cast.granularity.expand(1 / scale, tuple(x.shape))
     x = x * inv_scale
-    data = x.to(cast.fmt.dtype) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
+    if seed is not None or cast.fmt is INT8:
+        data = cast_to(x, cast.fmt, None if seed is None else uniform_noise(x.shape, seed))
+    else:
+        data = x.to(cast.fmt.dtype)
     return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
 
 

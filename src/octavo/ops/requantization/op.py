@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
-from octavo.numerics.formats import fp8_format
+from octavo.numerics.formats import eight_bit_format
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_row_cast
@@ -140,12 +140,12 @@ def _requantize_norm(
     x: Tensor, fmt: str, scale: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     if not _requantizes_norm(x, fmt, scale):
-        return requantize_norm_reference(x, mean, rstd, weight, bias, scale, fp8_format(fmt))
+        return requantize_norm_reference(x, mean, rstd, weight, bias, scale, eight_bit_format(fmt))
     from octavo.ops.requantization import kernel
 
-    return kernel.requantize_norm(x.contiguous(), mean, rstd, weight, bias, scale, fp8_format(fmt))
+    return kernel.requantize_norm(x.contiguous(), mean, rstd, weight, bias, scale, eight_bit_format(fmt))
 
 
 @_requantize_norm.register_fake
 def _(x: Tensor, fmt: str, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[1], x.shape[0]), dtype=fp8_format(fmt).dtype)
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=eight_bit_format(fmt).dtype)
