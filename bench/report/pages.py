@@ -1,5 +1,7 @@
 """Write the pages of docs that tables fill, the plots and README's table from bench/results: `make docs`.
 
+It also writes the speeds of packing schemes that `octavo.load` warns by.
+
 The words of a page are in its template beside this file. A template may name
 
     {stack_modes}                               the table that this function of the page's modules makes
@@ -27,6 +29,7 @@ from bench.report import (
     pretraining,
     recipes,
     scaling,
+    schemes,
     vision,
     weight_only,
 )
@@ -37,7 +40,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, parity, experts, weight_only, compile_time),
+    "performance": (generation, performance, parity, experts, weight_only, compile_time, schemes),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
     "gpus": (gpus,),
@@ -58,6 +61,7 @@ def main() -> None:
     for name in pages(results):
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     plots.draw(results, ROOT / "docs" / "performance")
+    schemes.ship(results)
     readme = ROOT / "README.md"
     readme.write_text(with_gains(readme.read_text(), results))
 

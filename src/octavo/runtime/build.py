@@ -35,6 +35,7 @@ from octavo.runtime.fnuz import scheme_on, use_formats_of
 from octavo.runtime.fused import fuse
 from octavo.runtime.gemm_path import weight_only_note, widened_note
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
+from octavo.runtime.scheme_speeds import slower_note
 
 
 class Loaded(NamedTuple):
@@ -102,7 +103,8 @@ def fill(
     target = torch.device(device)
     use_formats_of(model, target)
     schemes = Counter(scheme_on(scheme, target) for scheme in packing.schemes.values())
-    for note in filter(None, (weight_only_note(schemes, target), widened_note(schemes, target))):
+    slower = slower_note(schemes, target) or widened_note(schemes, target)
+    for note in filter(None, (weight_only_note(schemes, target), slower)):
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)

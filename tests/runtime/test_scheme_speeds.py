@@ -1,0 +1,42 @@
+"""The note of packed layers that are slower than BF16, from recorded speeds."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from octavo.artifact.packed.scheme import CHANNEL, GROUPS, MX, SCHEMES
+from octavo.runtime import scheme_speeds
+from octavo.runtime.scheme_speeds import slower_note
+
+CUDA = torch.device("cuda")
+SPEEDS = {"1": {"channel": 1.8, "mx": 0.95, "group32": 1.2}, "8192": {"channel": 1.5, "mx": 0.8, "group32": 0.9}}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(scheme_speeds, "_speeds", lambda: SPEEDS)
+
+
+def test_slower_layers_are_named_with_their_speeds(hopper):
+    note = slower_note(Counter({CHANNEL: 3, MX: 2, GROUPS[0]: 1}), CUDA)
+    assert "2 layers of the scheme mx (0.95x at 1 token, 0.80x at 8192 tokens)" in note
+    assert "1 layer of the scheme group32 (0.90x at 8192 tokens)" in note
+    assert "channel" not in note
+
+
+def test_nothing_is_said_of_faster_schemes_and_of_those_without_a_measurement(hopper):
+    assert slower_note(Counter({CHANNEL: 3, GROUPS[1]: 1}), CUDA) == ""
+
+
+def test_nothing_is_said_of_devices_that_were_not_measured(hopper, monkeypatch):
+    assert slower_note(Counter({MX: 1}), torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    assert slower_note(Counter({MX: 1}), CUDA) == ""
+
+
+def test_the_file_has_speeds_of_schemes_that_exist():
+    for found in scheme_speeds._speeds().values():
+        assert found.keys() <= SCHEMES.keys()
+        assert all(speed > 0 for speed in found.values())
