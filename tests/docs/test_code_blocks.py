@@ -23,6 +23,7 @@ UNTESTED = {
     "CONTRIBUTING.md": {"make": "takes minutes"},
     "docs/bisect.md": {"$": "takes a minute"},
     "docs/accuracy.md": {"make": "takes an hour"},
+    "docs/attention.md": {"python": "takes minutes, and wants a GPU"},
     "docs/distributed.md": {
         "from": "runs on many GPUs",
         "import": "reads the run of many GPUs",
