@@ -4,7 +4,7 @@ BF16 and FP8, with and without activation checkpointing, on one and on two GPUs,
 The plan was not tuned on any of them. Each configuration is trained by processes of its own: two of one GPU at a time
 where there are two GPUs. A step is whole, with clipping and AdamW, and its time is the median of the last steps.
 
-    python -m bench.gpu.plan [--only 1]                   about three minutes on two GPUs
+    python -m bench.gpu.plan [--only 1]                   about four minutes on two GPUs
 """
 
 import argparse
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,16 @@ def main() -> None:
         return
     there = torch.cuda.device_count()
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
-    rows = measure([(gpus, CONFIG.change(**settings)) for gpus, settings in chosen], there, gpu_here())
-    for row in rows:
-        print(line(row), flush=True)
-    print(record.write("gpu_plan", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows}))
-
-
-def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> list[Row]:
-    """The rows of configurations, as many of one GPU at a time as there are GPUs."""
     rows: list[Row] = []
+    for row in measure([(gpus, CONFIG.change(**settings)) for gpus, settings in chosen], there, gpu_here()):
+        rows.append(row)
+        print(line(row), flush=True)
+        path = record.write("gpu_plan", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows})
+    print(path)
+
+
+def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> Iterator[Row]:
+    """The rows of configurations, as many of one GPU at a time as there are GPUs."""
     waiting = list(configs)
     while waiting:
         gpus = waiting[0][0]
@@ -79,8 +81,7 @@ def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> list[Row
             for (_, config), (process, result) in zip(together, started, strict=True):
                 code = process.wait()
                 found = json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
-                rows.append(compared(config, gpus, gpu, found))
-    return rows
+                yield compared(config, gpus, gpu, found)
 
 
 def start(config: Config, gpus: int, at: int, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
