@@ -1,15 +1,18 @@
-"""The INT8 GEMM: checks and the registered operation."""
+"""The INT8 GEMM: checks, the registered operation, and the choice between the kernel and the reference."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.int8.backend import find_int8_backend
 from octavo.int8.reference import int8_mm_reference
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_tensor
 from octavo.ops.inductor import operation, register_lowerings
+
+LONGEST_K = (2**31 - 1) // 127**2
 
 
 def int8_mm(
@@ -35,7 +38,8 @@ def int8_mm(
         [M, N] of `out_dtype`.
 
     Raises:
-        ValueError: operands that are not in int8 by row, or shapes or dtypes that do not match.
+        ValueError: operands that are not in int8 by row, shapes or dtypes that do not match, or a K above 133,144, for
+            which a sum may exceed int32.
     """
     for name, q in (("a", a), ("b", b)):
         if q.format.name != "int8" or q.granularity != ROW or q.data.ndim != 2:
@@ -45,6 +49,8 @@ def int8_mm(
             )
     if a.data.shape[1] != b.data.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    if a.data.shape[1] > LONGEST_K:
+        raise ValueError(f"int8_mm sums in int32, which holds K up to {LONGEST_K:,}, got K = {a.data.shape[1]:,}")
     m, n = a.data.shape[0], b.data.shape[0]
     if bias is not None:
         check_tensor("bias", bias, (n,), *FLOATS)
@@ -54,7 +60,7 @@ def int8_mm(
     return y
 
 
-@operation("int8_mm", lambda *_: False)
+@operation("int8_mm", lambda a, *_: find_int8_backend(a.device).name == "triton")
 def _int8_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -64,6 +70,11 @@ def _int8_mm(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    if find_int8_backend(a.device).name == "triton":
+        from octavo.int8 import kernel
+
+        added = None if residual is None else residual.contiguous()
+        return kernel.int8_mm(a, scale_a, b, scale_b, bias, added, out_dtype)
     y = int8_mm_reference(a, scale_a, b, scale_b)
     y = (y if bias is None else y + bias).to(out_dtype)
     return y if residual is None else y + residual

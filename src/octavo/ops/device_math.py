@@ -68,6 +68,19 @@ def row_sum(x):
 
 
 @triton.jit
+def round_to_integer(y):
+    """y, of magnitude up to 2^22, rounded to nearest even; NaN becomes 0. 1.5 * 2^23 + y has no bits for a fraction."""
+    shift = tl.full(y.shape, 12582912.0, tl.float32)
+    return tl.where(y == y, add(add(y, shift), -shift), 0.0)
+
+
+@triton.jit
+def to_data(x, dtype: tl.constexpr):
+    """float32 `x`, divided by its scale, as numbers of an eight-bit dtype."""
+    return (round_to_integer(x) if dtype == tl.int8 else x).to(dtype)
+
+
+@triton.jit
 def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, INT8: tl.constexpr):
     """float32 y [R, C] / scale as the numbers of an eight-bit cache. The count of those beyond LIMIT is added."""
     y = y * inverse(tl.load(scale_ptr + tl.zeros((1,), tl.int32)))[:, None]
@@ -76,9 +89,4 @@ def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.
         tl.atomic_add(clipped_ptr, lost.to(tl.int64))
     nan = y != y
     y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-    if INT8:  # 1.5 * 2^23 + y has no bits for a fraction: rounds to even
-        y = add(add(y, tl.full(y.shape, 12582912.0, tl.float32)), tl.full(y.shape, -12582912.0, tl.float32))
-        y = tl.where(nan, 0.0, y)
-    else:
-        y = tl.where(nan, float("nan"), y)
-    return y
+    return round_to_integer(tl.where(nan, float("nan"), y)) if INT8 else tl.where(nan, float("nan"), y)

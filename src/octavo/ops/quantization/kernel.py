@@ -30,6 +30,7 @@ from octavo.ops.device_math import (
     inverse,
     scale_from_amax,
     store_scale,
+    to_data,
 )
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
@@ -126,7 +127,7 @@ def _row_kernel(
     scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     if data_ptr is not None:
         offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
-        tl.store(data_ptr + offs, (x * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), mask)
+        tl.store(data_ptr + offs, to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
     if UNROUNDED:  # the floor is relative to the largest scale before rounding to a power of two
         scale = scale_from_amax(bits, FORMAT_MAX, False)
     store_scale(scale_ptr + first_row + offs_m, scale, offs_m < M, E8M0)
@@ -222,8 +223,7 @@ def _scaled_kernel(x_ptr, data_ptr, scale_ptr, bits_ptr, numel, FORMAT_MAX: tl.c
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
     tl.atomic_max(bits_ptr, amax_bits(x, 0))
-    x *= tl.div_rn(1.0, tl.load(scale_ptr))
-    x = tl.minimum(tl.maximum(x, -FORMAT_MAX), FORMAT_MAX)
+    x = tl.minimum(tl.maximum(x * tl.div_rn(1.0, tl.load(scale_ptr)), -FORMAT_MAX), FORMAT_MAX)
     tl.store(data_ptr + offs, x.to(data_ptr.dtype.element_ty), offs < numel)
 
 
