@@ -7,13 +7,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from octavo.models import GPT2Config, LlamaConfig, build
+import octavo
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.nn import convert
+from octavo.telemetry.schema import RECOMPUTED
 from octavo.train.blocks import find_blocks, prepare_blocks
 from octavo.train.config import Config, ConfigError
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
 GPT2 = GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16)
+MIXTURE = MixtureConfig(64, 1, 32, 2, 1, 48, 16, experts=4, top_k=2)
 TOKENS = torch.arange(32).view(2, 16)
 
 
@@ -77,6 +80,28 @@ def test_selective_computes_fewer_gemms_again(monkeypatch):
             model(TOKENS).sum().backward()
         counts[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counts["none"] < counts["selective"] < counts["full"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
+def test_selective_checkpointing_is_watched(config, recipe):
+    """Its modes see the operations of both passes, and refuse one that the forward pass did not run."""
+    samples = []
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        model = build(config)
+        convert(model, recipe)
+        prepare_blocks(model, Config.from_dict({"activation_checkpointing": {"mode": mode}}))
+        with octavo.watch(model) as watch:
+            F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+            watch.step()
+            samples.append(watch.latest())
+    none, selective = samples
+    assert (selective.operands["flags"] & RECOMPUTED).any()
+    assert not (none.operands["flags"] & RECOMPUTED).any()
+    for name in set(none.operands.dtype.names) - {"flags"}:
+        assert none.operands[name].tobytes() == selective.operands[name].tobytes(), name
+    assert none.experts.tobytes() == selective.experts.tobytes()
 
 
 def test_blocks_are_the_list_with_the_most_parameters():

@@ -60,7 +60,7 @@ def observe_experts(
         column_scale, row_scale, shift_scale: as in `octavo.ops.observe`; column_scale [E, N], a line for each expert.
     """
     factors = slot, factor, column_scale, row_scale, shift_scale
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # as in `octavo.ops.observe`
         torch.ops.octavo.observe_experts.default(stats, sums, kind, source, offsets, data, scale, spec, *factors)
     elif Sampling.full:
         _observe_experts(stats, sums, kind, source, offsets, data, scale, spec, *factors)

@@ -83,8 +83,8 @@ def observe(
         shift_scale: the scale [T, 1] of x, by whose exponent the bytes of dy are shifted for dw.
     """
     args = stats, slot, kind, list(source), list(sizes), data, scale, spec, amax, column_scale, row_scale, shift_scale
-    if torch.compiler.is_compiling():
-        torch.ops.octavo.observe.default(*args)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        torch.ops.octavo.observe.default(*args)  # one operation for a compiler, and for the modes of checkpointing
     elif Sampling.active:
         _observe(*args)
 
