@@ -22,6 +22,7 @@ from bench.report import (
     experts,
     generation,
     gpus,
+    int8,
     parity,
     performance,
     plan,
@@ -40,7 +41,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, parity, experts, weight_only, compile_time, schemes),
+    "performance": (generation, performance, parity, experts, weight_only, int8, compile_time, schemes),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
     "gpus": (gpus,),
