@@ -21,7 +21,8 @@ def losses(results: dict[str, Result]) -> Iterable[Row]:
 
 def packing(results: dict[str, Result]) -> Iterable[Row]:
     result = results["packing_quality"]
-    for name, row in {**result["schemes"], "INT8, channel and token": result["int8"]}.items():
+    older = {"INT8, channel and token": result["int8"]} if "int8" in result else {}  # before it was a scheme
+    for name, row in {**result["schemes"], **older}.items():
         yield {
             "scheme": name,
             **quality(row),
