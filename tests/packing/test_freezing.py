@@ -18,7 +18,7 @@ from octavo.calibration import calibrate
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_prompts
 from octavo.models import Llama, LlamaConfig
-from octavo.packing import convert_layout, freeze_folder, pack, pack_frozen
+from octavo.packing import PackOptions, convert_layout, freeze_folder, pack, pack_frozen
 from octavo.runtime import load_packed
 from octavo_cli.app import app
 
@@ -124,6 +124,8 @@ def test_what_cannot_be_frozen(bf16: Path, data: list[str], tmp_path: Path) -> N
     pack(bf16, tmp_path / "packed")
     with pytest.raises(ValueError, match=r"warm the model up on text \(--freeze\)"):
         convert_layout(tmp_path / "packed", tmp_path / "out", scheme="static")
+    with pytest.raises(ValueError, match="only the scheme static stores scales of inputs, and channel is given"):
+        pack_frozen(bf16, tmp_path / "out", data, PackOptions(scheme="channel"))
     with pytest.raises(ValueError, match="input_scales has no scale of model.layers.0.self_attn.q_proj"):
         pack(bf16, tmp_path / "out", input_scales={"other": torch.ones(1)})
     for bad in (torch.zeros(1), torch.tensor([torch.nan]), torch.ones(2)):

@@ -83,6 +83,14 @@ def test_an_encoder_runs_too(made: Folders, scheme: str) -> None:
     assert 1e-3 < distance(outputs(packed), outputs(open_theirs(made("bert"), torch.float32))) < 0.1
 
 
+def test_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for folder in (tmp_path, tmp_path / "model"):
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="is a run of octavo train: make a packed folder of it"):
+        octavo.load(tmp_path)
+
+
 def test_a_damaged_folder_is_refused(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

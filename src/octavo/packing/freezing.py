@@ -56,9 +56,15 @@ def pack_frozen(
         on_read: called with the report of the text that was read.
 
     Raises:
-        ValueError: a layer saw no input, or inf or NaN; and the errors of `pack` and `open_prompts`.
+        ValueError: no layer is packed by static, or a layer saw no input, or inf or NaN; and the errors of `pack` and
+            `open_prompts`.
     """
     check_absent(out)
+    if options.scheme is not None and "static" not in (options.scheme, *options.layers.values()):
+        raise ValueError(
+            f"only the scheme static stores scales of inputs, and {options.scheme} is given: give --scheme static, or "
+            "leave --freeze out"
+        )
     place, opened = choose_device(device), open_source(source, step)
     context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
     chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)

@@ -54,7 +54,7 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
         if source.recipe:
             raise ValueError(
                 f"{stored}. A run has scales of inputs only after training with the recipe delayed, and none of keys "
-                "and values: train with it, or pack without them"
+                "and values: " + ("find them with --freeze 64 --data TEXT" if layers else "pack without --kv-cache")
             )
         raise ValueError(f"{stored}: give --calibration, made by octavo calibrate")
     calibration = load_calibration(folder, source)

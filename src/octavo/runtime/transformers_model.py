@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.layouts import read_config
+from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.generation.engine import AUTO
 from octavo.generation.prompt_attention import check_attention
@@ -40,7 +42,8 @@ def load_transformers(
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
-        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
+        ArtifactError: a file is damaged or does not fit, or the folder is a run; the message names the tensor or the
+            setting.
         ValueError: the device does not exist, or the dtype or the attention is unknown.
     """
     if kv_cache != AUTO:
@@ -48,6 +51,8 @@ def load_transformers(
     check_attention(attention)
     place = choose_device(device)
     path = Path(folder)
+    if RunFolder(path).has_model:
+        raise ArtifactError(f"{path} is a run of octavo train: make a packed folder of it (octavo pack), and load that")
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any
     model, kv_scales = fill(meta_model, path, place, kv_cache)
