@@ -132,6 +132,7 @@ def test_a_setting_that_is_no_list_is_given_once(again):
 @pytest.mark.parametrize(
     ("text", "essentials"),
     [
+        ('attention = "fp8"', ["is a table", "'attention.precision'"]),
         ("layer = 3", ["'layer'", "'layers'", "run.toml"]),
         ('layers = "3"', ["layers", "run.toml", "an integer", "'3'"]),
         ("layers = true", ["layers", "an integer", "True"]),
@@ -146,7 +147,7 @@ def test_a_setting_that_is_no_list_is_given_once(again):
         ("[paralel]\ntp = 2", ["'paralel.tp'", "'parallel.tp'"]),
         ("[parallel]\ntp = 0", ["parallel.tp must be at least 1, or -1", "got 0"]),
         ('[parallel]\ntp = "2"', ["parallel.tp", "run.toml", "an integer"]),
-        ("parallel = 2", ["'parallel'", "'parallel.tp'"]),
+        ("parallel = 2", ["'parallel' in", "is a table, not a setting", "'parallel.tp'"]),
         ('[activation_checkpointing]\nmode = "some"', ["none, full, selective", "'some'"]),
         ("layers = 3\nwidth = = 4", ["run.toml", "TOML", "line 2"]),
     ],

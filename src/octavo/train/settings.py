@@ -40,6 +40,10 @@ def known_name(key: str, kinds: Kinds, source: str) -> str:
     """`key`, if it is a setting."""
     if key in kinds:
         return key
+    if of_table := [name for name in kinds if name.startswith(f"{key}.")]:
+        raise ConfigError(
+            f"{key!r} in {source} is a table, not a setting: its settings are {', '.join(map(repr, of_table))}"
+        )
     nearest = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.5)
     advice = f"did you mean {nearest[0]!r}?" if nearest else "the settings are " + ", ".join(kinds)
     raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
