@@ -149,3 +149,9 @@ def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_p
         train(model, watch, 40)
         assert [operands["step"][0] for operands, _ in watch.take()] == [1, 10, 20, 30, 40]
         assert watch.interval == read_watch(tmp_path).interval > 4
+
+
+def test_the_folder_of_a_run_is_made(tmp_path):
+    with octavo.watch(one_layer(), folder=tmp_path / "runs" / "own"):
+        pass
+    assert read_watch(tmp_path / "runs" / "own").layers

@@ -52,7 +52,8 @@ def watch(
 
     Args:
         model: on its device.
-        folder: of the run; the records are in its folder `watch` (`octavo.telemetry.schema`). None writes no files.
+        folder: of the run, made if there is none; the records are in its folder `watch` (`octavo.telemetry.schema`).
+            None writes no files.
         interval: the steps between full samples, which the files hold. Every tenth step has a brief one, of the numbers
             that rules judge: see `Watch.take`.
         rows: of each operand that are read in a sampled step.

@@ -106,7 +106,7 @@ class WatchWriter:
         if not resumed_at:
             self._check_empty()
         try:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
                 self.interval = max(interval, self._former_interval(run))
             self.drop_after(resumed_at)
