@@ -15,6 +15,7 @@ from quantize_oracle import matrix
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+import octavo.int8  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import quantize, quantize_matrices
 from octavo.ops.inductor import OPERATIONS
@@ -39,6 +40,8 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     w = quantize(matrix((24, k), torch.bfloat16), Cast())
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):
         yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
+        a, b = quantize(x, Cast("int8")), quantize(w.dequantize(), Cast("int8"))
+        yield "int8_mm", (a.data, a.scale, b.data, b.scale, bias, residual, torch.bfloat16)
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
     yield "quantize_stack", ([x, x[: m // 2]], ROW)
     yield "row_scales", ([x, x[: m // 2]], ROW)
