@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 from ranks import run_ranks
 
 from octavo.bisection import bisect
@@ -22,6 +23,7 @@ def search(rank, folder, settings):
     return found.to_dict(), made
 
 
+@pytest.mark.slow
 def test_two_processes_share_each_short_run(settings, tmp_path):
     first, second = run_ranks(2, search, tmp_path / "out", settings().to_dict())
     assert first == second

@@ -154,6 +154,7 @@ def test_a_run_has_records_of_its_experts_and_the_same_numbers(tmp_path):
     assert model.model.layers[0].mlp.experts.observers is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_blocks_record_the_same(tmp_path):
     samples = []

@@ -100,6 +100,7 @@ def sharded_errors(rank):
     return errors
 
 
+@pytest.mark.slow
 def test_sharded_weights_too():
     for errors in run_ranks(2, sharded_errors):
         assert errors[0] < 1e-6
