@@ -118,6 +118,8 @@ class TrainingPlan:
         found = dict(setup.gpu.origins)
         if setup.recipe.quantized and setup.gpu.grid and not has_measured(setup.gpu, setup.recipe):
             found["matrix products"] = f"those of blockwise, since {setup.recipe.name} was not measured"
+        if setup.config.attention.precision == "fp8":
+            found["attention"] = "that of BF16, since attention in FP8 is not planned; it is faster in long texts"
         return found
 
     def to_dict(self) -> dict[str, Any]:
