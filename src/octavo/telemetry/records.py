@@ -16,7 +16,6 @@ from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_SUMS, EXPONENTS, FIELD
 from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED
 
 Array = np.ndarray[Any, Any]
-_BIAS = 127  # of the exponents of float32
 
 # The statistics of a layer, in the same form: maxima, sums, exponents of the gradient.
 LAYER_MAXIMA = ("gradient_amax", "weight_largest", "minus_weight_smallest")
