@@ -17,7 +17,7 @@ BIN := .venv/bin
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' Makefile
 
-demo: .venv/installed  ## show the main job: train in BF16 and FP8, compare, pack, generate; 4 to 12 minutes
+demo: .venv/installed  ## show the main job: train in BF16 and FP8, compare, pack, generate; 3 to 12 minutes
 	$(BIN)/python examples/demo.py
 
 lint: .venv/installed  ## run ruff and mypy
