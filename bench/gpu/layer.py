@@ -1,18 +1,22 @@
 """Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K, outputs N: the sizes where FP8 pays.
 
-Compiling the modes of a cell takes longer than measuring them. So the cells come in an order that covers the range
-first, and the run ends after `--seconds`. The result holds every round, since modes are compared round by round: the
-host takes most of the time of a short step, and its speed varies by more than the modes differ.
+Compiling the modes of a cell takes longer than measuring them, so that several processes compile the cells of a batch,
+and then measure them one at a time. The cells come in an order that covers the range first, and the run ends before
+`--seconds`. The result is written after each batch. Cells that bench/results has already, of this machine and commit,
+are not measured again. The result holds every round, since modes are compared round by round: the host takes most of
+the time of a short step, and its speed varies by more than the modes differ.
 
 "ours, only if faster" either converts the layer or leaves it as it is. So it has the rounds of "ours" or of "bf16".
 
-    python -m bench.gpu.layer [--seconds 3600]
+    python -m bench.gpu.layer [--seconds 3600] [--processes 12]      without a GPU: few tiny layers; writes nothing
 """
 
+import argparse
+import json
+import os
 import random
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,9 +27,16 @@ from bench import record
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.timing import interleaved, own_code
+from bench.gpu.workers import Workers
 from octavo.nn import NormLinear
 
-SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+Cell = tuple[int, int, int]
+Rounds = dict[str, list[float]]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768) if DEVICE == "cuda" else (16, 48)
+CONTEXT = 1 << 30  # bytes of a GPU that a process takes before it allocates
+PER_ELEMENT = 16  # bytes for each element of x, w and y while a cell is compiled: more than any mode takes
 
 
 class Layer(nn.Module):
@@ -40,42 +51,94 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    seconds = float(sys.argv[sys.argv.index("--seconds") + 1]) if "--seconds" in sys.argv else 3600
-    began = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    for m, k, n in order():
-        if time.monotonic() - began > seconds:
+    options = parse()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
+    rows = measured_before()
+    left = [cell for cell in order() if cell not in {(row["m"], row["k"], row["n"]) for row in rows}]
+    memory = 0.9 * torch.cuda.mem_get_info()[1] if DEVICE == "cuda" else float("inf")
+    began, before, longest = time.monotonic(), len(rows), 0.0
+    workers = Workers(prepare, options.processes)
+    for batch in batches(left, options.processes, memory):
+        start = time.monotonic()
+        if start - began + longest > options.seconds:
             break
-        rounds = cell(m, k, n)
-        rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
-        print(m, k, n, {mode: round(speedup(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
-    print(record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}))
+        for (m, k, n), rounds in workers.measure(batch):
+            if isinstance(rounds, str):
+                print(m, k, n, rounds, flush=True)
+                continue
+            rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
+            print(m, k, n, {mode: round(speedup(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
+        now = time.monotonic()
+        longest = max(longest, now - start)
+        rest = (now - began) / max(1, len(rows) - before) * (len(SIZES) ** 3 - len(rows))
+        print(f"{len(rows)} of {len(SIZES) ** 3} cells, {now - began:.0f} s; {rest:.0f} s for the others", flush=True)
+        if DEVICE == "cuda":
+            record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3})
 
 
-def order() -> list[tuple[int, int, int]]:
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
+    return parser.parse_args()
+
+
+def measured_before() -> list[dict[str, Any]]:
+    """The cells of bench/results, if they are of this machine, these versions and this commit."""
+    path = record.RESULTS / "gpu_layer.json"
+    found = json.loads(path.read_text()) if path.exists() else {"machine": {}, "cells": []}
+    same = {**found["machine"], "measured": ""} == {**record.facts(), "measured": ""}
+    return list(found["cells"]) if same else []
+
+
+def order() -> list[Cell]:
     """All cells: the corners and the middle first, then the others in an order that is random but fixed."""
     cells = [(m, k, n) for m in SIZES for k in SIZES for n in SIZES]
     random.Random(0).shuffle(cells)
-    ends = {SIZES[0], SIZES[3], SIZES[-1]}
+    ends = {1024, 8192, 32768}
     return sorted(cells, key=lambda cell: not set(cell) <= ends)
 
 
-def cell(m: int, k: int, n: int) -> dict[str, list[float]]:
-    """Milliseconds of each mode, one a round."""
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+def batches(cells: Iterable[Cell], count: int, memory: float) -> Iterator[list[Cell]]:
+    """The cells in their order, in batches of `count`, or of fewer whose compilation needs `memory` bytes together."""
+    batch: list[Cell] = []
+    for cell in cells:
+        if batch and (len(batch) == count or sum(map(bytes_of, [*batch, cell])) > memory):
+            yield batch
+            batch = []
+        batch.append(cell)
+    if batch:
+        yield batch
+
+
+def bytes_of(cell: Cell) -> int:
+    """Bytes of the GPU that compiling a cell takes."""
+    m, k, n = cell
+    return CONTEXT + PER_ELEMENT * (m * k + k * n + m * n)
+
+
+def prepare(cell: Cell) -> Callable[[], Rounds]:
+    """Compile the modes of a cell; returns the function that measures milliseconds of each mode, one a round."""
+    m, k, n = cell
+    x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device=DEVICE, dtype=torch.bfloat16)
     steps = {name: step(convert, x, dy) for name, convert in MODES.items() if name != "torchao" or HAS_TORCHAO}
-    share = (1 << 41) // (m * k * n)  # cells with little work get more repetitions
-    times = interleaved(steps, rounds=max(5, min(30, share)), repeat=max(2, min(20, share)))
-    times["ours, only if faster"] = times["ours" if converts(m, k, n) else "bf16"]
-    return {name: [round(ms, 4) for ms in found] for name, found in times.items()}
+    for run in steps.values():
+        run()
+    guarded = "ours" if converts(m, k, n) else "bf16"
+
+    def measure() -> Rounds:
+        share = (1 << 41) // (m * k * n)  # cells with little work get more repetitions
+        times = interleaved(steps, rounds=max(5, min(20, share)), repeat=max(2, min(10, share)))
+        times["ours, only if faster"] = times[guarded]
+        return {name: [round(ms, 4) for ms in found] for name, found in times.items()}
+
+    return measure
 
 
 def converts(m: int, k: int, n: int) -> bool:
     """Whether `only_if_faster` converts the layer for `m` tokens."""
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         layer = Layer(k, n).to(torch.bfloat16)
     octavo.convert(layer, "rowwise", only_if_faster=True, tokens=m)
     return isinstance(layer.linear, octavo.nn.Linear)
@@ -84,7 +147,7 @@ def converts(m: int, k: int, n: int) -> bool:
 def step(convert: Callable[[nn.Module], Any], x: Tensor, dy: Tensor) -> Callable[[], None]:
     """Forward and backward of a compiled layer."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         layer: nn.Module = Layer(x.shape[1], dy.shape[1]).to(torch.bfloat16)
     convert(layer)
     layer.__class__ = own_code(Layer)
