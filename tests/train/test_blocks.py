@@ -70,6 +70,16 @@ def test_compiled_blocks_recompute(recipe):
     assert saved["full"] < saved["none"] / 2
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_eager_backend_refuses_checkpointing(mode):
+    """It saves the tensors of converted layers, so nothing would be gained, and the watch changes a saved buffer."""
+    table = {"compile": {"blocks": True, "backend": "eager"}, "activation_checkpointing": {"mode": mode}}
+    with pytest.raises(ConfigError, match=f"mode {mode} and compile.backend eager: give --compile.backend aot_eager"):
+        prepare_blocks(build(LLAMA), Config.from_dict(table))
+    prepare_blocks(build(LLAMA), Config.from_dict(table | {"activation_checkpointing": {"mode": "none"}}))
+    prepare_blocks(build(LLAMA), Config.from_dict(table | {"compile": {"blocks": False, "backend": "eager"}}))
+
+
 def test_selective_computes_fewer_gemms_again(monkeypatch):
     counts = {}
     for mode in ("none", "full", "selective"):

@@ -44,9 +44,22 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:
-    """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
+    """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place.
+
+    Raises:
+        ConfigError: the model has no list of blocks, or the backend "eager" of `torch.compile` meets checkpointing.
+    """
     mode = config.activation_checkpointing.mode
     if mode != "none":
+        if config.compile.blocks and config.compile.backend == "eager":
+            # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is
+            # one, past the hooks of checkpointing. The other backends plan both passes in one graph.
+            raise ConfigError(
+                "activation_checkpointing requires a backend of torch.compile that computes converted layers again, "
+                'and "eager" saves their tensors instead; got activation_checkpointing.mode '
+                f"{mode} and compile.backend eager: give --compile.backend aot_eager or inductor, "
+                "--no-compile.blocks, or --activation-checkpointing.mode none"
+            )
         blocks: Any = find_blocks(model)
         for block in blocks:
             block.forward = _checkpointed(block.forward, _contexts(mode, compiled=config.compile.blocks))
