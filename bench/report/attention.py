@@ -1,12 +1,20 @@
-"""The tables of docs/attention.md: attention in FP8 beside BF16's."""
+"""The tables of docs/attention.md: attention in FP8 beside BF16's; and the speeds that `octavo plan` reads."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 from bench.gpu.modes import BASE, speedup
 from bench.report.tables import MISSING, Result, Row, markdown
 
 Rows = Iterable[Row]
 PASSES = {"forward": "forward", "both": "forward and backward"}
+SHIPPED = Path(__file__).parents[2] / "src" / "octavo" / "plan" / "attention_speeds.json"
+PLANNED = {  # what a plan asks for: the pass and the mode that answer it
+    "forward": ("forward", "ours"),
+    "forward from an FP8 KV cache": ("forward", "ours, FP8 KV cache"),
+    "forward and backward": ("both", "ours"),
+}
 
 
 def attention_times(results: dict[str, Result]) -> Rows:
@@ -66,3 +74,23 @@ def loss_rows(found: Result) -> Rows:
             "gap to BF16, mean": MISSING if gap is None else f"{gap['mean']:+.2%}",
             "95 % interval": MISSING if low is None else f"{low:+.2%} to {high:+.2%}",
         }
+
+
+def shipped(results: dict[str, Result]) -> str:
+    """The file that octavo.plan.attention reads: the speed of FP8 over the fastest of BF16, by tokens."""
+    result = results["gpu_attention"]
+    speeds = {
+        name: {
+            str(cell["tokens"]): round(speedup(cell[which], mode, fastest_bf16(cell[which]["ms"])), 3)
+            for cell in result["cells"]
+        }
+        for name, (which, mode) in PLANNED.items()
+    }
+    facts = {key: result["machine"][key] for key in ("gpu", "torch", "measured")}
+    return json.dumps({"machine": facts, "speeds": speeds}, indent=2) + "\n"
+
+
+def ship(results: dict[str, Result]) -> None:
+    """Write the speeds into the package, once they are measured."""
+    if "gpu_attention" in results:
+        SHIPPED.write_text(shipped(results))

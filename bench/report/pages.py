@@ -1,6 +1,7 @@
 """Write the pages of docs that tables fill, the plots and README's table from bench/results: `make docs`.
 
-It also writes the speeds of packing schemes that `octavo.load` warns by.
+It also writes the speeds of packing schemes that `octavo.load` warns by, and those of FP8 attention that `octavo plan`
+reads.
 
 The words of a page are in its template beside this file. A template may name
 
@@ -63,6 +64,7 @@ def main() -> None:
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     plots.draw(results, ROOT / "docs" / "performance")
     schemes.ship(results)
+    attention.ship(results)
     readme = ROOT / "README.md"
     readme.write_text(with_gains(readme.read_text(), results))
 

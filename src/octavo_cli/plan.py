@@ -135,6 +135,8 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
         if price is not None:
             found["cost"] = f"{plan.cost(budget, price):,.0f}"
     found |= {f"speed of {gain.layer} {'x'.join(map(str, gain.shape))}": f"{gain.speedup:.2f}x" for gain in plan.gains}
+    if plan.fp8_attention_speed is not None:
+        found["speed of attention in FP8"] = f"{plan.fp8_attention_speed:.2f}x"
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu.attention_oracle import attention64
 from bench.gpu.modes import BASE, SERVE, SERVE_FP8_ATTENTION
-from bench.report import pages
+from bench.report import attention, pages
 from bench.report.tables import load
 
 
@@ -55,3 +55,9 @@ def test_the_oracle_of_the_benchmark_is_autograd_in_float64() -> None:
     actual = attention64(q[0], k[0, 0], v[0, 0], dy[0])
     for one, other in zip(expected, actual, strict=True):
         torch.testing.assert_close(one[0].view_as(other), other)
+
+
+def test_the_package_ships_the_speeds_of_the_results() -> None:
+    results = load()
+    assert "gpu_attention" in results
+    assert attention.SHIPPED.read_text() == attention.shipped(results), "run make docs"

@@ -7,6 +7,7 @@ from torch import nn
 
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.nn import use_fp8_attention
 from octavo.plan.activations import block_bytes, checkpointed_bytes, element_bytes
 from octavo.plan.families import describe_architecture
 from octavo.recipe import get_recipe
@@ -22,18 +23,23 @@ def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
     return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
 
 
-def prepared(kind: str, recipe: str, mode: str, layers: int, *, compiled: bool = False) -> nn.Module:
+def prepared(
+    kind: str, recipe: str, mode: str, layers: int, *, compiled: bool = False, fp8_attention: bool = False
+) -> nn.Module:
     torch.manual_seed(0)
     model = build(sizes(kind, layers))
     octavo.convert(model, recipe)
+    if fp8_attention:
+        use_fp8_attention(model, shortest=TOKENS)
     settings = {"activation_checkpointing.mode": mode, "compile.blocks": compiled, "compile.backend": PARTITION}
     prepare_blocks(model, Config().change(**settings))
     return model
 
 
-def held(kind: str, recipe: str, mode: str, layers: int) -> int:
+def held(kind: str, recipe: str, mode: str, layers: int, *, fp8_attention: bool = False) -> int:
     """Bytes that are alive after the forward pass."""
-    model, tokens = prepared(kind, recipe, mode, layers), torch.randint(VOCABULARY, (1, TOKENS))
+    model = prepared(kind, recipe, mode, layers, fp8_attention=fp8_attention)
+    tokens = torch.randint(VOCABULARY, (1, TOKENS))
     with LiveMemory(model.parameters()) as memory, torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens).float().sum()
         found = memory.now()
@@ -60,12 +66,12 @@ def saved(kind: str, recipe: str, layers: int) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def planned(kind: str, recipe: str, mode: str, *, compiled: bool = False) -> float:
+def planned(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_attention: bool = False) -> float:
     model = describe_architecture(kind, sizes(kind, 2).to_hf())
     block, used = model.blocks[0], get_recipe(recipe)
     if mode != "none":
-        return checkpointed_bytes(block, model, used, mode, 4)
-    return block_bytes(block, model, used, residual=4, compiled=compiled)
+        return checkpointed_bytes(block, model, used, mode, 4, fp8_attention=fp8_attention)
+    return block_bytes(block, model, used, residual=4, compiled=compiled, fp8_attention=fp8_attention)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -76,6 +82,15 @@ def test_a_block_saves_what_is_planned(kind, recipe, mode):
     if kind == "llama" and mode == "none" and recipe != "rowwise":
         block -= 2 * 4 * WIDTH * TOKENS  # nn.RMSNorm on the CPU is several operations, and saves one tensor more
     assert planned(kind, recipe, mode) * TOKENS == pytest.approx(block, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("kind", "recipe"), [("llama", "bf16"), ("llama", "rowwise"), ("gpt2", "rowwise")])
+def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode):
+    block = (held(kind, recipe, mode, 4, fp8_attention=True) - held(kind, recipe, mode, 2, fp8_attention=True)) / 2
+    if mode == "none" and recipe == "bf16":
+        block -= 2 * 4 * WIDTH * TOKENS  # as above
+    assert planned(kind, recipe, mode, fp8_attention=True) * TOKENS == pytest.approx(block, rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it

@@ -2,6 +2,7 @@
 
     architecture    the layers of a model, from a preset or a config.json
     hardware        GPUs: data sheets, and the rates that were measured on them
+    attention       where attention runs in FP8, and its measured speed
     memory          bytes by part on one GPU in training
     step_time       seconds by part of a training step
     serving         memory and speed of a served model

@@ -10,6 +10,7 @@ For each token of a block of width K, with r bytes an element of the residual st
 Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again: of the GEMMs' inputs they
 save that of the attention's output projection only. In BF16 that input is the output of the attention, saved once.
 Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
+Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
 """
 
 from octavo.numerics.granularity import ROW, TENSOR, Granularity
@@ -17,26 +18,32 @@ from octavo.plan.architecture import Architecture, Block, Layer
 from octavo.recipe import Recipe
 
 
-def block_bytes(block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool) -> float:
+def block_bytes(
+    block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool, fp8_attention: bool = False
+) -> float:
     """Bytes a token that one block saves without activation checkpointing.
 
     Args:
         residual: bytes an element of the residual stream.
         compiled: whether `torch.compile` compiles the block: it saves the input of several layers once.
+        fp8_attention: whether attention runs in FP8.
     """
+    views = is_fused(model, recipe) and not model.rotary and not fp8_attention
     return (
         2 * residual * model.width
         + 2 * 4 * (2 if model.layer_norm else 1)
-        + attention_bytes(block)
-        + (2 * block.attention.values if is_fused(model, recipe) and not model.rotary else 0)
+        + _attention_bytes(block, fp8=fp8_attention)
+        + (2 * block.attention.values if views else 0)
         + _hidden_bytes(block, model, recipe, compiled=compiled)
-        + sum(_input_bytes(group, model, recipe, compiled=compiled) for group in block.groups)
+        + sum(
+            _input_bytes(group, model, recipe, compiled=compiled, fp8_attention=fp8_attention) for group in block.groups
+        )
     )
 
 
-def attention_bytes(block: Block) -> float:
+def _attention_bytes(block: Block, *, fp8: bool) -> float:
     a = block.attention
-    return 2 * (a.queries + a.keys + a.values + a.output) + 4 * a.heads
+    return (1 if fp8 else 2) * (a.queries + a.keys + a.values + a.output) + 4 * a.heads
 
 
 def is_fused(model: Architecture, recipe: Recipe) -> bool:
@@ -50,14 +57,16 @@ def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled
     return 2.0 * (u + activated)
 
 
-def _input_bytes(group: tuple[Layer, ...], model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
+def _input_bytes(
+    group: tuple[Layer, ...], model: Architecture, recipe: Recipe, *, compiled: bool, fp8_attention: bool
+) -> float:
     """Bytes a token of the input of layers that read the same one."""
     name, elements = group[0].group, group[0].inputs * group[0].active
     converted = recipe.quantized and name != "router"
     if is_fused(model, recipe):
         return element_bytes(elements, recipe) if name == "o" else 4.0  # norm outputs and h: only their scales
     if name == "o" and (not converted or recipe.dw is None):
-        return 0.0
+        return 2.0 * elements if fp8_attention else 0.0
     times = 1 if compiled else len(group)
     return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
 
@@ -78,7 +87,9 @@ def scale_bytes(granularity: Granularity, elements: int) -> float:
     return 4.0 * elements / (granularity.cols or elements)
 
 
-def checkpointed_bytes(block: Block, model: Architecture, recipe: Recipe, mode: str, residual: int) -> float:
+def checkpointed_bytes(
+    block: Block, model: Architecture, recipe: Recipe, mode: str, residual: int, *, fp8_attention: bool = False
+) -> float:
     """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
 
     A block of Octavo's models has two inputs: the residual stream, and the output of the last MLP, which is not added
@@ -91,4 +102,5 @@ def checkpointed_bytes(block: Block, model: Architecture, recipe: Recipe, mode: 
     if len(gemms) % 2:  # the last output is an input of the next block, which is counted
         gemms = gemms[:-1]
     outputs = sum(layer.outputs * layer.active for group in gemms[::2] for layer in group)
-    return inputs + 2.0 * block.attention.output + 4.0 * block.attention.heads + 2.0 * outputs
+    attended = (3.0 if fp8_attention else 2.0) * block.attention.output  # in FP8 both for the layer and the gradient
+    return inputs + attended + 4.0 * block.attention.heads + 2.0 * outputs

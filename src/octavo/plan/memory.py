@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 from octavo.plan.activations import block_bytes, checkpointed_bytes, is_fused
 from octavo.plan.architecture import Block
+from octavo.plan.attention import is_fp8
 from octavo.plan.setup import Setup
 from octavo.plan.states import BF16, FP8
 
@@ -91,11 +92,11 @@ def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
 def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     """Bytes that one block saves on one GPU; `mode` of activation checkpointing is by default that of the settings."""
     mode = mode or setup.config.activation_checkpointing.mode
-    compiled = setup.config.compile.blocks
+    compiled, fp8 = setup.config.compile.blocks, is_fp8(setup)
     if mode != "none":
-        each = checkpointed_bytes(block, setup.model, setup.recipe, mode, setup.residual)
+        each = checkpointed_bytes(block, setup.model, setup.recipe, mode, setup.residual, fp8_attention=fp8)
         return each * setup.tokens / setup.degrees.tp
-    each = block_bytes(block, setup.model, setup.recipe, residual=setup.residual, compiled=compiled)
+    each = block_bytes(block, setup.model, setup.recipe, residual=setup.residual, compiled=compiled, fp8_attention=fp8)
     # compiled code saves the BF16 copies of FP32 weights
     casts = 2 * block.weights if compiled and setup.residual == 4 and not setup.recipe.quantized else 0
     return (each * setup.tokens + casts) / setup.degrees.tp

@@ -1,7 +1,8 @@
 """The time of a training step, by part: a roofline with measured ceilings.
 
 linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
-attention       7 T S H FLOPs for S tokens before each of T (half of that if it is causal) at the measured rate
+attention       7 T S H FLOPs for S tokens before each of T (half of that if it is causal) at the measured rate; in FP8
+                that time over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
 memory          bytes that norms, rotary positions, activations and residual sums move, at the rate of a copy
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
+from octavo.plan.attention import FORWARD, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
 from octavo.plan.rates import linear_seconds
 from octavo.plan.setup import Setup
@@ -74,13 +76,13 @@ def plan_step(setup: Setup, network: float) -> StepTime:
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
     linear = _linear_seconds(setup, block)
-    attention = _attention_seconds(setup, block)
+    attention, forward = _attention_seconds(setup, block)
     moved = traffic_bytes(setup, block) * setup.tokens + copied_bytes(setup, block.weights, block.parameters)
     memory = moved / setup.degrees.tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0
     if mode == "full":
-        again = linear / 3 + attention * 2 / 7 + memory / 3
+        again = linear / 3 + forward + memory / 3
     elif mode == "selective":
         again = linear / 6 + memory / 3
     return {"linear_layers": linear, "attention": attention, "memory": memory, "recomputation": again}
@@ -130,10 +132,14 @@ def _cast_seconds(setup: Setup, block: Block) -> float:
     return times * moved * block.weights / setup.degrees.tp / setup.gpu.copy_rate
 
 
-def _attention_seconds(setup: Setup, block: Block) -> float:
-    a = block.attention
-    products = 7 * setup.tokens * setup.config.context * (a.queries + a.output) / 2
-    return products * (1.0 if a.causal else 2.0) / setup.degrees.tp / setup.gpu.attention_rate
+def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
+    """Seconds of both passes, and of the forward pass."""
+    a, context = block.attention, setup.config.context
+    products = 7 * setup.tokens * context * (a.queries + a.output) / 2
+    both = products * (1.0 if a.causal else 2.0) / setup.degrees.tp / setup.gpu.attention_rate
+    if not is_fp8(setup):
+        return both, both * FORWARD
+    return both / fp8_speed("forward and backward", context), both * FORWARD / fp8_speed("forward", context)
 
 
 def traffic_bytes(setup: Setup, block: Block) -> float:

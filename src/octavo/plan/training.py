@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.nn.speedup.lookup import LEAST_SPEEDUP
 from octavo.ops import Backend
+from octavo.plan.attention import is_fp8, speed_if_fp8, training_limit
 from octavo.plan.gemms import find_gemms
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.rates import has_measured, layer_speedup
@@ -96,6 +97,11 @@ class TrainingPlan:
         return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape)) for layer, shape in shapes]
 
     @property
+    def fp8_attention_speed(self) -> float | None:
+        """The speed of attention in FP8 as a multiple of that in BF16; None where it is not meant for FP8."""
+        return speed_if_fp8(self.setup)
+
+    @property
     def largest_batch(self) -> int:
         """The most sequences of a micro-batch, of all GPUs, that fit; 0 if none do."""
         step = self.setup.degrees.data
@@ -118,8 +124,10 @@ class TrainingPlan:
         found = dict(setup.gpu.origins)
         if setup.recipe.quantized and setup.gpu.grid and not has_measured(setup.gpu, setup.recipe):
             found["matrix products"] = f"those of blockwise, since {setup.recipe.name} was not measured"
-        if setup.config.attention.precision == "fp8":
-            found["attention"] = "that of BF16, since attention in FP8 is not planned; it is faster in long texts"
+        if is_fp8(setup):
+            found["attention"] += ", over the speed of FP8 that was measured on an H200"
+        elif setup.config.attention.precision == "fp8":
+            found["attention"] += f"; in BF16, since {training_limit(setup)}"
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,5 +148,6 @@ class TrainingPlan:
             "tokens_per_second_a_gpu": self.tokens_per_second,
             "utilization": self.utilization,
             "gains": [{"layer": g.layer, "shape": list(g.shape), "speedup": g.speedup} for g in self.gains],
+            "fp8_attention_speed": self.fp8_attention_speed,
             "origins": self.origins,
         }

@@ -1,0 +1,69 @@
+"""The attention of a plan, in BF16 or in FP8: where it runs in FP8, and by how much that is faster.
+
+BF16 runs at the rate of `octavo.plan.hardware`. The speed of FP8 over BF16 was measured by the length of a text
+(bench.gpu.attention, casts included; `make docs` writes attention_speeds.json) with 32 heads of queries and 8 of keys.
+Between two lengths it is interpolated; beyond them it is that of the nearest.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from octavo.nn.quantized_attention import SHORTEST
+from octavo.nn.speedup.table import interpolate
+from octavo.ops import fp8_attention_limit
+from octavo.ops.attention_fp8 import GRADIENT_TILE
+from octavo.ops.gpu_architecture import ARCHITECTURES
+from octavo.plan.architecture import Architecture
+from octavo.plan.hardware import Gpu
+from octavo.plan.setup import Setup
+
+FORWARD, BACKWARD = 2 / 7, 5 / 7  # of the FLOPs of both passes: 2 GEMMs, and 5
+
+
+def fp8_limit(model: Architecture, gpu: Gpu) -> str:
+    """Why the attention of `model` does not run in FP8 on `gpu`; "" if it does."""
+    a = model.blocks[0].attention
+    if not a.causal:
+        return f"FP8 attention is causal, and that of {model.name} is not"
+    if a.queries != a.output:
+        return f"FP8 attention takes queries and values of one size, and those of {model.name} differ"
+    return fp8_attention_limit(ARCHITECTURES[gpu.architecture], a.queries // a.heads)
+
+
+def training_limit(setup: Setup) -> str:
+    """Why the attention of a training run is not in FP8, although its settings ask for it; "" if it is."""
+    context, shortest = setup.config.context, setup.config.attention.shortest
+    if context < shortest:
+        return f"texts of {context:,} tokens are shorter than attention.shortest, {shortest:,}"
+    if context % GRADIENT_TILE:
+        return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
+    return fp8_limit(setup.model, setup.gpu)
+
+
+def is_fp8(setup: Setup) -> bool:
+    """Whether the attention of a training run is in FP8."""
+    return setup.config.attention.precision == "fp8" and not training_limit(setup)
+
+
+def speed_if_fp8(setup: Setup) -> float | None:
+    """The speed of attention in FP8, forward and backward, as a multiple of that in BF16.
+
+    None where attention does not run in FP8, or texts are shorter than those that it is meant for.
+    """
+    context = setup.config.context
+    long = context >= SHORTEST and context % GRADIENT_TILE == 0
+    return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None
+
+
+def fp8_speed(passes: str, tokens: int) -> float:
+    """The speed of FP8 over BF16 in `passes`: forward, forward and backward, or forward from an FP8 KV cache."""
+    return interpolate({(length, 1, 1): speed for length, speed in _speeds()[passes].items()}, (tokens, 1, 1))
+
+
+@functools.cache
+def _speeds() -> Mapping[str, Mapping[int, float]]:
+    found: dict[str, Any] = json.loads((files("octavo.plan") / "attention_speeds.json").read_text())
+    return {passes: {int(length): speed for length, speed in row.items()} for passes, row in found["speeds"].items()}

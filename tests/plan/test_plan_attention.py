@@ -1,0 +1,75 @@
+"""Planned attention in FP8: where it runs, and its measured speed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.plan.attention import fp8_limit, fp8_speed
+from octavo.plan.cases import Case
+from octavo.plan.hardware import find_gpu
+from octavo.plan.training import TrainingPlan
+
+CELLS = json.loads((Path(__file__).parents[2] / "bench/results/gpu_attention.json").read_text())["cells"]
+FP8 = ("--attention.precision", "fp8")
+
+
+def plan(*settings: str, model: str = "llama-3-8b", gpu: str = "h200") -> TrainingPlan:
+    return Case(model, settings, gpu).training()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: str(cell["tokens"]))
+def test_the_speeds_are_those_of_the_benchmark(cell):
+    for passes, key, mode in [
+        ("forward", "forward", "ours"),
+        ("forward from an FP8 KV cache", "forward", "ours, FP8 KV cache"),
+        ("forward and backward", "both", "ours"),
+    ]:
+        ms = cell[key]["ms"]
+        assert fp8_speed(passes, cell["tokens"]) == pytest.approx(ms["BF16, cuDNN"] / ms[mode], rel=0.01)
+
+
+def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_longest():
+    short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
+    assert middle == pytest.approx((short + long) / 2)
+    assert beyond == long
+
+
+def test_a_step_with_attention_in_fp8():
+    wide, narrow = plan(), plan(*FP8)
+    assert wide.time.attention / narrow.time.attention == pytest.approx(narrow.fp8_attention_speed)
+    assert wide.fp8_attention_speed == narrow.fp8_attention_speed  # a question of the settings' texts alone
+    # q, k, v and the output of 32 and 8 heads of 128, a byte less each, in 32 blocks
+    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024 + 4096)
+    assert "FP8" in narrow.origins["attention"]
+    assert wide.origins["attention"] == "measured"
+
+
+def test_recomputation_repeats_the_forward_pass_in_fp8():
+    checkpointing = ("--activation-checkpointing.mode", "full")
+    wide, narrow = plan(*checkpointing).time, plan(*checkpointing, *FP8).time
+    saved = wide.attention * 2 / 7 * (1 - 1 / fp8_speed("forward", 8192))
+    assert wide.recomputation - narrow.recomputation == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "gpu", "reason"),
+    [
+        (("--context", "4096"), "llama-3-8b", "h200", "shorter than attention.shortest, 8,192"),
+        (("--context", "8100", "--attention.shortest", "8000"), "llama-3-8b", "h200", "no multiple of 128"),
+        ((), "llama-3-8b", "l40s", "Hopper and Blackwell"),
+        (("--attention.shortest", "128", "--context", "1024"), "gpt2", "h200", "heads of 128 elements"),
+        (("--attention.shortest", "128"), "vit-h-14", "h200", "no multiple"),
+    ],
+)
+def test_attention_that_stays_in_bf16_says_why(settings, model, gpu, reason):
+    wide, narrow = (plan(*settings, *more, model=model, gpu=gpu) for more in ((), FP8))
+    assert narrow.time == wide.time
+    assert narrow.memory == wide.memory
+    assert reason in narrow.origins["attention"]
+    assert narrow.fp8_attention_speed is None
+
+
+@pytest.mark.parametrize(("model", "reason"), [("vit-h-14", "is causal"), ("deepseek-v3", "of one size")])
+def test_models_whose_attention_has_no_fp8(model, reason):
+    assert reason in fp8_limit(plan(model=model).setup.model, find_gpu("h100"))
