@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of, restore_class
+from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.recipe import Recipe
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -138,8 +138,3 @@ def to_fp8_attention(module: nn.MultiheadAttention, recipe: Recipe, name: str) -
     if not isinstance(module, MultiheadAttention):
         attention.__class__ = mix_classes(MultiheadAttention, type(module))
     attention.prepare(recipe, name, module.out_proj.weight.device)
-
-
-def restore_attention(module: nn.Module) -> bool:
-    """Undo `to_fp8_attention`, and return whether `module` was converted by it. Other modules stay as they are."""
-    return restore_class(module, MultiheadAttention)

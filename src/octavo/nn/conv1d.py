@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, restore_class
+from octavo.nn.mixed_class import mix_classes
 from octavo.recipe import Recipe
 
 
@@ -47,8 +47,3 @@ def to_fp8_conv1d(module: nn.Module, recipe: Recipe, name: str) -> None:
     if not isinstance(module, Conv1D):
         layer.__class__ = mix_classes(Conv1D, type(module))
     layer.prepare(recipe, name, layer.weight.device)
-
-
-def restore_conv1d(module: nn.Module) -> bool:
-    """Undo `to_fp8_conv1d`, and return whether `module` was converted by it. Other modules stay as they are."""
-    return restore_class(module, Conv1D)

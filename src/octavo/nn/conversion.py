@@ -8,24 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.backends import choose_recipe, gemm_backends
-from octavo.nn.conv1d import shape_of, to_fp8_conv1d
+from octavo.nn.candidates import find_candidates
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
-from octavo.nn.expert_conversion import expert_rows, find_experts, restore_experts, to_fp8_experts
+from octavo.nn.expert_conversion import expert_rows
 from octavo.nn.fast_path import leave_fast_paths
-from octavo.nn.linear import to_fp8_linear
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
-from octavo.nn.only_if_faster import gemm_shapes, skip_slower, skip_uncalled
-from octavo.nn.product_conversion import (
-    chosen_products,
-    convert_products,
-    find_products,
-    follow_attention,
-    product_rows,
-)
-from octavo.nn.restoration import restore_linear
-from octavo.nn.selection import SelectedLayer, select_linears
+from octavo.nn.only_if_faster import gemm_shapes, skip_slower
 from octavo.nn.speedup.lookup import find_speedups
 from octavo.nn.timm_fusion import fuse_vision_blocks, mark_saved_inputs
 from octavo.nn.transformers_fusion import fuse_decoder_layers
@@ -96,10 +86,8 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
-    experts, products = find_experts(model), find_products(model)
-    layers = select_linears(model, skip, [*experts, *products])
-    first = next(next(iter([*(layer.module for layer in layers), *experts.values(), *products.values()])).parameters())
-    device = _execution_device(first) if device is None else torch.device(device)
+    candidates = find_candidates(model, skip)
+    device = _execution_device(candidates.weight) if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -110,60 +98,27 @@ def convert(
     if recipe.fusable:
         fuse_decoder_layers(model)
         fuse_vision_blocks(model)
-    rows, others = _planned_rows(model, layers, products, skip, forward)
-    speedup_source = ""
+    rows, speedup_source = candidates.rows(model, skip, forward), ""
     if only_if_faster:
-        both = (*rows, *others)
-        shapes = gemm_shapes(
-            model, both, recipe, {row.name: _rows_of(model, row.name, tokens, forward) for row in both}
-        )
+        shapes = gemm_shapes(model, rows, recipe, _input_rows(model, rows, tokens, forward))
         speedups = find_speedups(recipe, backends, device, set(shapes.values()))
-        both, speedup_source = skip_slower(both, shapes, speedups), speedups.source
-        others = both[len(rows) :]
-        rows = follow_attention(both[: len(rows)], products, chosen_products(products, others))
-    convert_products(products, recipe, chosen_products(products, others))
-    for layer, row in zip(layers, rows, strict=True):
-        if row.reason:
-            restore_linear(layer.module)  # an earlier conversion may have changed it
-        elif isinstance(layer.module, nn.Linear):
-            to_fp8_linear(layer.module, recipe, row.name)
-        else:
-            to_fp8_conv1d(layer.module, recipe, row.name)
-    stacks = expert_rows(experts, recipe, device, skip, only_if_faster=only_if_faster)
-    chosen = {row.name.rpartition(".")[0] for row in stacks if not row.reason}
-    for name, module in experts.items():
-        restore_experts(module)
-        if name in chosen:
-            to_fp8_experts(module, recipe, name)
+        rows, speedup_source = candidates.with_outputs(skip_slower(rows, shapes, speedups)), speedups.source
+    stacks = expert_rows(candidates.experts, recipe, device, skip, only_if_faster=only_if_faster)
+    candidates.convert(recipe, (*rows, *stacks))
     mark_saved_inputs(model)
     leave_fast_paths(model)
-    rows = (*rows, *others)
     quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
     coverage = find_coverage(model, quantized, forward)
     return Conversion(recipe, rows, backends, coverage, speedup_source, _fused_modules(model), stacks)
 
 
-def _planned_rows(
-    model: nn.Module,
-    layers: Sequence[SelectedLayer],
-    products: Mapping[str, nn.Module],
-    skip: Sequence[str],
-    forward: ForwardPass | None,
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The rows of linear layers, and those of attention and convolutions, before speed decides."""
-    rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in layers)
-    if forward is not None:
-        rows = skip_uncalled(model, rows, forward)
-    others = product_rows(products, skip)
-    return follow_attention(rows, products, chosen_products(products, others)), others
-
-
-def _rows_of(model: nn.Module, name: str, tokens: int, forward: ForwardPass | None) -> int:
-    """The rows that a layer, or an input weight of attention, multiplies in a forward pass."""
+def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
+    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name."""
     if forward is None:
-        return tokens
+        return {row.name: tokens for row in rows}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return forward.rows_of(parameters[name] if name in parameters else parameters[f"{name}.weight".lstrip(".")])
+    weights = {row.name: row.name if row.name in parameters else f"{row.name}.weight".lstrip(".") for row in rows}
+    return {name: forward.rows_of(parameters[weight]) for name, weight in weights.items()}
 
 
 def _execution_device(weight: Tensor) -> torch.device:

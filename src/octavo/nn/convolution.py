@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of, restore_class
+from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.recipe import Recipe
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -77,8 +77,3 @@ def to_fp8_convolution(module: nn.Module, recipe: Recipe, name: str) -> None:
     if not isinstance(module, PatchConvolution):
         layer.__class__ = mix_classes(PatchConvolution, type(module))
     layer.prepare(recipe, name, layer.weight.device)
-
-
-def restore_convolution(module: nn.Module) -> bool:
-    """Undo `to_fp8_convolution`, and return whether `module` was converted by it. Other modules stay as they are."""
-    return restore_class(module, PatchConvolution)

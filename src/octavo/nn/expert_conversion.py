@@ -5,7 +5,7 @@ becomes a subclass of its class whose forward is ours: parameters, `state_dict`,
 are. Routers stay in high precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,8 +35,14 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _is_ours(module) or _is_known(module)}
 
 
+def stacks_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The stacks of matrices [E, N, K] of a module of experts called `name`, by the names of the parameters."""
+    named = module.named_parameters(recurse=False)
+    return {f"{name}.{leaf}".lstrip("."): parameter for leaf, parameter in named if parameter.ndim == 3}
+
+
 def expert_rows(
-    experts: dict[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
+    experts: Mapping[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
 ) -> tuple[Row, ...]:
     """A row of the report for each stack of matrices; all of a module are converted, or none.
 
@@ -46,21 +52,21 @@ def expert_rows(
     """
     rows = []
     for name, module in experts.items():
-        weights = {leaf: p for leaf, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        weights = stacks_of(name, module)
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
         reason = reason or _reason(module, list(weights.values()), recipe, device)
         if not reason and only_if_faster and device.type != "cuda":
             reason = "FP8 is emulated here: left in BF16"
         elif not reason and only_if_faster and min(size for w in weights.values() for size in w.shape[1:]) < LEAST_SIDE:
             reason = f"a side below {LEAST_SIDE}, where FP8 is slower: left in BF16"
-        rows += [Row(f"{name}.{leaf}".lstrip("."), tuple(p.shape), reason) for leaf, p in weights.items()]
+        rows += [Row(weight, tuple(p.shape), reason) for weight, p in weights.items()]
     return tuple(rows)
 
 
 def computed_stacks(model: nn.Module) -> list[str]:
     """The names of the stacks of experts' matrices that run in FP8."""
     found = {name: m for name, m in find_experts(model).items() if getattr(m, "recipe", None) is not None}
-    return [f"{name}.{leaf}".lstrip(".") for name, m in found.items() for leaf, p in m.named_parameters(recurse=False)]
+    return [weight for name, module in found.items() for weight in stacks_of(name, module)]
 
 
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:

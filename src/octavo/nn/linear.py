@@ -11,9 +11,9 @@ from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
 from octavo.nn.linear_function import LinearCall, linear
-from octavo.nn.mixed_class import mix_classes
+from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.parallel import Parallel
+from octavo.nn.parallel import Parallel, ParallelLinear
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -155,6 +155,18 @@ def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
     layer.prepare(recipe, name, linear.weight.device)
     converted: Linear = layer
     return converted
+
+
+def restore_layer(module: Any) -> bool:
+    """Give a converted layer its own class back, and return whether `module` was one. Others stay as they are."""
+    ours, *theirs = parts_of(type(module))
+    if not theirs and ours is Linear:  # as `to_fp8_linear` makes it of an `nn.Linear`
+        theirs = [nn.Linear if module.parallel is None else ParallelLinear]
+    if not theirs or not issubclass(ours, RecipeLayer):
+        return False
+    module.release()
+    module.__class__ = theirs[0]
+    return True
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

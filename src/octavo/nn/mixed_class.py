@@ -26,16 +26,6 @@ def parts_of(cls: Any) -> tuple[Any, ...]:
     return parts
 
 
-def restore_class(module: Any, ours: Any) -> bool:
-    """Release `module` and give it its own class back, if it was mixed with `ours`; return whether it was."""
-    first, *theirs = parts_of(type(module))
-    if first is not ours or not theirs:
-        return False
-    module.release()
-    object.__setattr__(module, "__class__", theirs[0])
-    return True
-
-
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     # By default pickle stores a class by its name, and would find the module's own class under it.
     reduced: Any = object.__reduce_ex__(module, protocol)

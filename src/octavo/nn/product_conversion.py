@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from octavo.nn.attention import input_weights, is_convertible, restore_attention, to_fp8_attention
+from octavo.nn.attention import input_weights, is_convertible, to_fp8_attention
 from octavo.nn.conversion_report import Row
-from octavo.nn.convolution import gemm_shape, is_gemm, restore_convolution, to_fp8_convolution
+from octavo.nn.convolution import gemm_shape, is_gemm, to_fp8_convolution
+from octavo.nn.linear import restore_layer
 from octavo.nn.selection import ATTENTION_OUTPUT, skipped_by_name
 from octavo.nn.weight_cache import shards
 from octavo.ops.checks import FLOATS
@@ -67,15 +68,10 @@ def _follow(row: Row, *, called: bool | None) -> Row:
     return replace(row, reason=ATTENTION_OUTPUT) if called is False and not row.reason else row
 
 
-def restore_product(module: nn.Module) -> bool:
-    """Undo the conversion of attention or of a convolution, and return whether `module` was one."""
-    return restore_attention(module) or restore_convolution(module)
-
-
 def convert_products(products: Mapping[str, nn.Module], recipe: Recipe, chosen: set[str]) -> None:
     """Convert the modules `chosen`, and restore the others."""
     for name, module in products.items():
-        restore_product(module)
+        restore_layer(module)
         if name in chosen and isinstance(module, nn.MultiheadAttention):
             to_fp8_attention(module, recipe, name)
         elif name in chosen:

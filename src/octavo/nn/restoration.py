@@ -2,14 +2,11 @@
 
 from torch import nn
 
-from octavo.nn.conv1d import restore_conv1d
 from octavo.nn.expert_conversion import restore_experts
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
-from octavo.nn.linear import Linear, RecipeLayer
+from octavo.nn.linear import RecipeLayer, restore_layer
 from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
-from octavo.nn.parallel import ParallelLinear
-from octavo.nn.product_conversion import restore_product
 from octavo.nn.timm_fusion import VisionBlock
 from octavo.nn.transformers_fusion import DecoderLayer
 from octavo.nn.weight_cache import shards
@@ -56,17 +53,7 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def _restore(module: nn.Module) -> bool:
-    return any(undo(module) for undo in (restore_product, restore_linear, restore_experts, _unmix))
-
-
-def restore_linear(module: nn.Module) -> bool:
-    """Undo the conversion of a linear layer, and return whether `module` was one. Other modules stay as they are."""
-    if not isinstance(module, Linear) or parts_of(type(module))[0] is not Linear:
-        return restore_conv1d(module)
-    (own,) = parts_of(type(module))[1:] or (nn.Linear if module.parallel is None else ParallelLinear,)
-    module.release()
-    object.__setattr__(module, "__class__", own)
-    return True
+    return any(undo(module) for undo in (restore_layer, restore_experts, _unmix))
 
 
 def _unmix(module: nn.Module) -> bool:

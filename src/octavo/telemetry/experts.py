@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.expert_conversion import find_experts
+from octavo.nn.expert_conversion import find_experts, stacks_of
 from octavo.nn.observer import ExpertObserver
 from octavo.recipe import Recipe
 from octavo.telemetry.schema import EXPERTS, OPERANDS
@@ -55,12 +55,11 @@ class ExpertStack:
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """The stacks of a model by name."""
-    found = {}
-    for name, module in find_experts(model).items():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3:
-                found[f"{name}.{leaf}".lstrip(".")] = ExpertStack(module, leaf)
-    return found
+    return {
+        weight: ExpertStack(module, weight.rpartition(".")[2])
+        for name, module in find_experts(model).items()
+        for weight in stacks_of(name, module)
+    }
 
 
 def expert_sums(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
