@@ -233,7 +233,7 @@ def test_a_watch_leaves_no_trace():
     assert set(model[0].__dict__) == before
     with pytest.raises(ValueError, match=r"the watch is closed: call step inside its with block"):
         watch.step()
-    assert octavo.ops.observation.Sampling.active is False
+    assert octavo.ops.sampling.Sampling.active is False
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from octavo.ops import (
     aligned_groups,
     gather_quantize,
     group_of_rows,
+    group_shifts,
     grouped_mm,
     grouped_mm_dw,
     quantize,
@@ -152,10 +153,8 @@ def weight_gradient(
 ) -> Tensor:
     """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
     exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
-    lowest = torch.full((s_w.shape[0] + 1,), -(2**30), dtype=torch.int32, device=s_w.device)
-    largest = lowest.scatter_reduce(0, groups.group.long(), exponent, "amax")  # [E + 1] of c_max
-    shift = largest[groups.group] - exponent
-    scale = quotient(torch.exp2(largest[:-1].float()).view(-1, 1, 1), s_w)
+    largest, shift = group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
+    scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
     h, x_t = transpose(g.data, shift, place=groups.place), transpose(x_data, place=groups.place)
     gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
     return grouped_mm_dw(

@@ -45,7 +45,7 @@ class ExpertObserver(Observer):
     """Statistics of the operands of a grouped GEMM: those of `Observer` for one layer, and sums for each expert.
 
     Attributes:
-        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.ops.observe_experts`).
+        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.ops.expert_observation.observe_experts`).
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
@@ -72,11 +72,14 @@ def observe_group(
     offsets: Tensor,
     **factors: Tensor | None,
 ) -> None:
-    """Record the operand "x", "w" or "dy" of a grouped GEMM; the other arguments as in `octavo.ops.observe_experts`."""
+    """Record the operand "x", "w" or "dy" of a grouped GEMM.
+
+    The other arguments are those of `octavo.ops.expert_observation.observe_experts`.
+    """
     if isinstance(observer, ExpertObserver):
         stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
-        observe_experts(stats, observer.sums[operand], kind, list(source), offsets, data, scale, cast.spec, **factors)
+        observe_experts(stats, observer.sums[operand], kind, source, offsets, data, scale, cast.spec, **factors)
 
 
 def observer_of(module: Any) -> Observer | None:

@@ -26,6 +26,7 @@ from octavo.ops.permutation import (
     combine_weight_gradient,
     gather_quantize,
     group_of_rows,
+    group_shifts,
     sort_by_expert,
 )
 from octavo.ops.quantization import (
@@ -62,6 +63,7 @@ __all__ = [
     "fp8_attention_limit",
     "gather_quantize",
     "group_of_rows",
+    "group_shifts",
     "grouped_mm",
     "grouped_mm_dw",
     "norm_backward",

@@ -1,20 +1,20 @@
 """Adding the statistics of an operand of a grouped GEMM to buffers, in the steps that are sampled.
 
-As `octavo.ops.observation`, for rows that belong to groups: the statistics of all sampled rows, and for each expert the
-sums from which its SQNR follows. Sampled are at least `ROWS_OF_EXPERT` times as many rows as there are experts. A
-brief sample leaves experts out.
+As `octavo.ops.observation.observe`, for rows that belong to groups: the statistics of all sampled rows, and for each
+expert the sums from which its SQNR follows. There are at least `ROWS_OF_EXPERT` times as many sampled rows as experts.
+A brief sample leaves experts out.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.scaling import SMALLEST_SCALE, scale_exponent
-from octavo.ops.inductor import OPERATIONS
-from octavo.ops.observation import Sampling, numbers_of_rows
-from octavo.ops.permutation import group_of_rows
+from octavo.ops.observation import numbers_of_rows
+from octavo.ops.permutation import group_of_rows, group_shifts
+from octavo.ops.sampling import Sampling, is_recomputed, sampled_operation
 from octavo.ops.statistics import (
     FIELD,
     Found,
@@ -31,11 +31,12 @@ from octavo.ops.statistics import (
 ROWS_OF_EXPERT = 4
 
 
+@sampled_operation("stats", "sums")
 def observe_experts(
     stats: Tensor,
     sums: Tensor,
     kind: str,
-    source: list[Tensor],
+    source: Sequence[Tensor],
     offsets: Tensor,
     data: Tensor,
     scale: Tensor,
@@ -51,65 +52,41 @@ def observe_experts(
     Args:
         sums: [E, 2], of the squares and of the squared errors of an expert's sampled rows; [E, 3] for x, whose first
             column counts all its rows.
-        kind, source: as in `octavo.ops.observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of
-            tokens where `slot` is given.
+        kind, source: as in `observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of tokens where
+            `slot` is given.
         offsets: int32 [E], where each group of rows ends. Each expert has as many rows of w.
         data, scale, spec: of the quantized operand, by row.
         slot: int32 [M]: row m is that of the token slot[m] // top_k of the first source.
         factor: [M, 1], multiplied into the rows of the source.
-        column_scale, row_scale, shift_scale: as in `octavo.ops.observe`; column_scale [E, N], a line for each expert.
+        column_scale, row_scale, shift_scale: as in `observe`; column_scale [E, N], a line for each expert.
     """
-    factors = slot, factor, column_scale, row_scale, shift_scale
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # as in `octavo.ops.observe`
-        torch.ops.octavo.observe_experts.default(stats, sums, kind, source, offsets, data, scale, spec, *factors)
-    elif Sampling.full:
-        _observe_experts(stats, sums, kind, source, offsets, data, scale, spec, *factors)
-
-
-def _observe_experts(
-    stats: Tensor,
-    sums: Tensor,
-    kind: str,
-    source: list[Tensor],
-    offsets: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    spec: str,
-    slot: Tensor | None,
-    factor: Tensor | None,
-    column_scale: Tensor | None,
-    row_scale: Tensor | None,
-    shift_scale: Tensor | None,
-) -> None:
     if not Sampling.full or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    backward = kind == "dy" or kind.endswith("_gradient")
-    if not backward and torch._C._current_graph_task_id() != -1:  # in a backward pass: a recomputation
+    if is_recomputed(kind):
         stats[FIELD["recomputed"]] = 1
         return
     experts, rows, cast = len(offsets), len(data), parse_cast(spec)
     index = sampled_rows(rows, max(Sampling.full, ROWS_OF_EXPERT * experts), stats.device)
     groups = _groups(kind, offsets, rows)
-    group = groups[index].clamp(max=experts - 1)
-    inside = (groups[index] < experts).unsqueeze(1)  # a row of no expert has any bytes
-    numbers = torch.where(inside, numbers_of(data.view(torch.uint8)[index].view(data.dtype), torch.float32), 0)
-    wanted = scale[index] if row_scale is None else scale[index] / row_scale[index]
-    wanted = wanted if column_scale is None else wanted / column_scale[group]
-    x, found = tensor_statistics(torch.where(inside, _rows(kind, source, index, slot, factor, numbers * wanted), 0))
-    found |= quantization_statistics(x, numbers, wanted, cast.fmt)
-    of_scales = scale_statistics(scale if row_scale is None else scale / row_scale)
-    found |= of_scales if column_scale is None else without_columns(of_scales, column_scale)
-    if shift_scale is not None:
-        shift = _shift(groups, scale, shift_scale, experts)[index].clamp(max=100).float()
-        found |= shift_statistics(
-            numbers, torch.exp2(shift) * (cast.fmt.smallest_subnormal / 2)
-        )  # a tie rounds to zero
-    if column_scale is None and row_scale is None:
+    inside, group = (groups[index] < experts).unsqueeze(1), groups[index].clamp(max=experts - 1)
+    numbers = numbers_of(data.view(torch.uint8)[index].view(data.dtype), torch.float32)
+    numbers = torch.where(inside, numbers, 0)  # a row of no expert has any bytes
+    unfolded = scale if row_scale is None else scale / row_scale
+    scales = unfolded[index] if column_scale is None else unfolded[index] / column_scale[group]
+    x, found = tensor_statistics(torch.where(inside, _rows(kind, source, index, slot, factor, numbers * scales), 0))
+    found |= quantization_statistics(x, numbers, scales, cast.fmt) | scale_statistics(unfolded)
+    if column_scale is not None:
+        found = without_columns(found, column_scale)
+    elif row_scale is None:
         found |= _amax(found["scale"], cast)
+    if shift_scale is not None:
+        exponent = (scale_exponent(shift_scale) + scale_exponent(scale)).view(-1)
+        shift = group_shifts(exponent, groups, experts)[1][index].clamp(max=100).float().unsqueeze(1)
+        found |= shift_statistics(numbers, torch.exp2(shift) * (cast.fmt.smallest_subnormal / 2))  # a tie rounds to 0
     if not source:  # of bytes alone the errors are unknown
         found |= dict.fromkeys(("saturated", "flushed", "noise"), torch.full_like(found["x2"], torch.nan))
     add_statistics(stats, found)
-    error = (x - numbers * wanted).double() if source else torch.full_like(x, torch.nan, dtype=torch.float64)
+    error = (x - numbers * scales).double() if source else torch.full_like(x, torch.nan, dtype=torch.float64)
     squares = torch.stack([x.double().square().sum(1), error.square().sum(1)], 1)
     sums[:, -2:].index_add_(0, group, squares)
     if sums.shape[1] == 3:
@@ -124,7 +101,7 @@ def _groups(kind: str, offsets: Tensor, rows: int) -> Tensor:
 
 
 def _rows(
-    kind: str, source: list[Tensor], index: Tensor, slot: Tensor | None, factor: Tensor | None, otherwise: Tensor
+    kind: str, source: Sequence[Tensor], index: Tensor, slot: Tensor | None, factor: Tensor | None, otherwise: Tensor
 ) -> Tensor:
     """The sampled rows in high precision; `otherwise` where there is no source."""
     if not source:
@@ -135,28 +112,6 @@ def _rows(
     return rows if factor is None else rows * factor[index]
 
 
-def _shift(groups: Tensor, scale: Tensor, shift_scale: Tensor, experts: int) -> Tensor:
-    """[M, 1]: by how many exponents the bytes of a row are shifted for dw (`octavo.nn.grouped_function`)."""
-    exponent = scale_exponent(shift_scale) + scale_exponent(scale)
-    lowest = torch.full((experts + 1,), -(2**30), dtype=exponent.dtype, device=exponent.device)
-    largest = lowest.scatter_reduce(0, groups, exponent.view(-1), "amax")
-    shift: Tensor = largest[groups].unsqueeze(1) - exponent
-    return shift
-
-
 def _amax(scale: Tensor, cast: Cast) -> Found:
     """The amax of all rows, which the largest scale gives."""
     return {"all_amax": torch.where(scale > SMALLEST_SCALE, scale * cast.fmt.max, 0)}
-
-
-def _register() -> None:
-    """Register the operation `octavo::observe_experts`, as `octavo::observe`."""
-    schema = torch.library.infer_schema(_observe_experts, mutates_args=("stats", "sums"))
-    _LIBRARY.define(f"observe_experts{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl("observe_experts", _observe_experts, "CompositeExplicitAutograd")
-    torch.library.register_fake("octavo::observe_experts", lambda *args: None)
-    OPERATIONS["observe_experts"] = _observe_experts, lambda *args: False
-
-
-_LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_register()

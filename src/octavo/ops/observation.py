@@ -1,8 +1,7 @@
 """Adding the statistics of a GEMM's operand to a buffer, in the steps that are sampled.
 
-In other steps the operation returns at once: it looks at a flag of the host. So a model is compiled once, with the
-operations in its graph, and a step that is not sampled costs a call of each. Rows are read, not the whole operand:
-`rows` of them, one out of each of as many equal parts. Scales are all read.
+Rows are read, not the whole operand: one out of each of as many equal parts as there are rows to sample. Scales are all
+read.
 
 The numbers of a fused pass (the output of a norm, of an activation, and the gradient of its input) exist as bytes only.
 Here they are computed again for the sampled rows, from the inputs of the pass.
@@ -14,7 +13,6 @@ each step.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,30 +20,12 @@ from torch import Tensor
 
 from octavo.numerics.cast import parse_cast
 from octavo.ops.brief_samples import ROWS, BriefStore, Operand, combine, statistics
-from octavo.ops.inductor import OPERATIONS
 from octavo.ops.quantized_operand import QuantizedOperand
+from octavo.ops.sampling import Sampling, is_recomputed, sampled_operation
 from octavo.ops.statistics import BRIEF_WIDTH, FIELD, WIDTH, Found, add_statistics, sampled_rows, tensor_statistics
 
 
-class Sampling:
-    """What is recorded now, by any watch of the process."""
-
-    active = False
-    full = 0  # rows of each operand in a full sample; 0: none
-    brief = False
-    _requests: ClassVar[dict[int, tuple[int, bool]]] = {}
-
-    @classmethod
-    def request(cls, watch: object, rows: int, *, brief: bool = False) -> None:
-        """Record a full sample of `rows` rows of each operand, a brief one, or both, from now on; 0 and False: none."""
-        cls._requests.pop(id(watch), None)
-        if rows or brief:
-            cls._requests[id(watch)] = rows, brief
-        cls.full = max((rows for rows, _ in cls._requests.values()), default=0)
-        cls.brief = any(brief for _, brief in cls._requests.values())
-        cls.active = bool(cls._requests)
-
-
+@sampled_operation("stats")
 def observe(
     stats: Tensor,
     slot: int,
@@ -82,33 +62,9 @@ def observe(
         column_scale, row_scale: [N, 1] and [T, 1], folded into dy before it was quantized.
         shift_scale: the scale [T, 1] of x, by whose exponent the bytes of dy are shifted for dw.
     """
-    args = stats, slot, kind, list(source), list(sizes), data, scale, spec, amax, column_scale, row_scale, shift_scale
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        torch.ops.octavo.observe.default(*args)  # one operation for a compiler, and for the modes of checkpointing
-    elif Sampling.active:
-        _observe(*args)
-
-
-def _observe(
-    stats: Tensor,
-    slot: int,
-    kind: str,
-    source: list[Tensor],
-    sizes: list[int],
-    data: Tensor | None,
-    scale: Tensor | None,
-    spec: str,
-    amax: Tensor | None,
-    column_scale: Tensor | None,
-    row_scale: Tensor | None,
-    shift_scale: Tensor | None,
-) -> None:
-    if not Sampling.active:
+    if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if stats.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    backward = kind == "dy" or kind.endswith("_gradient")
-    if not backward and torch._C._current_graph_task_id() != -1:  # in a backward pass: a recomputation
+    if is_recomputed(kind):
         stats[slot, FIELD["recomputed"]] = 1
         return
     quantized = None
@@ -156,7 +112,7 @@ class _Part:
 
 
 def _sampled(
-    kind: str, source: list[Tensor], sizes: list[int], quantized: QuantizedOperand | None, rows: int
+    kind: str, source: Sequence[Tensor], sizes: Sequence[int], quantized: QuantizedOperand | None, rows: int
 ) -> Iterator[_Part]:
     """The sampled rows of an operand; of stacked weights, and of the columns of dy that belong to them, one by one."""
     if kind not in ("w", "bytes"):
@@ -174,7 +130,7 @@ def _sampled(
         start += size
 
 
-def numbers_of_rows(kind: str, source: list[Tensor]) -> Tensor:
+def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
     """The sampled rows of an operand, from those of its source; float32 if they are computed."""
     if kind in ("x", "dy"):
         return source[0]
@@ -194,19 +150,3 @@ def numbers_of_rows(kind: str, source: list[Tensor]) -> Tensor:
         return gradient
     gate, up = u.chunk(2, 1)
     return torch.cat([torch.ops.aten.silu_backward(first * up, gate), first * F.silu(gate)], 1)
-
-
-def _register() -> None:
-    """Register the operation `octavo::observe`, which compiled code calls in every step.
-
-    Not by `torch.library.custom_op`: a call of such an operation takes 48 µs of the host's time, and one of this 3 µs.
-    """
-    schema = torch.library.infer_schema(_observe, mutates_args=("stats",))
-    _LIBRARY.define(f"observe{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl("observe", _observe, "CompositeExplicitAutograd")
-    torch.library.register_fake("octavo::observe", lambda *args: None)
-    OPERATIONS["observe"] = _observe, lambda *args: False
-
-
-_LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_register()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.ops.brief_samples import BriefStore
-from octavo.ops.observation import Sampling
+from octavo.ops.sampling import Sampling
 from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
 from octavo.telemetry.experts import expert_records, expert_sums
 from octavo.telemetry.gradients import WeightStatistics

@@ -49,6 +49,19 @@ def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
     )
 
 
+def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The largest exponent of each group, int32 [E], and how far below it the exponent of each row is, int32 [M].
+
+    Args:
+        exponent: int32 [M].
+        group: [M], the group of each row, from 0 to E; E for rows of none.
+        groups: E.
+    """
+    lowest = torch.full((groups + 1,), -(2**30), dtype=torch.int32, device=exponent.device)
+    largest = lowest.scatter_reduce(0, group.long(), exponent, "amax")
+    return largest[:groups], largest[group] - exponent
+
+
 def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Places for the groups in which each has a positive multiple of 16 rows, as `grouped_mm_dw` takes them.
 
