@@ -1,14 +1,12 @@
 """FSDP2 with an FP8 all-gather on two GPUs and NCCL: the streams, and Inductor's code."""
 
 import copy
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp_examples import backward, blocks, counted, equal, sharded, train
-from ranks import SECONDS, run_ranks
+from ranks import run_ranks, use_gpus
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -47,14 +45,7 @@ def compiled(recipe: str, *, gather: bool) -> nn.Module:
 
 
 def on_two_gpus(rank: int) -> dict[str, Any]:
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=2,
-        timeout=timedelta(seconds=SECONDS), device_id=device,
-    )  # fmt: skip
+    use_gpus(rank)
     results: dict[str, Any] = {}
     for recipe in RECIPES:
         model = sharded(made(recipe))

@@ -1,14 +1,12 @@
 """Tensor parallelism on two GPUs and NCCL: the kernels, Inductor's code, and GEMMs that overlap with exchanges."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import SECONDS, run_ranks
+from ranks import run_ranks, use_gpus
 from tensor_parallel_examples import difference, difference_of_all, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
@@ -26,21 +24,10 @@ pytestmark = [
 CONFIG = LlamaConfig(vocabulary=512, layers=1, width=256, heads=4, kv_heads=2, mlp_width=512, context=256)
 
 
-def start(rank: int) -> DeviceMesh:
-    """Leave the group on the CPU for one on the GPUs."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=2,
-        timeout=timedelta(seconds=SECONDS), device_id=torch.device("cuda", rank),
-    )  # fmt: skip
-    return init_device_mesh("cuda", (2,))
-
-
 def layers(rank):
     """Whether bytes, scales and the output of a column-parallel layer are equal, and how far other results are."""
-    mesh, made = start(rank), []
+    use_gpus(rank)
+    mesh, made = init_device_mesh("cuda", (2,)), []
     for _ in range(3):
         torch.manual_seed(0)
         made.append(nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)).cuda().bfloat16())
@@ -94,7 +81,8 @@ def train(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 def models(rank):
     """The differences of a compiled and of an asynchronous model from an eager one, and of that from one GPU."""
-    mesh, results = start(rank), []
+    use_gpus(rank)
+    mesh, results = init_device_mesh("cuda", (2,)), []
     tokens = torch.arange(512, device="cuda").view(2, 256)
     for cut, compiled, asynchronous in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
         torch.manual_seed(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 SECONDS = 180  # for a call; a collective that waits longer fails
 # A server that has imported these once for all tests forks the processes: a rank starts in some 50 ms, not in seconds.
@@ -63,6 +64,17 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
                 process.join()
 
 
+def use_gpus(rank: int) -> None:
+    """In a function of `run_ranks`: leave the group on the CPU for one of NCCL, each rank with a GPU of its own."""
+    store, world = distributed.distributed_c10d._get_default_store(), distributed.get_world_size()
+    distributed.destroy_process_group()
+    torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        "nccl", store=distributed.PrefixStore("nccl", store), rank=rank, world_size=world,
+        timeout=timedelta(seconds=SECONDS), device_id=torch.device("cuda", rank),
+    )  # fmt: skip
+
+
 def _results(receivers: list[Any]) -> list[Any]:
     """What each rank sent; raises at the first failure, since the other ranks may wait for that rank."""
     results: dict[int, Any] = {}
@@ -82,8 +94,6 @@ def _results(receivers: list[Any]) -> list[Any]:
 
 
 def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[..., Any], args: Any) -> None:
-    from torch import distributed
-
     warnings.simplefilter("error")
     for message in (".*should not be instantiated", ".torch.jit.script", "The .grad attribute of a Tensor that is not"):
         warnings.filterwarnings("ignore", message)  # torch.compile's own

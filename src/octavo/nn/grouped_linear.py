@@ -11,6 +11,7 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.grouped_function import GroupedCall, grouped_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
+from octavo.nn.linear_function import LinearCall
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.recipe import Recipe
@@ -103,7 +104,8 @@ def grouped_call(
             f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
             "convert them with 'rowwise', or leave them out by skip="
         )
-    return GroupedCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+    # Dynamo cannot trace a call of the alias GroupedCall.
+    return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 
 def wide(w: Tensor) -> Tensor:

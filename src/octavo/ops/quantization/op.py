@@ -176,6 +176,8 @@ def _quantizes_matrices(w: Tensor, spec: str) -> bool:
 
 @operation("quantize_matrices", _quantizes_matrices)
 def _quantize_matrices(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+    if len(w) == 0:  # a rank of FSDP2 without a matrix
+        return _empty(w, (0, w.shape[2]), parse_cast(spec))
     if not _quantizes_matrices(w, spec):
         return _quantize_stack(list(w), spec)  # type: ignore[no-any-return]
     from octavo.ops.quantization import kernel
