@@ -29,3 +29,18 @@ def test_the_quantization_of_rows(capability: int, monkeypatch: pytest.MonkeyPat
     compiled = compile_for(capability, kernel, monkeypatch)
     kernel.quantize(on_cpu(64, 14336, dtype=torch.bfloat16), Cast("int8"), None, None)
     assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_norms_and_activations(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.ops.activation import kernel as activation
+    from octavo.ops.norm import kernel as norm
+
+    compiled = compile_for(capability, norm, monkeypatch)
+    x, u = on_cpu(64, 4096, dtype=torch.bfloat16), on_cpu(64, 2 * 14336, dtype=torch.bfloat16)
+    norm.norm_quantize(x, x, torch.ones(4096), None, 1e-5, Cast("int8"), False, False)
+    assert compiled.fit()
+    compiled = compile_for(capability, activation, monkeypatch)
+    for kind in ("swiglu", "gelu"):
+        activation.activation_quantize(u, kind, Cast("int8"))
+    assert compiled.fit()

@@ -67,7 +67,7 @@ def int8_mm(
         ROWS_OF_B=m <= MAX_SMALL_M, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if partials is not None:
-        launcher(_combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
+        launcher(_combine_kernel, (m, cdiv(n, COMBINE_BLOCK_N)))(  # CUDA takes at most 65,535 in y
             partials, scale_a, scale_b, bias, residual, y, m, n,
             SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, num_warps=4,
         )  # fmt: skip
@@ -139,8 +139,8 @@ def _combine_kernel(
     partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
     SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(1) + tl.zeros((1,), tl.int32)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.program_id(0) + tl.zeros((1,), tl.int32)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs_n < N
     offs = offs_m.to(tl.int64) * N + offs_n
     acc = tl.zeros((BLOCK_N,), tl.int32)
@@ -158,5 +158,5 @@ def _store(acc, offs_m, offs_n, offs, mask, scale_a_ptr, scale_b_ptr, bias_ptr, 
         y = add(y, tl.broadcast_to(tl.load(bias_ptr + offs_n).to(tl.float32), y.shape))
     y = y.to(y_ptr.dtype.element_ty)
     if residual_ptr is not None:
-        y = (y.to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)).to(y_ptr.dtype.element_ty)
+        y = add(y.to(tl.float32), tl.load(residual_ptr + offs, mask).to(tl.float32)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + offs, y, mask)

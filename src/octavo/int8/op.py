@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.int8.backend import find_int8_backend
+from octavo.int8.backend import LOWEST
 from octavo.int8.reference import int8_mm_reference
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_tensor
 from octavo.ops.inductor import operation, register_lowerings
+from octavo.ops.triton_support import has_kernels
 
 LONGEST_K = (2**31 - 1) // 127**2
 
@@ -60,7 +61,7 @@ def int8_mm(
     return y
 
 
-@operation("int8_mm", lambda a, *_: find_int8_backend(a.device).name == "triton")
+@operation("int8_mm", lambda a, *_: has_kernels(a.device, LOWEST))
 def _int8_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -70,7 +71,7 @@ def _int8_mm(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if find_int8_backend(a.device).name == "triton":
+    if has_kernels(a.device, LOWEST):
         from octavo.int8 import kernel
 
         added = None if residual is None else residual.contiguous()

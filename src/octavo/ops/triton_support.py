@@ -73,6 +73,14 @@ def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:
     return columns <= LONGEST_ROW and converts(x, *formats)
 
 
+def quantizes_rows(x: Tensor, columns: int, fmt: str) -> bool:
+    """Whether the kernels that quantize rows of `columns` elements to the format `fmt` run on `x`'s device. int8 needs
+    no conversion to FP8, so an Ampere runs it too."""
+    if fmt == "int8":
+        return x.numel() > 0 and columns <= LONGEST_ROW and has_kernels(x.device, (8, 0))
+    return runs_fused(x, columns, fmt)
+
+
 def fits(cast: Cast, columns: int) -> bool:
     """Whether the registers of a program hold the rows (of `columns` elements) or the blocks of this cast."""
     if cast.granularity == TENSOR:

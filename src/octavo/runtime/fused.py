@@ -4,11 +4,11 @@
     MLP           n_q as above, or quantize(x);  u = n_q @ [w_gate; w_up]^T;  h_q = quantize(silu(gate) * up)
                   y = h_q @ w_down^T
 
-This holds for layers of the schemes `channel` and `weight`, in our models and in the decoder layers of transformers
-that `octavo.nn.transformers_fusion` knows. All other layers run one by one, and so do these where autograd records: the
-fused operations have no gradient. The operations and their order are those of training, so the packed model of a run
-gives the same bits as the run. Where the GEMM is weight-only (`octavo.runtime.gemm_path`), PyTorch computes norms and
-activations, and nothing is quantized.
+This holds for layers of the schemes `channel`, `int8` and `weight`, in our models and in the decoder layers of
+transformers that `octavo.nn.transformers_fusion` knows. All other layers run one by one, and so do these where autograd
+records: the fused operations have no gradient. The operations and their order are those of training, so the packed
+model of a run gives the same bits as the run. Where the GEMM is weight-only (`octavo.runtime.gemm_path`), PyTorch
+computes norms and activations, and nothing is quantized.
 """
 
 import torch

@@ -33,8 +33,6 @@ def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
 
 
 def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
-    if scheme.weight.format == "int8":
-        return scheme.inputs
     if scheme.inputs is None or _eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
         return None
     return scheme.inputs

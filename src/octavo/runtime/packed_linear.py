@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
-from octavo.artifact.packed.scheme import CHANNEL, STATIC, STATIC_INPUTS, WEIGHT, Scheme
+from octavo.artifact.packed.scheme import CHANNEL, INT8, STATIC, STATIC_INPUTS, WEIGHT, Scheme
 from octavo.int8 import int8_mm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
@@ -89,9 +89,9 @@ class PackedLinear(PackedModule):
 
     @property
     def by_channel(self) -> bool:
-        """Whether the fused operations take the scheme, `channel` or `weight`: x is cast by row or not at all, and no
-        scale varies along the sum."""
-        return self.scheme.name in (CHANNEL.name, WEIGHT.name)
+        """Whether the fused operations take the scheme, `channel`, `int8` or `weight`: x is cast by row or not at all,
+        and no scale varies along the sum."""
+        return self.scheme.name in (CHANNEL.name, INT8.name, WEIGHT.name)
 
     @property
     def input_cast(self) -> Cast | None:

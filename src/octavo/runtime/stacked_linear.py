@@ -23,10 +23,10 @@ from octavo.runtime.packed_linear import PackedLinear, PackedModule, packed_prod
 
 
 class PackedStack(PackedModule):
-    """The weights of layers of the scheme `channel`, or all of `weight`, with the same number of inputs.
+    """The weights of layers of one scheme, `channel`, `int8` or `weight`, with the same number of inputs.
 
     Buffers, which are in `state_dict` under the names of the layers only:
-        weight: e4m3 [sum of N, K].
+        weight: e4m3 or int8 [sum of N, K].
         weight_scale: float32 [sum of N, 1].
         bias: [sum of N], zeros for a layer without bias; None if no layer has one.
     """
@@ -79,8 +79,8 @@ class PackedStack(PackedModule):
 
 
 def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
-    """The layers, if all are of the scheme `channel` or all of `weight`, of the same number of inputs, and not stacked
-    yet; else None."""
+    """The layers, if all are of one scheme that is fused (`PackedLinear.by_channel`), of the same number of inputs, and
+    not stacked yet; else None."""
     found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.by_channel]
     same = len(found) == len(layers) and len({(layer.in_features, layer.scheme.name) for layer in found}) == 1
     return found if same and not any(isinstance(layer, PackedShare) for layer in found) else None

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
+from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import power_of_two_above
@@ -190,7 +190,7 @@ def _forward_kernel(
         h = _activation(u_ptr, m, offs, F, SWIGLU)
         scale = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
         if data_ptr is not None:
-            tl.store(data_ptr + m * F + offs, (h * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), offs < F)
+            tl.store(data_ptr + m * F + offs, to_data(h * inverse(scale)[:, None], data_ptr.dtype.element_ty), offs < F)
         tl.store(scale_ptr + m + tl.arange(0, 1), scale)
     else:
         bits = tl.zeros((1,), tl.int32)
@@ -209,7 +209,7 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, SWIGLU: tl.constexpr, BLOCK_F:
     for start in range(0, F, BLOCK_F):
         offs = start + tl.arange(0, BLOCK_F)[None, :]
         h = _activation(u_ptr, m, offs, F, SWIGLU)
-        tl.store(data_ptr + m * F + offs, (h * inv).to(data_ptr.dtype.element_ty), offs < F)
+        tl.store(data_ptr + m * F + offs, to_data(h * inv, data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from octavo.ops.activation.reference import (
 )
 from octavo.ops.checks import FLOATS, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
-from octavo.ops.triton_support import runs_fused
+from octavo.ops.triton_support import quantizes_rows, runs_fused
 
 WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
 
@@ -133,7 +133,7 @@ def _check_backward(
 
 
 def _quantizes(u: Tensor, spec: str, kind: str) -> bool:
-    return runs_fused(u, u.shape[1] // WIDTHS[kind], parse_cast(spec).format)
+    return quantizes_rows(u, u.shape[1] // WIDTHS[kind], parse_cast(spec).format)
 
 
 @operation("activation_quantize", _quantizes)

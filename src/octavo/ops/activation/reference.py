@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.quantization.reference import quantize_reference
+from octavo.ops.quantization.reference import quantize_reference, to_data
 
 HALF_SQRT = 2**-0.5
 DENSITY = (2 * math.pi) ** -0.5  # the density of the normal distribution at 0
@@ -34,7 +34,7 @@ def activation_scales_reference(u: Tensor, kind: str, cast: Cast) -> Tensor:
 
 def activation_quantize_scaled_reference(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
     """Data of h by given scales [M, 1]."""
-    return (_activation(u, kind) * (1 / scale)).to(cast.fmt.dtype)
+    return to_data(_activation(u, kind) * (1 / scale), cast.fmt)
 
 
 def _activation(u: Tensor, kind: str) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax
+from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, row_tile
@@ -81,7 +81,7 @@ def _norm_kernel(
     if bias_ptr is not None:
         normed = add(normed, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])
     scale = scale_from_amax(amax_bits(normed, 1), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(data_ptr + offs, (normed * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty), mask)
+    tl.store(data_ptr + offs, to_data(normed * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
     tl.store(scale_ptr + offs_m, scale, offs_m < M)
 
 

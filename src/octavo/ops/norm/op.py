@@ -12,7 +12,7 @@ from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_matrix, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.norm.reference import norm_backward_reference, norm_quantize_reference
-from octavo.ops.triton_support import runs_fused
+from octavo.ops.triton_support import quantizes_rows, runs_fused
 
 
 class Normed(NamedTuple):
@@ -100,7 +100,7 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def _quantizes(x: Tensor, spec: str, *rest: Any) -> bool:
-    return runs_fused(x, x.shape[1], parse_cast(spec).format)
+    return quantizes_rows(x, x.shape[1], parse_cast(spec).format)
 
 
 @operation("norm_quantize", _quantizes)

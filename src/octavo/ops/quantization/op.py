@@ -14,7 +14,7 @@ from octavo.numerics.rounding import new_seed
 from octavo.ops.checks import FLOATS, check_matrix, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference, row_scales_reference
-from octavo.ops.triton_support import converts, fits, has_kernels
+from octavo.ops.triton_support import converts, fits, quantizes_rows
 
 
 def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_scale: Tensor | None = None) -> QTensor:
@@ -115,10 +115,9 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
 
 def _has_kernel(x: Tensor, cast: Cast, seed: Tensor | None) -> bool:
     """Whether a kernel quantizes `x`; stochastic rounding and very long rows are left to the reference, and so is int8
-    in another granularity than rows. int8 needs no conversion to FP8, so an Ampere runs it too."""
+    in another granularity than rows."""
     if cast.format == "int8":
-        by_row = cast.granularity == ROW and not cast.relative_floor
-        return by_row and x.numel() > 0 and has_kernels(x.device, (8, 0)) and fits(cast, x.shape[1])
+        return cast.granularity == ROW and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
     return seed is None and converts(x, cast.format) and fits(cast, x.shape[1])
 
 

@@ -29,11 +29,13 @@ def quantize_reference(
     scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
     inv_scale = cast.granularity.expand(1 / scale, tuple(x.shape))
     x = x * inv_scale
-    if seed is not None or cast.fmt is INT8:
-        data = cast_to(x, cast.fmt, None if seed is None else uniform_noise(x.shape, seed))
-    else:
-        data = x.to(cast.fmt.dtype)
+    data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
     return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
+
+
+def to_data(x: Tensor, fmt: Format) -> Tensor:
+    """float32 `x`, divided by its scale, as numbers of an eight-bit format."""
+    return cast_to(x, fmt) if fmt is INT8 else x.to(fmt.dtype)
 
 
 def row_scales_reference(tensors: list[Tensor], cast: Cast) -> Tensor:
