@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.device_math import add
-from octavo.ops.gemm.kernel import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K, largest_block_k
+from octavo.ops.gemm.kernel import largest_block_k
+from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory

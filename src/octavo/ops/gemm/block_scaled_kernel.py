@@ -20,7 +20,8 @@ from torch import Tensor
 
 from octavo.numerics.granularity import Granularity
 from octavo.ops.gemm.cublaslt import ALIGNMENT
-from octavo.ops.gemm.kernel import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K, combine_kernel, store_sums
+from octavo.ops.gemm.kernel import combine_kernel, store_sums
+from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, choose_split, cut, empty_product
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory
@@ -63,13 +64,11 @@ def scaled_mm(
     k = a.shape[1]
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
-        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
-        return y if residual is None else y + residual
+        return empty_product(y, bias, residual)
     operands, extra = (a, b, scale_a, scale_b), (bias, residual, y)
     block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
     step = groups * group
-    k_per_split = cdiv(cdiv(k, step), split_k) * step
-    split_k = cdiv(k, k_per_split)
+    k_per_split, split_k = cut(k, step, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     launcher(_tile_kernel, (cdiv(n, block_n) * cdiv(m, block_m), split_k))(
         *operands, *extra, partials, m, n, k, k_per_split,
@@ -122,13 +121,8 @@ def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
     stages = min(4, memory // _bytes(group, groups, block_n, block_m))
     programs = multiprocessors(device)
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
-    most = MAX_SPLIT_K if tiles < programs else 1
-
-    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in steps
-        combine = COMBINE_STEPS if split_k > 1 else 0
-        return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
-
-    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, min(range(1, most + 1), key=time))
+    split_k = choose_split(tiles, steps, programs) if tiles < programs else 1
+    return Tiling(block_n, block_m, groups, stages, 4 if few else 8, split_k)
 
 
 def _bytes(group: int, groups: int, block_n: int, block_m: int) -> int:

@@ -19,13 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, choose_split, cut, empty_product
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above
-
-COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
-MAX_SPLIT_K = 8
-COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a program (bench.gpu.gemm_tune)
 
 
 class Tiling(NamedTuple):
@@ -57,8 +54,7 @@ def scaled_mm(
     a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
-        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
-        return y if residual is None else y + residual
+        return empty_product(y, bias, residual)
     strides = {"STRIDE_SCALE_A": int(scale_a.shape[0] > 1), "STRIDE_SCALE_B": int(scale_b.shape[0] > 1)}
     tiling = tiling or choose(m, n, k, a.device)
     block_n, block_k, stages, warps, split_k = tiling
@@ -67,8 +63,7 @@ def scaled_mm(
     if m == 1:
         launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
         return y
-    k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
-    split_k = cdiv(k, k_per_split)
+    k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
     launcher(_tile_kernel, (tiles, split_k))(
@@ -89,14 +84,8 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     if m == 1:
         return Tiling(block_n=8, block_k=largest_block_k(k, 512), stages=4, warps=4)
     block_n, block_k = 64, largest_block_k(k, 256 if m <= 64 else 128)
-    programs = multiprocessors(device)
-    tiles, steps = -(-n // block_n), -(-k // block_k)
-
-    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles
-        combine = COMBINE_STEPS if split_k > 1 else 0
-        return -(-tiles * split_k // programs) * -(-steps // split_k) + combine
-
-    return Tiling(block_n, block_k, stages=4, warps=4, split_k=min(range(1, MAX_SPLIT_K + 1), key=time))
+    split_k = choose_split(cdiv(n, block_n), cdiv(k, block_k), multiprocessors(device))
+    return Tiling(block_n, block_k, stages=4, warps=4, split_k=split_k)
 
 
 def largest_block_k(k: int, most: int) -> int:

@@ -23,15 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.granularity import Granularity
-from octavo.ops.gemm.kernel import (
-    COMBINE_BLOCK_N,
-    COMBINE_STEPS,
-    MAX_SPLIT_K,
-    Tiling,
-    combine_kernel,
-    largest_block_k,
-    store_sums,
-)
+from octavo.ops.gemm.kernel import Tiling, combine_kernel, largest_block_k, store_sums
+from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, choose_split, cut, empty_product
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
@@ -58,8 +51,7 @@ def weight_only_mm(
     x, w, scale = x.contiguous(), w.contiguous(), _readable(scale)
     y = allocate(x, (m, n))
     if y.numel() == 0 or k == 0:
-        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
-        return y if residual is None else y + residual
+        return empty_product(y, bias, residual)
     w = w if (has_kernels(x.device) if native is None else native) else w.view(torch.uint8)
     group = granularity.cols or 0
     block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, group, x.device)
@@ -71,8 +63,7 @@ def weight_only_mm(
     if m == 1:
         launcher(_row_kernel, (tiles,))(x, w, scale, bias, residual, y, n, K=k, **tile)
         return y
-    k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
-    split_k = cdiv(k, k_per_split)
+    k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(x, (split_k, m, n), torch.float32) if split_k > 1 else None
     block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
     launcher(_tile_kernel, (cdiv(m, block_m), tiles, split_k))(  # the programs that read the same w_q run together
@@ -128,13 +119,8 @@ def tiling_for(m: int, n: int, k: int, group: int, programs: int, shared: int) -
     block_k = group or largest_block_k(k, 256 if block_m <= 32 else 128 if block_m <= 64 else 64)
     stages = max(2, min(4, shared // (block_k * (block_n + 2 * block_m))))
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, block_k)
-
-    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles
-        combine = COMBINE_STEPS if split_k > 1 else 0
-        return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
-
-    splits = range(1, MAX_SPLIT_K + 1 if tiles < programs else 2)
-    return Tiling(block_n, block_k, stages, warps, split_k=min(splits, key=time))
+    split_k = choose_split(tiles, steps, programs) if tiles < programs else 1
+    return Tiling(block_n, block_k, stages, warps, split_k)
 
 
 # Four bytes s eeee mmm in a register become two registers of two numbers each. A byte moves into the upper half of its
