@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -18,26 +19,18 @@ BLOCK = 4096  # elements of a program
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    p_scale: float,
-    scale: float,
-    dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `attend_reference`, for q, k and v whose last dimension is contiguous."""
     batch, heads, tokens, dim = q.shape
     o, stats = allocate(q, (batch, tokens, heads, dim)), allocate(q, (batch, heads, tokens), torch.float32)
     amax = allocate(q, (2,), torch.float32)
     descale_s, scale_s = _constants(q.device, p_scale)
-    inputs = {"q": q, "k": k, "v": v, "descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale}
-    factors = {"descale_s": descale_s, "scale_s": scale_s, "scale_o": v_scale.reciprocal()}
-    outputs = {"o": o, "stats": stats, "amax_s": amax[:1], "amax_o": amax[1:]}
-    graphs.run("forward", graphs.Shape.of(q, k, v, scale), {**inputs, **factors, **outputs})
-    return widen(o, v_scale, dtype), o, stats
+    tensors = {"q": q, "k": k, "v": v, **{f"descale_{name}": scales[name] for name in ("q", "k", "v")}}
+    tensors |= {"descale_s": descale_s, "scale_s": scale_s, "scale_o": scales["v"].reciprocal()}
+    tensors |= {"o": o, "stats": stats, "amax_s": amax[:1], "amax_o": amax[1:]}
+    graphs.run("forward", graphs.Shape.of(q, k, v, scale), tensors)
+    return widen(o, scales["v"], dtype), o, stats
 
 
 def attend_backward(
@@ -47,7 +40,7 @@ def attend_backward(
     v: Tensor,
     o: Tensor,
     stats: Tensor,
-    scales: dict[str, Tensor],
+    scales: Mapping[str, Tensor],
     p_scale: float,
     scale: float,
     dtype: torch.dtype,

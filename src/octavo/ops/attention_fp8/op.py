@@ -129,7 +129,8 @@ def _fp8_attention(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    values: Any = *_by_rows(q, k, v), *(s.view(1) for s in (q_scale, k_scale, v_scale)), P_SCALE, scale, dtype
+    scales = {"q": q_scale.view(1), "k": k_scale.view(1), "v": v_scale.view(1)}
+    values: Any = *_by_rows(q, k, v), scales, P_SCALE, scale, dtype
     if not _runs_cudnn(q):
         return attend_reference(*values)
     from octavo.ops.attention_fp8 import kernel

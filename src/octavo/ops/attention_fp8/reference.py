@@ -12,6 +12,8 @@ x ≈ x_q * s_x for each tensor, with one scale each. The softmax is that of Dao
 keep a running maximum, so that they round p otherwise than here. Casts to E4M3 saturate.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,26 +22,24 @@ from octavo.numerics.formats import E4M3
 
 
 def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    p_scale: float,
-    scale: float,
-    dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, T, H, D] of `dtype`, o [B, T, H, D] of E4M3 and stats float32 [B, H, T], of q [B, H, T, D] and k and v
-    [B, G, S, D]."""
+    """y [B, T, H, D] of `dtype`, o [B, T, H, D] of E4M3 and stats float32 [B, H, T].
+
+    Args:
+        q, k, v: E4M3 [B, H, T, D] and [B, G, S, D].
+        scales: float32 [1] of q, k and v.
+        p_scale: of the probabilities.
+        scale: of q k^T.
+    """
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
-        s = _scores(q, k, q_scale * k_scale * scale)
+        s = _scores(q, k, scales["q"] * scales["k"] * scale)
         top = s.amax(-1, keepdim=True)
         p = (s - top).exp()
         total = p.sum(-1, keepdim=True)
         y = _rounded(p, p_scale) @ _of_heads(v, q) / total  # in units of v's scale
     o = cast(y, E4M3).transpose(1, 2).contiguous()
-    return (widen(o) * v_scale).to(dtype), o, (top + total.log()).squeeze(-1)
+    return (widen(o) * scales["v"]).to(dtype), o, (top + total.log()).squeeze(-1)
 
 
 def attend_backward_reference(
@@ -49,7 +49,7 @@ def attend_backward_reference(
     v: Tensor,
     o: Tensor,
     stats: Tensor,
-    scales: dict[str, Tensor],
+    scales: Mapping[str, Tensor],
     p_scale: float,
     scale: float,
     dtype: torch.dtype,
