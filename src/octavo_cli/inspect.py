@@ -67,7 +67,7 @@ def inspect_command(
         return
     if given or module is not None:
         raise ValueError("--module, --recipe, --batch, --context and --weights belong to --dtypes: add it")
-    if source.suffix == ".toml" or (source / "metrics.jsonl").exists():
+    if source.suffix == ".toml" or not source.exists():
         raise ValueError(f"{source} is no packed folder; to trace the dtypes of a model, add --dtypes")
     _print_packed(source, as_json)
 

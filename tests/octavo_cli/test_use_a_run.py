@@ -246,7 +246,12 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
     [
         (["train", "--model", "packed", "--data", "text.txt", "--out", "tuned"], "quantized already.*octavo unpack"),
         (["compare", "fp8", "packed"], "is a model folder, not a run.*give the folder that octavo train wrote"),
-        (["verify", "fp8", "--against", "fp8"], "is a run of octavo train: pack it first"),
+        (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
+        (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
+        (["convert-layout", "fp8", "out", "--layout", "fp8"], "a run of octavo train, not a packed folder"),
+        (["inspect", "fp8"], "fp8 is a run of octavo train, not a packed folder"),
+        (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
+        (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", "fp8", "calibrated", "--data", "text.txt"], "is a run of octavo train, which cannot be calibr"),
         (["pack", "bf16", "static", "--scheme", "static"], "only after training with the recipe delayed"),
     ],

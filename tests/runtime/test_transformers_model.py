@@ -87,7 +87,7 @@ def test_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for folder in (tmp_path, tmp_path / "model"):
         (folder / "config.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="is a run of octavo train: make a packed folder of it"):
+    with pytest.raises(ArtifactError, match="is a run of octavo train, not a packed folder: octavo pack"):
         octavo.load(tmp_path)
 
 

@@ -37,6 +37,8 @@ def test_every_file_is_a_preset_that_an_error_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").write_text("layers = 3")
     assert Config.load("llama-1b").layers == 3
+    with pytest.raises(ConfigError, match="give a TOML file of settings, or the config.json of a run"):
+        Config.load(tmp_path)
     assert Config.load("llama-3-8b", ["--layers", "2", "--parallel.tp", "2"]).layers == 2
 
 

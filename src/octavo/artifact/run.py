@@ -101,3 +101,15 @@ class RunFolder:
                 "folder, or remove this one first"
             )
         return self.checkpoints()[-1]
+
+
+def refuse_run(folder: Path) -> None:
+    """Raise an ArtifactError if a folder that should be packed is a run, or a checkpoint of one."""
+    is_checkpoint = (folder / "train.json").is_file()
+    run = folder.parent if is_checkpoint else folder
+    if RunFolder(run).has_model:
+        kind = f"a checkpoint of the run {run}" if is_checkpoint else "a run of octavo train"
+        raise ArtifactError(
+            f"{folder} is {kind}, not a packed folder: octavo pack {run} PACKED makes one of it, and octavo report "
+            f"{run} shows what FP8 did in the run"
+        )

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.layouts import read_config
-from octavo.artifact.run import RunFolder
 from octavo.device import choose_device
 from octavo.generation.engine import AUTO
 from octavo.generation.prompt_attention import check_attention
@@ -51,8 +49,6 @@ def load_transformers(
     check_attention(attention)
     place = choose_device(device)
     path = Path(folder)
-    if RunFolder(path).has_model:
-        raise ArtifactError(f"{path} is a run of octavo train: make a packed folder of it (octavo pack), and load that")
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any
     model, kv_scales = fill(meta_model, path, place, kv_cache)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
-from octavo.artifact.run import RunFolder
+from octavo.artifact.run import refuse_run
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
@@ -79,8 +79,7 @@ def verify(
     """
     if not packed.is_dir():
         raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
-    if RunFolder(packed).has_model:
-        raise ValueError(f"{packed} is a run of octavo train: pack it first, and verify the packed folder")
+    refuse_run(packed)
     device = str(choose_device(device))
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")

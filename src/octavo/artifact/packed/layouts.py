@@ -43,6 +43,7 @@ from octavo.artifact.packed.scales import (
     read_scale,
 )
 from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.run import refuse_run
 from octavo.numerics import TENSOR
 
 EXPERT_DTYPE = torch.float8_e4m3fn
@@ -160,8 +161,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no config.json.
-        ArtifactError: one of the files is not JSON.
+        ArtifactError: one of the files is not JSON, or the folder is a run.
     """
+    refuse_run(folder)
     where, beside = folder / "config.json", folder / modelopt.SIDE_FILE
     config = read_json(where)
     if isinstance(older := config.pop("compression_config", None), dict):

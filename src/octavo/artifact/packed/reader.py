@@ -43,11 +43,13 @@ class PackedTensors:
 
     Raises:
         FileNotFoundError: a file of it is missing.
-        ArtifactError: the folder is not packed, packed in a way that Octavo does not read, or damaged.
+        ArtifactError: the folder is a run, not packed, packed in a way that Octavo does not read, or damaged.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {self.folder}: give a folder that octavo pack wrote")
         self.config = read_config(self.folder)
         self.reader = ShardReader(self.folder)
         found: Any = self.config.get("quantization_config")
