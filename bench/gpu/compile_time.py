@@ -43,7 +43,7 @@ def main() -> None:
         bf16, ours = (cell["seconds"] for cell in cells[-2:])
         print(f"{scope}: bf16 {bf16:.1f} s, ours {ours:.1f} s, {ours / bf16:.2f} times BF16's", flush=True)
     if not options.cpu:
-        blocks = "timm" if record.installed("timm") else "octavo.models.vision"
+        blocks = vision.block_source()
         print(record.write("gpu_compile_time", {"depth": options.depth, "blocks": blocks, "cells": cells}))
 
 

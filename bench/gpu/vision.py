@@ -94,10 +94,21 @@ class Stack(nn.Module):
 
 def vision_block() -> Callable[[int, int], nn.Module]:
     """timm's block, with biases as in ViT-H/14; ours without timm."""
-    if not record.installed("timm"):
-        return Block
-    block: Any = importlib.import_module("timm.models.vision_transformer").Block
-    return lambda width, heads: block(width, heads, qkv_bias=True)
+    block = timm_block()
+    return Block if block is None else lambda width, heads: block(width, heads, qkv_bias=True)
+
+
+def timm_block() -> Any:
+    """timm's class; None without timm, or with one that the installed PyTorch or torchvision does not fit."""
+    try:
+        return importlib.import_module("timm.models.vision_transformer").Block
+    except (ImportError, RuntimeError):
+        return None
+
+
+def block_source() -> str:
+    """The module of the blocks of ViT-H/14, for a table's heading."""
+    return "octavo.models.vision" if timm_block() is None else "timm"
 
 
 def inputs(shape: Shape) -> tuple[Tensor, ...]:
@@ -182,9 +193,8 @@ def main() -> None:
     quick = "--quick" in sys.argv
     shapes = SHAPES if DEVICE == "cuda" else TINY
     found = {name: measure(shape, 5 if quick else 15) for name, shape in shapes.items()}
-    blocks = "timm" if record.installed("timm") else "octavo.models.vision"
     if DEVICE == "cuda":
-        print(record.write("gpu_vision", {"blocks": blocks, "shapes": found}))
+        print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
 
 
 if __name__ == "__main__":
