@@ -192,9 +192,11 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 def main() -> None:
     quick = "--quick" in sys.argv
     shapes = SHAPES if DEVICE == "cuda" else TINY
-    found = {name: measure(shape, 5 if quick else 15) for name, shape in shapes.items()}
-    if DEVICE == "cuda":
-        print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        found[name] = measure(shape, 5 if quick else 15)
+        if DEVICE == "cuda":
+            print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
 
 
 if __name__ == "__main__":
