@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from metrics import sqnr
 from ranks import run_ranks
 from tensor_parallel_examples import (
     batch,
@@ -166,11 +167,7 @@ def in_bf16(rank):
         logits.float().square().mean().backward()
         results.append([whole(logits), *(whole(p.grad) for p in model.parameters())])
     expected, *found = results
-    return [[decibels(a, b) for a, b in zip(result, expected, strict=True)] for result in found]
-
-
-def decibels(actual, expected):
-    return -20 * math.log10(difference(actual.double(), expected.double()))
+    return [[sqnr(*pair) for pair in zip(expected, result, strict=True)] for result in found]
 
 
 def test_bf16_weights_lose_nothing_more():

@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
-
-
-def decibels(y: Tensor, expected: Tensor) -> float:
-    return float(20 * torch.log10(expected.norm() / (y - expected).norm()))
 
 
 def check(model: nn.Module, batch: Any, left: set[str]) -> None:
@@ -25,7 +22,7 @@ def check(model: nn.Module, batch: Any, left: set[str]) -> None:
         expected = output()
         report = octavo.convert(model.eval(), batch=batch, device="cpu")
         assert {entry.kind for entry in report.coverage.left} == left
-        assert decibels(output(), expected) > 18
+        assert sqnr(expected, output()) > 18
         assert list(model.state_dict()) == keys
         octavo.restore(model)
         assert torch.equal(output(), expected)

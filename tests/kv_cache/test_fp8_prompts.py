@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from attention_fp8_oracle import decibels
 from generation_examples import batch
 from kv_cache_examples import model_of
+from metrics import sqnr
 
 from octavo.generation import Engine
 from octavo.kv_cache import fp8_prompts
@@ -49,7 +49,7 @@ def test_a_prompt_and_its_pieces_are_near_bf16(counted, kind):
         found.append(store.attend(q[:, :, part]))
     expected = prompt_attention(q, k, v, scale=128**-0.5)
     assert counted == [TOKENS, TOKENS]
-    assert decibels(expected, torch.cat(found, 2)) > 18
+    assert sqnr(expected, torch.cat(found, 2)) > 18
 
 
 def test_a_count_that_the_host_does_not_know_gives_nan(counted):
@@ -101,7 +101,7 @@ def test_generate_with_an_engine(counted, kind, padded):
     if padded:
         assert torch.equal(*found)
     else:
-        assert decibels(*found) > 15
+        assert sqnr(*found) > 15
 
 
 def test_an_unknown_attention_is_refused():

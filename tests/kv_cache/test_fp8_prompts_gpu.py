@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from attention_fp8_oracle import decibels
 from kv_cache_examples import model_of
+from metrics import sqnr
 
 from octavo.generation import Engine
 from octavo.generation.prompts import pad_prompts
@@ -28,7 +28,7 @@ def test_a_prompt_in_pieces(kind):
         assert store.runs_fp8(q[:, :, part], None)
         found.append(store.attend(q[:, :, part]))
     expected = prompt_attention(q, k, v, scale=128**-0.5)
-    assert decibels(expected, torch.cat(found, 2)) > 18
+    assert sqnr(expected, torch.cat(found, 2)) > 18
 
 
 def test_an_engine():
@@ -38,5 +38,5 @@ def test_an_engine():
         engine = Engine(copy.deepcopy(model), context=8192, kv_cache="fp8", attention=attention)
         with torch.no_grad():
             found.append(engine._new_session(1, 5001).prefill(pad_prompts(ids, engine.device)).float())
-    assert decibels(*found) > 12
+    assert sqnr(*found) > 12
     assert not torch.equal(*found)

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from attention_fp8_oracle import decibels
 from kv_cache_examples import model_of
+from metrics import sqnr
 from operation_counts import operations
 from torch import nn
 
@@ -46,7 +46,7 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
     seen = operations(lambda: results(model))
     assert (seen[FORWARD], seen[BACKWARD]) == (2, 2)
     for one, other in zip(expected, results(model), strict=True):
-        assert decibels(one, other) > 9
+        assert sqnr(one, other) > 9
         assert not torch.equal(one, other)
     assert list(model.state_dict()) == keys
     use_bf16_attention(model)
@@ -78,7 +78,7 @@ def test_with_converted_layers_and_a_copy_of_the_model():
     use_fp8_attention(model, shortest=16)
     expected = results(model)
     for one, other in zip(expected, results(copy.deepcopy(model)), strict=True):
-        assert decibels(one, other) > 20  # the scales of the gradients are those of one more pass
+        assert sqnr(one, other) > 20  # the scales of the gradients are those of one more pass
     octavo.restore(model)
     assert operations(lambda: results(model))[FORWARD] == 2
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
@@ -21,15 +22,11 @@ def passes(recipe: octavo.Recipe | None) -> list[Tensor]:
     return [y.detach(), x.grad, *(layer.weight.grad for layer in (model[0], model[2]))]
 
 
-def decibels(exact: Tensor, actual: Tensor) -> float:
-    return 10 * torch.log10(exact.square().sum() / (exact - actual).square().sum()).item()
-
-
 @pytest.mark.parametrize("preset", ["rowwise", "rowwise_dw_bf16", "tensorwise", "delayed"])
 @pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
 def test_both_passes_are_as_exact_as_with_the_ocp_formats(preset: str, gradients: str) -> None:
     recipe, exact = octavo.PRESETS[preset](gradients), passes(None)
     for wide, ocp, own in zip(exact, passes(recipe), passes(fnuz(recipe)), strict=True):
         assert not torch.equal(ocp, own)
-        assert decibels(wide, own) > decibels(wide, ocp) - 1
-        assert decibels(wide, own) > 18
+        assert sqnr(wide, own) > sqnr(wide, ocp) - 1
+        assert sqnr(wide, own) > 18

@@ -3,7 +3,7 @@
 import attention_fp8_oracle as oracle
 import pytest
 import torch
-from attention_fp8_oracle import decibels
+from metrics import sqnr
 
 from octavo.nn.quantized_attention import DECAY, GradientScales, attend_fp8
 
@@ -20,7 +20,7 @@ def test_the_first_pass(factor):
     torch.manual_seed(0)
     x = oracle.given(2, 4, 2, 64, 64)
     for one, other in zip(oracle.exact(*x[:3], x[3] * factor), gradients(x, GradientScales(), factor), strict=True):
-        assert decibels(one, other) > 16
+        assert sqnr(one, other) > 16
         assert (other.dtype, other.shape) == (torch.bfloat16, one.shape)
 
 
@@ -33,8 +33,8 @@ def test_a_sink_saturates_once():
     x = q, k, v, dy + dy.abs().amax()
     scales, exact = GradientScales(), oracle.exact(*x)
     first, second = gradients(x, scales)[3], gradients(x, scales)[3]
-    assert decibels(exact[3], first) < 10
-    assert decibels(exact[3], second) > 20
+    assert sqnr(exact[3], first) < 10
+    assert sqnr(exact[3], second) > 20
 
 
 def test_the_amax_decays_and_ignores_what_is_not_finite():

@@ -3,8 +3,9 @@
 import attention_fp8_oracle as oracle
 import pytest
 import torch
-from attention_fp8_oracle import decibels, quantized
+from attention_fp8_oracle import quantized
 from gpu_memory import no_waits, poison
+from metrics import sqnr
 
 from octavo.ops import fp8_attention, fp8_attention_backward, fp8_attention_limit
 
@@ -49,9 +50,9 @@ def test_both_passes(shape):
     actual, amax = both_passes(x)
     on_cpu, _ = both_passes([t.cpu() for t in x]) if shape[3] <= 512 else (expected, None)
     for name, exact, found, ours in zip(("y", "dq", "dk", "dv"), expected, actual, on_cpu, strict=True):
-        print(shape, name, f"{decibels(exact, found):.1f} dB, the reference {decibels(exact, ours):.1f} dB")
+        print(shape, name, f"{sqnr(exact, found):.1f} dB, the reference {sqnr(exact, ours):.1f} dB")
         assert found.shape == exact.shape
-        assert decibels(exact, found) > min(decibels(exact, ours) - 1.5, 20)
+        assert sqnr(exact, found) > min(sqnr(exact, ours) - 1.5, 20)
     assert torch.allclose(amax.double(), torch.stack([g.abs().amax() for g in expected[1:]]), rtol=0.15)
 
 
@@ -60,7 +61,7 @@ def test_the_forward_pass_takes_any_length(tokens):
     torch.manual_seed(4)
     x = oracle.given(2, 4, 2, tokens, tokens, device="cuda")[:3]
     poison()
-    assert decibels(oracle.exact(*x, torch.zeros_like(x[0]))[0], forward(x)[3].y) > 20
+    assert sqnr(oracle.exact(*x, torch.zeros_like(x[0]))[0], forward(x)[3].y) > 20
 
 
 def test_the_gradient_refuses_other_lengths():
@@ -81,7 +82,7 @@ def test_a_piece_of_a_text_sees_the_tokens_before_it(keys):
     poison()
     found = fp8_attention(q.data, *stored, q.scale, k.scale, v.scale).y
     expected = oracle.exact(*x, torch.zeros_like(x[0]))[0]
-    assert decibels(expected, found) > 20
+    assert sqnr(expected, found) > 20
 
 
 def test_in_a_cuda_graph_without_waiting():

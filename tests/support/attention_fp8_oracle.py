@@ -85,9 +85,3 @@ def to_e4m3(x: np.ndarray, scale: float) -> np.ndarray:
 def e4m3(data: Tensor) -> np.ndarray:
     """Numbers of E4M3 as float64."""
     return data.cpu().contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-
-
-def decibels(expected: Tensor | np.ndarray, actual: Tensor | np.ndarray) -> float:
-    """The SQNR of `actual`."""
-    wide = [torch.as_tensor(x).double().cpu() for x in (expected, actual)]
-    return float(10 * torch.log10(wide[0].square().sum() / (wide[1] - wide[0]).square().sum()))

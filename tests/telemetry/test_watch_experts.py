@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from metrics import sqnr
 from torch import nn
 
 import octavo
@@ -49,10 +50,6 @@ def row(sample, layers, name, operand):
     return found
 
 
-def db(x: torch.Tensor, q: torch.Tensor) -> float:
-    return float(10 * torch.log10(x.double().square().sum() / (x.double() - q.double()).square().sum()))
-
-
 def test_the_records_are_those_of_the_tensors():
     module, x = Layer(), torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(1))
     x[:, 0] *= 30
@@ -61,11 +58,11 @@ def test_the_records_are_those_of_the_tensors():
     rows = torch.cat([x[module.index[:, s] == e] for e in range(E) for s in range(2)])
     found = row(sample, layers, "experts.gate_up_proj", 0)
     assert found["amax"] == rows.abs().max()
-    assert found["sqnr"] == pytest.approx(db(rows, quantize(rows, rowwise().x).dequantize()), abs=0.01)
+    assert found["sqnr"] == pytest.approx(sqnr(rows, quantize(rows, rowwise().x).dequantize()), abs=0.01)
     w = module.experts.down_proj.detach()
     found = row(sample, layers, "experts.down_proj", 1)
     assert found["amax"] == w.abs().max()
-    assert found["sqnr"] == pytest.approx(db(w, quantize_matrices(w, rowwise().w).dequantize()), abs=0.01)
+    assert found["sqnr"] == pytest.approx(sqnr(w, quantize_matrices(w, rowwise().w).dequantize()), abs=0.01)
     found = row(sample, layers, "experts.down_proj", 2)
     weighted = (dy[:, None] * module.weight[..., None]).flatten(0, 1)
     assert found["amax"] == pytest.approx(float(weighted.abs().max()), rel=1e-6)
@@ -89,12 +86,12 @@ def test_the_load_and_the_worst_expert_are_named():
     assert outer["load"] == inner["load"]
     x = x.detach()
     x_q = quantize(x, rowwise().x).dequantize()
-    each = [db(x[(module.index == e).any(1)], x_q[(module.index == e).any(1)]) for e in (0, 2, 3)]
+    each = [sqnr(x[(module.index == e).any(1)], x_q[(module.index == e).any(1)]) for e in (0, 2, 3)]
     assert inner["worst"][0] == (0, 2, 3)[int(np.argmin(each))]
     assert inner["sqnr"][0] == pytest.approx(min(each), abs=0.01)
     w = module.experts.down_proj.detach()
     w_q = quantize_matrices(w, rowwise().w).dequantize()
-    each = [db(w[e], w_q[e]) for e in range(E)]
+    each = [sqnr(w[e], w_q[e]) for e in range(E)]
     assert outer["worst"][1] == int(np.argmin(each))
     assert outer["sqnr"][1] == pytest.approx(min(each), abs=0.01)
 

@@ -17,10 +17,10 @@ from typing import Any
 from octavo.artifact.files import ArtifactError
 from octavo.hf.source import Source
 from octavo.models import GPT2
+from octavo.nn.transformers_fusion import PROJECTIONS
 
 ROTATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED = f"{', '.join(ROTATED)}; and to smooth, OPTForCausalLM and BERT-like encoders"
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _decoder(config: Mapping[str, Any]) -> Map:
     norms: dict[str, tuple[str, ...]] = {}
     for layer in layers:
         mlp = f"{layer}.mlp"
-        norms[f"{layer}.input_layernorm"] = tuple(f"{layer}.{name}" for name in _QKV)
+        norms[f"{layer}.input_layernorm"] = tuple(f"{layer}.{name}" for name in PROJECTIONS)
         norms[f"{layer}.post_attention_layernorm"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
         pairs += [Pair(norm, norms[norm]) for norm in list(norms)[-2:]]
         pairs += [
@@ -122,7 +122,7 @@ def _opt(config: Mapping[str, Any], names: set[str]) -> list[Pair]:
     for layer in _layers(names, ".self_attn.v_proj"):
         if config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True):
             pairs += [
-                Pair(f"{layer}.self_attn_layer_norm", tuple(f"{layer}.{name}" for name in _QKV)),
+                Pair(f"{layer}.self_attn_layer_norm", tuple(f"{layer}.{name}" for name in PROJECTIONS)),
                 Pair(f"{layer}.final_layer_norm", (f"{layer}.fc1",)),
             ]
         pairs.append(Pair(f"{layer}.self_attn.v_proj", (f"{layer}.self_attn.out_proj",)))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.styles import ColumnParallel, NormParallel, RowParallel, check_mesh
 from octavo.dist.tensor_parallelism.wide import own_rows
-from octavo.nn.transformers_fusion import DecoderLayer, fuse_decoder_layers, is_known
+from octavo.nn.transformers_fusion import PROJECTIONS, DecoderLayer, fuse_decoder_layers, is_known
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class Architecture:
     norm: str
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 LLAMA = Architecture(
     ("model.embed_tokens",),
     "model.layers",
     ("input_layernorm", "post_attention_layernorm"),
-    (*_QKV, "mlp.gate_proj", "mlp.up_proj"),
+    (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj"),
     ("self_attn.o_proj", "mlp.down_proj"),
     "model.norm",
 )
@@ -56,7 +55,7 @@ GPT2 = Architecture(
     ("model.decoder.embed_tokens", "model.decoder.embed_positions"),
     "model.decoder.layers",
     ("self_attn_layer_norm", "final_layer_norm"),
-    (*_QKV, "fc1"),
+    (*PROJECTIONS, "fc1"),
     ("self_attn.out_proj", "fc2"),
     "model.decoder.final_layer_norm",
 )
