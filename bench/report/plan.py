@@ -25,14 +25,17 @@ STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, wheth
     "ours plain: blockwise, compile": ("blockwise", False, ""),
     "ours plain: delayed, compile": ("delayed", False, ""),
 }
-SERVED = [  # of gpu_serve.json: its key, mode, recipe, batch, context and dtype of the cache
-    ("prefill", BASE, "bf16", 1, 8192, "bf16"),
-    ("prefill", "ours, compile", "rowwise", 1, 8192, "bf16"),
-    ("decode 1", BASE, "bf16", 1, 1024, "bf16"),
-    ("decode 1", "ours, compile", "rowwise", 1, 1024, "bf16"),
-    ("decode 64", BASE, "bf16", 64, 1024, "bf16"),
-    ("decode 64", "ours, compile", "rowwise", 64, 1024, "bf16"),
-    ("decode 64", "ours, FP8 KV cache", "rowwise", 64, 1024, "fp8"),
+SERVED = [  # the results, their key, GPU, mode, scheme, batch, context and dtype of the cache
+    ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16"),
+    ("gpu_serve", "prefill", "h100", "ours, compile", "channel", 1, 8192, "bf16"),
+    ("gpu_serve", "decode 1", "h100", BASE, "bf16", 1, 1024, "bf16"),
+    ("gpu_serve", "decode 1", "h100", "ours, compile", "channel", 1, 1024, "bf16"),
+    ("gpu_serve", "decode 64", "h100", BASE, "bf16", 64, 1024, "bf16"),
+    ("gpu_serve", "decode 64", "h100", "ours, compile", "channel", 64, 1024, "bf16"),
+    ("gpu_serve", "decode 64", "h100", "ours, FP8 KV cache", "channel", 64, 1024, "fp8"),
+    ("gpu_weight_only", "decode", "h200", BASE, "bf16", 1, 1024, "bf16"),
+    ("gpu_weight_only", "decode", "h200", "W8A8, compile", "channel", 1, 1024, "bf16"),
+    ("gpu_weight_only", "decode", "h200", "weight-only, compile", "weight", 1, 1024, "bf16"),
 ]
 
 
@@ -101,13 +104,14 @@ def gpt2_errors(results: dict[str, Result]) -> Rows:
 
 
 def serving_errors(results: dict[str, Result]) -> Rows:
-    for key, mode, recipe, batch, context, cache in SERVED:
-        settings = ("--recipe", recipe, "--batch", str(batch), "--context", str(context))
-        plan = Case("llama-3-8b", settings, "h100", cache=cache).serving()
+    for name, key, gpu, mode, scheme, batch, context, cache in SERVED:
+        settings = ("--batch", str(batch), "--context", str(context))
+        plan = Case("llama-3-8b", settings, gpu, scheme=scheme, cache=cache).serving()
         seconds = plan.prefill_seconds if key == "prefill" else plan.step_seconds
         what = f"{context:,} prompt tokens" if key == "prefill" else f"a new token of batch {batch}"
-        measured = results["gpu_serve"][key]["ms"][mode]["median"]
-        yield {"step": what, "mode": mode, **compared("ms", 1e3 * seconds, measured, ".2f")}
+        measured = results[name][key]["ms"][mode]["median"]
+        where = {"GPU": gpu.upper(), "step": what, "scheme": scheme, "keys and values": cache}
+        yield {**where, **compared("ms", 1e3 * seconds, measured, ".2f")}
 
 
 def configurations(results: dict[str, Result]) -> Rows:

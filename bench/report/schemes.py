@@ -1,7 +1,7 @@
 """The table of docs/performance.md on packing schemes, and the speeds that `octavo.load` warns by."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,10 @@ from bench.report.tables import Result, Row, details, machine, markdown
 
 SHIPPED = Path(__file__).parents[2] / "src" / "octavo" / "runtime" / "scheme_speeds.json"
 BASE = "bf16"
+OTHERS = {  # results that add tokens and schemes to those of gpu_schemes, and the schemes of their ways
+    "gpu_weight_only": {BASE: BASE, "w8a8": "channel", "weight-only": "weight"},
+    "gpu_int8": {BASE: BASE, "channel": "channel", "int8": "int8"},
+}
 
 
 def packing_schemes(results: dict[str, Result]) -> str:
@@ -55,10 +59,28 @@ def speeds(result: Result) -> dict[str, dict[str, float]]:
 
 
 def shipped(results: dict[str, Result]) -> str:
-    """The file that octavo.runtime.scheme_speeds reads."""
+    """The file that octavo.runtime.scheme_speeds reads: gpu_schemes, and what others add to its tokens and schemes."""
     result = results["gpu_schemes"]
     facts: dict[str, Any] = {key: result["machine"][key] for key in ("gpu", "torch", "measured")}
-    return json.dumps({"machine": facts, "speeds": speeds(result)}, indent=2) + "\n"
+    found: dict[str, dict[str, float]] = speeds(result)
+    for name, ways in OTHERS.items():
+        for tokens, row in speeds(by_scheme(results.get(name, {}), ways)).items():
+            found[tokens] = row | found.get(tokens, {})
+    ordered = {tokens: dict(sorted(found[tokens].items())) for tokens in sorted(found, key=int)}
+    return json.dumps({"machine": facts, "speeds": ordered}, indent=2) + "\n"
+
+
+def by_scheme(result: Result, ways: Mapping[str, str]) -> Result:
+    """A result with a row for each scheme, of one whose rows have the microseconds of several ways."""
+    rows = [*result.get("rows", []), *result.get("gemms", [])]
+    return {
+        "rows": [
+            {"m": row["m"], "scheme": scheme, "us": row["us"][way]}
+            for row in rows
+            for way, scheme in ways.items()
+            if way in row["us"]
+        ]
+    }
 
 
 def ship(results: dict[str, Result]) -> None:

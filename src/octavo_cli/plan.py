@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.choices import CACHES, GPUS
+from octavo_cli.choices import ATTENTIONS, CACHES, GPUS, SCHEMES
 from octavo_cli.display import print_table, say
 from octavo_cli.options import AsJson
 
@@ -37,8 +37,19 @@ def plan_command(
     tokens: Annotated[str, typer.Option(metavar="COUNT", help="Tokens to train on, such as 1T: days and cost.")] = "",
     price: Annotated[float | None, typer.Option(metavar="MONEY", help="Price of an hour of one GPU.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")] = False,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Packing scheme in serving: bf16, {', '.join(SCHEMES)}. Default: that of the recipe, "
+            "which is channel for rowwise.",
+        ),
+    ] = "",
     kv_cache: Annotated[
         str, typer.Option(metavar="DTYPE", help=f"Keys and values in serving: {', '.join(CACHES)}.")
+    ] = "bf16",
+    attention: Annotated[
+        str, typer.Option(metavar="DTYPE", help=f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")
     ] = "bf16",
     compare: Annotated[
         str, typer.Option(metavar="NAME=VALUES", help="Cases side by side, such as recipe=bf16,rowwise or gpus=8,64.")
@@ -49,7 +60,8 @@ def plan_command(
 
     Nothing is allocated, and no GPU is used. Settings of octavo train can follow, such as --recipe, --batch, --context,
     --accumulate, --optimizer.state 8bit, --activation-checkpointing.mode full or --parallel.tp 2. --batch counts the
-    sequences of all GPUs. In serving it counts the sequences that are generated at once, and the GPUs share each layer.
+    sequences of all GPUs. In serving it counts the sequences that are generated at once, and the GPUs share each layer;
+    without --compare a second table has all packing schemes.
 
     A number of parameters in place of a model shows the table of weights and optimizer states alone.
 
@@ -61,9 +73,11 @@ def plan_command(
 
       octavo plan mixtral-8x7b --serve --gpus 2 --batch 64 --context 4096 --kv-cache fp8
 
+      octavo plan llama-3-8b --serve --batch 16 --compare scheme=bf16,channel,int8,weight
+
       octavo plan 7B
     """
-    from octavo.plan.cases import Case, make_cases, parse_count
+    from octavo.plan.cases import Case, make_cases, parse_count, plan_schemes
 
     count = parse_count(model)
     if count is not None:
@@ -84,12 +98,21 @@ def plan_command(
         raise ValueError("--price gives the cost of --tokens: add it, such as --tokens 1T")
     if tokens and serve:
         raise ValueError("--tokens belongs to training: leave out --serve, or --tokens")
-    if kv_cache != "bf16" and not serve:
-        raise ValueError("--kv-cache belongs to serving: add --serve")
-    cases = make_cases(Case(model, tuple(context.args), gpu, gpus, network, kv_cache), compare)
+    if attention not in ATTENTIONS:
+        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}; got {attention!r}")
+    for name, value in (("scheme", scheme), ("kv-cache", kv_cache), ("attention", attention)):
+        if value not in ("", "bf16") and not serve:
+            raise ValueError(f"--{name} belongs to serving: add --serve")
+    case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
+    cases = make_cases(case, compare)
     if serve:
         served = [(label, case.serving()) for label, case in cases]
         _show([(label, _serving(plan)) for label, plan in served], [plan for _, plan in served], as_json, [])
+        if not compare and not as_json:
+            _show_schemes(plan_schemes(case))
+        if not as_json:
+            for remark in _serving_remarks([plan for _, plan in served]):
+                say(remark)
         return
     plans = [(label, case.training()) for label, case in cases]
     columns = [(label, _training(plan, budget, price)) for label, plan in plans]
@@ -142,6 +165,8 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
 
 def _serving(plan: ServingPlan) -> dict[str, str]:
     return {
+        "scheme": plan.scheme,
+        "attention of the prompts": plan.attention,
         "GEMMs": plan.gemm,
         "GB weights": _digits(plan.weights / 1e9, 2),
         "GB keys and values": _digits(plan.cache / 1e9, 2),
@@ -155,6 +180,36 @@ def _serving(plan: ServingPlan) -> dict[str, str]:
         "ms of a decoding step": _digits(plan.step_seconds * 1e3, 2),
         "new tokens/s": f"{plan.decode_tokens_per_second:,.1f}",
     }
+
+
+def _show_schemes(plans: Sequence[ServingPlan]) -> None:
+    """The same model by each packing scheme."""
+    wide = plans[0]
+    rows = [
+        (
+            plan.scheme, plan.gemm, _digits(plan.weights / 1e9, 2), str(plan.largest_batch),
+            _digits(plan.prefill_seconds * 1e3, 1), f"{wide.prefill_seconds / plan.prefill_seconds:.2f}x",
+            _digits(plan.step_seconds * 1e3, 2), f"{wide.step_seconds / plan.step_seconds:.2f}x",
+            "yes" if plan.measured else "no",
+        )
+        for plan in plans
+    ]  # fmt: skip
+    columns = (
+        "scheme", "GEMMs", "GB weights", "largest batch", "ms of the prompts", "speed", "ms of a decoding step",
+        "its speed", "layers measured",
+    )  # fmt: skip
+    print_table(columns, rows, right=columns[2:-1], title="By packing scheme")
+
+
+def _serving_remarks(plans: Sequence[ServingPlan]) -> list[str]:
+    """Where the figures come from."""
+    by_gpu = [f"{p.gpu}: {_listed(p.origins, but='packed layers')}." for p in plans]
+    packed = [f"{p.scheme}: {origin}." for p in plans if (origin := p.origins.get("packed layers"))]
+    return list(dict.fromkeys([*packed, *by_gpu]))
+
+
+def _listed(origins: Mapping[str, str], but: str = "") -> str:
+    return "; ".join(f"{name}: {origin}" for name, origin in origins.items() if name != but)
 
 
 def _digits(value: float, decimals: int) -> str:
@@ -171,9 +226,8 @@ def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
     found = []
     for plan in {plan.setup.gpu.key: plan for plan in plans}.values():
         gpu = plan.setup.gpu
-        rates = "; ".join(f"{name}: {origin}" for name, origin in plan.origins.items())
         found.append(
-            f"{gpu.name}: {rates}. Data sheet: {gpu.source}. "
+            f"{gpu.name}: {_listed(plan.origins)}. Data sheet: {gpu.source}. "
             + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
         )
     if not all(plan.fits for plan in plans):

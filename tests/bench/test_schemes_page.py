@@ -1,5 +1,7 @@
 """The table of packing schemes and the speeds that the package ships, from results that are made up."""
 
+import json
+
 from bench.report import schemes
 from bench.report.tables import load
 
@@ -28,6 +30,20 @@ def test_the_table_has_each_scheme_and_the_times_of_each_layer():
     assert "| mx | 5.0 us, triton | 90.0 us, triton | 50 dB |" in text
     assert "<summary>down: 4,096 x 4,096</summary>" in text
     assert schemes.packing_schemes({}) == "Not measured yet."
+
+
+def test_other_results_add_tokens_and_schemes_and_replace_nothing():
+    ways = {"bf16": 12.0, "w8a8": 6.0, "weight-only": 8.0, "dequantized": 24.0}
+    others = {
+        "gpu_weight_only": {"gemms": [{"m": 1, "us": ways}, {"m": 64, "us": ways}]},
+        "gpu_int8": {"rows": [{"m": 1, "us": {"bf16": 10.0, "channel": 4.0, "int8": 8.0}}]},
+    }
+    found = json.loads(schemes.shipped({"gpu_schemes": RESULT} | others))["speeds"]
+    assert found == {
+        "1": {"channel": 2.0, "int8": 1.25, "mx": 2.0, "weight": 1.5},
+        "64": {"channel": 2.0, "weight": 1.5},
+        "8192": {"mx": 0.8},
+    }
 
 
 def test_the_package_ships_the_speeds_of_the_results():

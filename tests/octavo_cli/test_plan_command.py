@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from octavo_cli import plan
 from octavo_cli.app import app
+from octavo_cli.choices import SCHEMES
 
 
 def run(*words: str) -> str:
@@ -66,6 +67,18 @@ def test_serving():
     rows = figures(run("llama-3-8b", "--serve", "--batch", "4", "--context", "4096", "--kv-cache", "fp8"))
     assert float(rows["GB weights"][0]) == pytest.approx(9.08, abs=0.02)
     assert rows["largest batch"]
+    assert [row for row in rows if row in SCHEMES] == list(SCHEMES)
+    assert rows["bf16"][1] == "16.06"
+    assert rows["weight"][-1] == "yes"
+
+
+def test_schemes_side_by_side_say_what_was_measured():
+    output = run("llama-3-8b", "--serve", "--attention", "fp8", "--gpu", "l40s", "--compare", "scheme=bf16,weight")
+    assert figures(output)["scheme"] == ["bf16", "weight"]
+    assert "By packing scheme" not in output
+    assert "weight: the speed over BF16 that Llama-3-8B's layers have on an H200" in output
+    assert "not measured on NVIDIA L40S" in output
+    assert "in BF16, since cuDNN has FP8 attention for Hopper and Blackwell" in output
 
 
 def test_the_table_of_states():
@@ -96,6 +109,10 @@ def test_json_has_every_case():
         (["gpt2", "--price", "2"], "--price gives the cost of --tokens: add it, such as --tokens 1T"),
         (["gpt2", "--serve", "--tokens", "1B"], "--tokens belongs to training: leave out --serve"),
         (["gpt2", "--kv-cache", "fp8"], "--kv-cache belongs to serving: add --serve"),
+        (["gpt2", "--scheme", "int8"], "--scheme belongs to serving: add --serve"),
+        (["gpt2", "--attention", "fp8"], "--attention belongs to serving: add --serve"),
+        (["gpt2", "--serve", "--attention", "int8"], "--attention must be one of bf16, fp8"),
+        (["gpt2", "--serve", "--scheme", "int4"], "--scheme must be one of bf16, channel"),
         (["7B", "--compare", "gpus=1,2"], "--compare needs a model: a number of parameters has one table"),
     ],
 )

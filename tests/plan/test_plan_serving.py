@@ -1,4 +1,4 @@
-"""Planned serving against bench/results/gpu_serve.json, and against what must follow from the sizes."""
+"""Planned serving against measured steps of bench/results, and against what must follow from the sizes."""
 
 import json
 from pathlib import Path
@@ -10,38 +10,72 @@ from octavo.plan.models import find_architecture
 from octavo.plan.serving import ServingPlan, cache_bytes
 from octavo.train.config import Config
 
-MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/gpu_serve.json").read_text())
+RESULTS = Path(__file__).parents[2] / "bench/results"
+MEASURED = json.loads((RESULTS / "gpu_serve.json").read_text())
 
 
-def serve(recipe: str, batch: int, context: int, cache: str = "bf16", gpus: int = 1) -> ServingPlan:
-    settings = ("--recipe", recipe, "--batch", str(batch), "--context", str(context))
-    return Case("llama-3-8b", settings, "h100", gpus, cache=cache).serving()
+def serve(
+    scheme: str,
+    batch: int,
+    context: int,
+    cache: str = "bf16",
+    gpus: int = 1,
+    gpu: str = "h100",
+    attention: str = "bf16",
+) -> ServingPlan:
+    settings = ("--batch", str(batch), "--context", str(context))
+    return Case("llama-3-8b", settings, gpu, gpus, scheme=scheme, cache=cache, attention=attention).serving()
 
 
-@pytest.mark.parametrize(("recipe", "key"), [("bf16", "bf16"), ("rowwise", "ours")])
-def test_the_weights_take_the_measured_memory(recipe, key):
-    assert serve(recipe, 1, 1024).weights == pytest.approx(MEASURED["memory"][key]["model"], rel=1e-3)
+@pytest.mark.parametrize(("scheme", "key"), [("bf16", "bf16"), ("channel", "ours")])
+def test_the_weights_take_the_measured_memory(scheme, key):
+    assert serve(scheme, 1, 1024).weights == pytest.approx(MEASURED["memory"][key]["model"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mode", "batch", "cache"),
+    ("scheme", "mode", "batch", "cache"),
     [
         ("bf16", "bf16, compile", 1, "bf16"),
-        ("rowwise", "ours, compile", 1, "bf16"),
+        ("channel", "ours, compile", 1, "bf16"),
         ("bf16", "bf16, compile", 64, "bf16"),
-        ("rowwise", "ours, compile", 64, "bf16"),
-        ("rowwise", "ours, FP8 KV cache", 64, "fp8"),
+        ("channel", "ours, compile", 64, "bf16"),
+        ("channel", "ours, FP8 KV cache", 64, "fp8"),
     ],
 )
-def test_the_measured_decoding_steps(recipe, mode, batch, cache):
+def test_the_measured_decoding_steps(scheme, mode, batch, cache):
     found = MEASURED[f"decode {batch}"]["ms"][mode]["median"]
-    assert 1e3 * serve(recipe, batch, 1024, cache).step_seconds == pytest.approx(found, rel=0.16)
+    assert 1e3 * serve(scheme, batch, 1024, cache).step_seconds == pytest.approx(found, rel=0.1)
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [("bf16", "bf16, compile"), ("rowwise", "ours, compile")])
-def test_the_measured_prompt(recipe, mode):
+@pytest.mark.parametrize(
+    ("scheme", "mode"),
+    [("bf16", "bf16, compile"), ("channel", "W8A8, compile"), ("weight", "weight-only, compile")],
+)
+def test_the_measured_decoding_steps_on_an_h200(scheme, mode):
+    decode = json.loads((RESULTS / "gpu_weight_only.json").read_text())["decode"]
+    planned = serve(scheme, 1, decode["context"], gpu="h200").step_seconds
+    assert 1e3 * planned == pytest.approx(decode["ms"][mode]["median"], rel=0.1)
+
+
+@pytest.mark.parametrize(("scheme", "mode"), [("bf16", "bf16, compile"), ("channel", "ours, compile")])
+def test_the_measured_prompt(scheme, mode):
     found = MEASURED["prefill"]["ms"][mode]["median"]
-    assert 1e3 * serve(recipe, 1, 8192).prefill_seconds == pytest.approx(found, rel=0.1)
+    assert 1e3 * serve(scheme, 1, 8192).prefill_seconds == pytest.approx(found, rel=0.05)
+
+
+def test_the_measured_gain_of_prompts_that_attend_in_fp8():
+    """Four blocks without a head, which the plan has 32 of: the time that a block saves."""
+    ms = json.loads((RESULTS / "gpu_attention.json").read_text())["prefill"]["ms"]
+    found = (ms["ours, compile"] - ms["ours, compile, FP8 attention"]) / 4
+    wide, narrow = (serve("channel", 1, 8192, gpu="h200", attention=name).prefill_seconds for name in ("bf16", "fp8"))
+    assert 1e3 * (wide - narrow) / 32 == pytest.approx(found, rel=0.6)
+    assert serve("channel", 1, 8192, "fp8", gpu="h200", attention="fp8").prefill_seconds < narrow
+
+
+def test_short_prompts_attend_in_bf16():
+    plan = serve("channel", 1, 2048, attention="fp8")
+    assert plan.attention == "bf16"
+    assert "in BF16, since prompts of 2,048 tokens are shorter than 4,096" in plan.origins["attention"]
 
 
 def test_keys_and_values_by_context_and_batch():
@@ -87,9 +121,11 @@ def test_bad_input(case, message):
 
 
 def test_a_gpu_without_fp8_gemms_serves_weights_in_eight_bits():
-    """It reads half the bytes of a BF16 model in each step, and computes prompts at the same speed."""
-    fp8, bf16 = (Case("llama-3-8b", ("--recipe", recipe), "a100").serving() for recipe in ("rowwise", "bf16"))
+    """It reads half the bytes of a BF16 model in each step, and computes prompts no faster."""
+    fp8, bf16 = (serve(scheme, 1, 8192, gpu="a100") for scheme in ("channel", "bf16"))
     assert (fp8.gemm, bf16.gemm) == ("weight-only", "bf16")
     assert fp8.weights < 0.6 * bf16.weights
     assert fp8.step_seconds < 0.7 * bf16.step_seconds
-    assert fp8.prefill_seconds == bf16.prefill_seconds
+    assert bf16.prefill_seconds < fp8.prefill_seconds < 1.1 * bf16.prefill_seconds
+    assert serve("weight", 1, 8192, gpu="a100").step_seconds == fp8.step_seconds
+    assert not fp8.measured

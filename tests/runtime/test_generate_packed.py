@@ -15,10 +15,9 @@ from verify_examples import change_config, change_tensors
 
 from octavo import convert
 from octavo.artifact.files import ArtifactError
-from octavo.artifact.packed.scheme import SCHEMES
+from octavo.artifact.packed.scheme import SCHEME_OF, SCHEMES
 from octavo.generation import Engine, Sampling
 from octavo.ops import quantize
-from octavo.packing.chosen_layers import SCHEME_OF
 from octavo.runtime import PackedLinear, end_tokens, load_packed
 from octavo.runtime.packed_linear import swap_linears
 from octavo_cli.generate import generate_command

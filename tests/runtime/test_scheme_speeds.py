@@ -10,13 +10,13 @@ from octavo.runtime import scheme_speeds
 from octavo.runtime.scheme_speeds import slower_note
 
 CUDA = torch.device("cuda")
-SPEEDS = {"1": {"channel": 1.8, "mx": 0.95, "group32": 1.2}, "8192": {"channel": 1.5, "mx": 0.8, "group32": 0.9}}
+SPEEDS = {1: {"channel": 1.8, "mx": 0.95, "group32": 1.2}, 8192: {"channel": 1.5, "mx": 0.8, "group32": 0.9}}
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(scheme_speeds, "_speeds", lambda: SPEEDS)
+    monkeypatch.setattr(scheme_speeds, "measured_speeds", lambda: SPEEDS)
 
 
 def test_slower_layers_are_named_with_their_speeds(hopper):
@@ -37,6 +37,6 @@ def test_nothing_is_said_of_devices_that_were_not_measured(hopper, monkeypatch):
 
 
 def test_the_file_has_speeds_of_schemes_that_exist():
-    for found in scheme_speeds._speeds().values():
+    for found in scheme_speeds.measured_speeds().values():
         assert found.keys() <= SCHEMES.keys()
         assert all(speed > 0 for speed in found.values())

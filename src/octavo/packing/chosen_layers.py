@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from octavo.artifact.packed.layouts import check_layout
-from octavo.artifact.packed.scheme import INT8, STATIC, Scheme, get_scheme
+from octavo.artifact.packed.scheme import INT8, SCHEME_OF, STATIC, Scheme, get_scheme
 from octavo.calibration.folder import load_calibration
 from octavo.hf.fused_groups import check_groups, groups
 from octavo.hf.source import Source
@@ -13,13 +13,6 @@ from octavo.nn.selection import select_linears
 from octavo.packing.options import PackOptions
 from octavo.packing.static_scales import StaticScales, calibrated_scales, given_scales, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
-
-# Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
-# the inputs get a scale for each token.
-SCHEME_OF = {
-    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
-    "delayed": "static", "tensorwise": "tensor",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

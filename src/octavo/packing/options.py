@@ -19,7 +19,7 @@ class PackOptions:
     Attributes:
         scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128, weight or
             int8. None
-            takes the scheme of a run's recipe (`octavo.packing.chosen_layers.SCHEME_OF`), and channel for a model
+            takes the scheme of a run's recipe (`octavo.artifact.packed.scheme.SCHEME_OF`), and channel for a model
             folder.
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block),

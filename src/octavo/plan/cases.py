@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.artifact.packed.scheme import CHANNEL, SCHEME_OF, Scheme
 from octavo.artifact.run import RunFolder
 from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
 from octavo.plan.gemms import chosen_recipe
-from octavo.plan.hardware import find_gpu
+from octavo.plan.hardware import Gpu, find_gpu
 from octavo.plan.models import find_architecture, model_presets
-from octavo.plan.serving import ServingPlan, plan_serving
+from octavo.plan.schemes import NAMES, find_scheme, refusal
+from octavo.plan.serving import Server, ServingPlan, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.training import TrainingPlan
 from octavo.train.config import Config
@@ -41,7 +43,8 @@ class Case:
         settings: settings of training, as on a command line.
         gpu, gpus: the name and the number of GPUs.
         network: Gb/s of a GPU's network card.
-        cache: dtype of keys and values in serving.
+        scheme: of the packed layers in serving, or bf16; "" takes that of the recipe, as `octavo pack` does.
+        cache, attention: dtypes of keys and values, and of the attention of prompts, in serving.
     """
 
     model: str
@@ -49,7 +52,9 @@ class Case:
     gpu: str = "h200"
     gpus: int = 1
     network: float = 400.0
+    scheme: str = ""
     cache: str = "bf16"
+    attention: str = "bf16"
 
     def training(self) -> TrainingPlan:
         if self.network <= 0:
@@ -59,11 +64,14 @@ class Case:
 
     def serving(self) -> ServingPlan:
         """The GPUs share each layer; the setting batch counts the sequences that are generated at once."""
+        return plan_serving(self._server())
+
+    def _server(self) -> Server:
         model, config = self._resolve()
         gpu = find_gpu(self.gpu)
-        recipe = chosen_recipe(config.recipe, gpu)
+        scheme = find_scheme(self.scheme) if self.scheme else _usual_scheme(config, gpu)
         batch = config.batch if "--batch" in _names(self.settings) else 1
-        return plan_serving(model, recipe, gpu, gpus=self.gpus, batch=batch, context=config.context, cache=self.cache)
+        return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
     def _resolve(self) -> tuple[Architecture, Config]:
         """The model's layers, and the settings with the defaults of a plan."""
@@ -95,7 +103,8 @@ class Case:
 def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
     """The cases of `compare`, NAME=VALUE,VALUE: each a label and a case that differs from `case` in that setting.
 
-    NAME is a setting of training, or model, gpu, gpus, network or cache. An empty `compare` gives the case alone.
+    NAME is a setting of training, or model, gpu, gpus, network, scheme, cache or attention. An empty `compare` gives
+    the case alone.
 
     Raises:
         ValueError: `compare` is of another form.
@@ -108,9 +117,21 @@ def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
     return [(f"{name} {value}", _with(case, name, value)) for value in values.split(",")]
 
 
+def plan_schemes(case: Case) -> list[ServingPlan]:
+    """The plan of serving in BF16, and with each scheme that can pack the model and that the GPU has a kernel for."""
+    servers = [replace(case, scheme=name)._server() for name in NAMES]
+    return [plan_serving(each) for each in servers if not refusal(each.model, each.scheme, each.gpu)]
+
+
+def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
+    """The scheme of the recipe in `config`, as `octavo pack` chooses it for a run; None for bf16."""
+    recipe = chosen_recipe(config.recipe, gpu)
+    return find_scheme(SCHEME_OF.get(recipe.name, CHANNEL.name)) if recipe.quantized else None
+
+
 def _with(case: Case, name: str, value: str) -> Case:
     changes: dict[str, Any] = {}
-    if name in ("model", "gpu", "cache"):
+    if name in ("model", "gpu", "scheme", "cache", "attention"):
         changes[name] = value
     elif name in ("gpus", "network"):
         if not re.fullmatch(r"-?\d+", value):

@@ -1,25 +1,85 @@
 """The memory and the speed of a served model: weights, keys and values, the prompt, and each new token.
 
-A decoding step reads every weight once (of experts those that the batch's tokens are sent to), and all keys and values:
+The prompt takes the forward pass of a BF16 model, whose linear layers are as many times faster as the scheme's. A
+decoding step reads every weight once (of experts those that the batch's tokens are sent to), and all keys and values:
 
-    step = (bytes of weights + bytes of keys and values) / rate of a copy  +  blocks * LAUNCHES
+    step = bytes of weights in BF16 / (READ_SHARE * rate of a copy) / speed of the scheme
+         + bytes of keys and values / rate of a copy  +  blocks * launches
 
-LAUNCHES is what the short kernels of a block cost beside their bytes, in one CUDA graph. It was fitted to the four
-decoding steps of bench/results/gpu_serve.json; all else is measured elsewhere or from the data sheet.
+The launches are what the short kernels of a block cost beside their bytes, in one CUDA graph. The two figures were
+fitted to the decoding steps of bench/results/gpu_serve.json and gpu_weight_only.json; all else is measured elsewhere or
+from the data sheet.
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
+from octavo.artifact.packed.scheme import Scheme
+from octavo.kv_cache.fp8_prompts import SHORTEST
 from octavo.plan.architecture import Architecture, Block, Layer
+from octavo.plan.attention import FORWARD, fp8_limit, fp8_speed
 from octavo.plan.communication import Links
-from octavo.plan.gemms import find_gemms
 from octavo.plan.hardware import Gpu
 from octavo.plan.rates import linear_seconds
+from octavo.plan.schemes import BF16, FUSED, MEASURED, SchemeSpeeds, find_speeds, refusal, weight_bytes
 from octavo.recipe import Recipe
 
-LAUNCHES = 40e-6  # seconds a block
+# Of the rate of a copy, that the GEMMs of one token reach in BF16 (the kernels of bench/results/gpu_serve.json).
+READ_SHARE = 0.887
+LAUNCHES, FUSED_LAUNCHES = 40e-6, 15e-6  # seconds a block
 CACHE_BYTES = {"bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model as it is served.
+
+    Attributes:
+        scheme: of the packed linear layers of the blocks; None for a model in BF16.
+        gpus: that share each layer (tensor parallel).
+        batch: sequences that are generated at once.
+        context: tokens of each, prompt and new ones.
+        cache: dtype of keys and values, bf16 or fp8.
+        attention: of prompts, bf16 or fp8.
+    """
+
+    model: Architecture
+    scheme: Scheme | None
+    gpu: Gpu
+    gpus: int
+    batch: int
+    context: int
+    cache: str
+    attention: str
+
+    @cached_property
+    def speeds(self) -> SchemeSpeeds:
+        return find_speeds(self.scheme, self.gpu)
+
+    @property
+    def scheme_name(self) -> str:
+        return BF16 if self.scheme is None else self.scheme.name
+
+    @property
+    def attention_limit(self) -> str:
+        """Why prompts do not attend in FP8, if they are to; "" if they do."""
+        if self.context < SHORTEST:
+            return f"prompts of {self.context:,} tokens are shorter than {SHORTEST:,}"
+        return fp8_limit(self.model, self.gpu)
+
+    @property
+    def is_fp8_attention(self) -> bool:
+        return self.attention == "fp8" and not self.attention_limit
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of the keys and values of one token on one GPU."""
+        return cache_bytes(self.model, self.cache) / self.gpus
 
 
 @dataclass(frozen=True)
@@ -27,15 +87,22 @@ class ServingPlan:
     """Memory of one GPU in bytes, and speed.
 
     Attributes:
-        gemm: the backend of the linear layers, "bf16", or "weight-only" for weights in eight bits on a GPU without the
-            GEMM of the recipe.
+        gpu: the name of each GPU.
+        scheme: of the linear layers, or "bf16".
+        gemm: the backend of the linear layers, "bf16", or "weight-only" for inputs in BF16.
+        attention: of the prompts, bf16 or fp8.
         prefill_seconds: of the prompts of the whole batch.
         step_seconds: of one new token of each sequence, at the full context.
         largest_batch: sequences of the context that fit.
+        measured: whether the speed of the packed layers was measured on such a GPU, for the prompts and new tokens.
+        origins: for each kind of figure, whether it rests on measurements or on the data sheet.
     """
 
     model: str
+    gpu: str
+    scheme: str
     gemm: str
+    attention: str
     weights: float
     cache: float
     cache_a_token: float
@@ -47,60 +114,48 @@ class ServingPlan:
     decode_tokens_per_second: float
     largest_batch: int
     largest_context: int
+    measured: bool
+    origins: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan_serving(
-    model: Architecture, recipe: Recipe, gpu: Gpu, *, gpus: int = 1, batch: int, context: int, cache: str = "bf16"
-) -> ServingPlan:
-    """Plan to serve `model` on `gpus` GPUs that share each layer (tensor parallel).
-
-    Args:
-        recipe: bf16, or a recipe in eight bits: then the linear layers of the blocks are packed. On a GPU without its
-            GEMM they run weight-only, the prompt at the speed of BF16.
-        batch: sequences that are generated at once.
-        context: tokens of each, prompt and new ones.
-        cache: dtype of keys and values, bf16 or fp8.
+def plan_serving(server: Server) -> ServingPlan:
+    """Plan to serve a model.
 
     Raises:
-        ValueError: a model without a vocabulary, or a size that is not possible.
+        ValueError: a model without a vocabulary, a size that is not possible, a scheme that cannot pack a layer of the
+            model, or that the GPU has no kernel for.
     """
-    _check(model, gpu, recipe, gpus, batch, context)
-    weights = weight_bytes(model, recipe) / gpus
-    each = cache_bytes(model, cache) / gpus
-    kept = batch * context * each
+    _check(server)
+    model, gpu, batch, context = server.model, server.gpu, server.batch, server.context
+    weights = weight_bytes(model, server.scheme) / server.gpus
+    each = server.cache_bytes
+    cache = batch * context * each
     working = 4.0 * model.width * context + 6.0 * batch * model.vocabulary
     free = gpu.memory - weights - working
-    gemm = find_gemms(recipe, gpu)["y"].name
-    prefill_gemms = Recipe("bf16") if gemm == "none" else recipe
-    prefill = _prefill_seconds(model, prefill_gemms, gpu, gpus, batch, context)
-    step = _step_seconds(model, recipe, gpu, gpus, batch, batch * context * each)
+    prefill, step = _prefill_seconds(server), _step_seconds(server)
     return ServingPlan(
         model=model.name,
-        gemm="weight-only" if gemm == "none" else gemm,
+        gpu=gpu.name,
+        scheme=server.scheme_name,
+        gemm=server.speeds.gemm,
+        attention="fp8" if server.is_fp8_attention else "bf16",
         weights=weights,
-        cache=kept,
-        cache_a_token=each * gpus,
-        peak=weights + kept + working,
-        fits=kept <= free,
+        cache=cache,
+        cache_a_token=each * server.gpus,
+        peak=weights + cache + working,
+        fits=cache <= free,
         prefill_seconds=prefill,
         step_seconds=step,
-        prefill_tokens_per_second=batch * context / prefill,
+        prefill_tokens_per_second=server.prompt_tokens / prefill,
         decode_tokens_per_second=batch / step,
         largest_batch=max(int(free // (context * each)), 0),
         largest_context=max(min(int(free // (batch * each)), model.context), 0),
+        measured=gpu.architecture == MEASURED and not _missing(server),
+        origins=_origins(server),
     )
-
-
-def weight_bytes(model: Architecture, recipe: Recipe) -> float:
-    """Bytes of the weights: the blocks' matrices in eight bits with an FP32 scale an output, all else in BF16."""
-    if not recipe.quantized:
-        return 2.0 * model.parameters
-    scales = sum(block.count * layer.copies * layer.outputs for block in model.blocks for layer in block.layers)
-    routers = sum(block.count * layer.weights for block in model.blocks for layer in block.group("router"))
-    return 2.0 * model.parameters - (model.block_weights - routers) + 4.0 * scales
 
 
 def cache_bytes(model: Architecture, cache: str) -> float:
@@ -108,7 +163,8 @@ def cache_bytes(model: Architecture, cache: str) -> float:
     return sum(block.count * block.attention.cache_features for block in model.blocks) * float(CACHE_BYTES[cache])
 
 
-def _check(model: Architecture, gpu: Gpu, recipe: Recipe, gpus: int, batch: int, context: int) -> None:
+def _check(server: Server) -> None:
+    model, gpus, batch, context = server.model, server.gpus, server.batch, server.context
     if not model.vocabulary:
         raise ValueError(f"--serve is for language models, and {model.name} has no vocabulary: leave it out")
     if min(gpus, batch, context) < 1:
@@ -118,29 +174,44 @@ def _check(model: Architecture, gpu: Gpu, recipe: Recipe, gpus: int, batch: int,
     heads = model.blocks[0].attention.heads
     if heads % gpus:
         raise ValueError(f"--gpus must divide the {heads} heads of {model.name}; got {gpus}")
+    if reason := refusal(model, server.scheme, server.gpu):
+        raise ValueError(reason)
 
 
-def _prefill_seconds(model: Architecture, recipe: Recipe, gpu: Gpu, gpus: int, batch: int, context: int) -> float:
-    """The forward pass of all prompts: a third of the linear layers' time, two sevenths of the attention's."""
-    rows = batch * context
+def _prefill_seconds(server: Server) -> float:
+    """The forward pass of all prompts."""
+    model, rate, gpus, rows = server.model, server.gpu.copy_rate, server.gpus, server.prompt_tokens
     seconds = 0.0
     for block in model.blocks:
-        linear = sum(_forward_seconds(group, recipe, gpu, gpus, rows) for group in block.groups)
-        a = block.attention
-        attention = 7 * rows * context * (a.queries + a.output) / 2 / gpu.attention_rate * 2 / 7 / gpus
-        memory = rows * _traffic(model, block) / gpu.copy_rate / gpus
-        seconds += block.count * (linear + attention + memory + _exchange_seconds(model, gpu, gpus, rows))
-    return seconds + 2.0 * model.width * model.vocabulary / gpu.copy_rate / gpus
+        linear = sum(_forward_seconds(server, group) for group in block.groups)
+        memory = rows * _traffic(model, block) / rate
+        alone = (linear + _attention_seconds(server, block) + memory) / gpus
+        seconds += block.count * (alone + _exchange_seconds(server, rows))
+    return seconds + 2.0 * model.width * model.vocabulary / rate / gpus
 
 
-def _forward_seconds(group: tuple[Layer, ...], recipe: Recipe, gpu: Gpu, gpus: int, rows: int) -> float:
-    """The layers that read the same input, as one GEMM. A packed weight is not cast, as the measured ones were."""
+def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
+    """The layers that read the same input, as one GEMM: a third of both passes in BF16, over the scheme's speed."""
     first, outputs = group[0], sum(layer.outputs for layer in group)
-    used = Recipe("bf16") if first.group == "router" else recipe
-    each = max(rows * first.active // first.copies, 1)
-    cast = 5.0 * first.inputs * outputs / gpu.copy_rate if used.quantized else 0.0
-    seconds = linear_seconds(gpu, used, (each, first.inputs, outputs)) - cast
-    return first.copies * max(seconds, 0.0) / 3 / gpus
+    rows = max(server.prompt_tokens * first.active // first.copies, 1)
+    return first.copies * _bf16_seconds(server, rows, first.inputs, outputs) / _speed(server, first, rows)
+
+
+def _bf16_seconds(server: Server, rows: int, inputs: int, outputs: int) -> float:
+    return linear_seconds(server.gpu, Recipe("bf16"), (rows, inputs, outputs)) / 3
+
+
+def _speed(server: Server, layer: Layer, rows: int) -> float:
+    return 1.0 if layer.group == "router" else server.speeds.at(rows)
+
+
+def _attention_seconds(server: Server, block: Block) -> float:
+    a, context = block.attention, server.context
+    products = 7 * server.prompt_tokens * context * (a.queries + a.output) / 2
+    seconds = products * FORWARD / server.gpu.attention_rate
+    if not server.is_fp8_attention:
+        return seconds
+    return seconds / fp8_speed("forward from an FP8 KV cache" if server.cache == "fp8" else "forward", context)
 
 
 def _traffic(model: Architecture, block: Block) -> float:
@@ -149,13 +220,23 @@ def _traffic(model: Architecture, block: Block) -> float:
     return 16.0 * model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
 
 
-def _step_seconds(model: Architecture, recipe: Recipe, gpu: Gpu, gpus: int, batch: int, cache: float) -> float:
-    """One new token of each sequence; `cache` is the bytes of keys and values on one GPU."""
-    width = 1.0 if recipe.quantized else 2.0
-    read = sum(block.count * width * _touched(layer, batch) for block in model.blocks for layer in block.layers)
-    read += 2.0 * model.width * model.vocabulary
-    exchanged = model.depth * _exchange_seconds(model, gpu, gpus, batch)
-    return (read / gpus + cache) / gpu.copy_rate + model.depth * LAUNCHES + exchanged
+def _step_seconds(server: Server) -> float:
+    """One new token of each sequence."""
+    model, rate = server.model, server.gpu.copy_rate
+    linear = sum(block.count * _layer_step_seconds(server, layer) for block in model.blocks for layer in block.layers)
+    head = 2.0 * model.width * model.vocabulary / rate
+    cache = server.prompt_tokens * server.cache_bytes / rate
+    launches = model.depth * (FUSED_LAUNCHES if server.scheme_name in FUSED else LAUNCHES)
+    exchanged = model.depth * _exchange_seconds(server, server.batch)
+    return (linear + head) / server.gpus + cache + launches + exchanged
+
+
+def _layer_step_seconds(server: Server, layer: Layer) -> float:
+    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed."""
+    rows = max(server.batch * layer.active // layer.copies, 1)
+    reading = 2.0 * _touched(layer, server.batch) / server.gpu.copy_rate / READ_SHARE
+    multiplying = layer.copies * _bf16_seconds(server, rows, layer.inputs, layer.outputs)
+    return max(reading, multiplying) / _speed(server, layer, rows)
 
 
 def _touched(layer: Layer, batch: int) -> float:
@@ -165,6 +246,35 @@ def _touched(layer: Layer, batch: int) -> float:
     return layer.weights * (1 - (1 - layer.active / layer.copies) ** batch)
 
 
-def _exchange_seconds(model: Architecture, gpu: Gpu, gpus: int, rows: int) -> float:
+def _exchange_seconds(server: Server, rows: int) -> float:
     """Two sums of the residual stream in BF16 over the GPUs of one block, each a reduction and a gather."""
-    return 4 * Links(gpu.link).gather(2.0 * rows * model.width, gpus) if gpus > 1 else 0.0
+    if server.gpus == 1:
+        return 0.0
+    return 4 * Links(server.gpu.link).gather(2.0 * rows * server.model.width, server.gpus)
+
+
+def _origins(server: Server) -> dict[str, str]:
+    found = dict(server.gpu.origins)
+    if server.scheme is not None:
+        found["packed layers"] = _speed_origin(server)
+    if server.is_fp8_attention:
+        found["attention"] += ", over the speed of FP8 that was measured on an H200"
+    elif server.attention == "fp8":
+        found["attention"] += f"; in BF16, since {server.attention_limit}"
+    return found
+
+
+def _speed_origin(server: Server) -> str:
+    pieces = ["the speed over BF16 that Llama-3-8B's layers have on an H200"]
+    if missing := _missing(server):
+        unknown = f"since {server.scheme_name} was not measured there"
+        pieces.append(f"for {' and '.join(missing)} that of {server.speeds.instead}, {unknown}")
+    if server.gpu.architecture != MEASURED:
+        pieces.append(f"not measured on {server.gpu.name}")
+    return "; ".join(pieces)
+
+
+def _missing(server: Server) -> list[str]:
+    """The tokens for which the scheme was not measured."""
+    tokens = {"prompts": server.prompt_tokens, "new tokens": server.batch}
+    return [name for name, count in tokens.items() if not server.speeds.is_measured(count)]

@@ -4,8 +4,10 @@ scheme_speeds.json holds, by tokens and scheme, the time of the linear layers of
 the scheme, with the quantization of their inputs (bench.gpu.schemes; `make docs` writes the file).
 """
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -28,7 +30,7 @@ def slower_note(schemes: Counter[Scheme], device: torch.device) -> str:
         return ""
     notes = []
     for scheme, count in schemes.items():
-        speeds = {int(tokens): found[scheme.name] for tokens, found in _speeds().items() if scheme.name in found}
+        speeds = {tokens: found[scheme.name] for tokens, found in measured_speeds().items() if scheme.name in found}
         if slower := {tokens: speed for tokens, speed in speeds.items() if speed < 1}:
             figures = ", ".join(f"{speed:.2f}x at {plural(tokens, 'token')}" for tokens, speed in slower.items())
             notes.append(f"{plural(count, 'layer')} of the scheme {scheme.name} ({figures})")
@@ -40,7 +42,8 @@ def slower_note(schemes: Counter[Scheme], device: torch.device) -> str:
     )
 
 
-def _speeds() -> dict[str, dict[str, float]]:
+@functools.cache
+def measured_speeds() -> Mapping[int, Mapping[str, float]]:
+    """The speed over BF16 by the number of tokens and the name of the scheme."""
     found: dict[str, Any] = json.loads((files("octavo.runtime") / "scheme_speeds.json").read_text())
-    speeds: dict[str, dict[str, float]] = found["speeds"]
-    return speeds
+    return {int(tokens): speeds for tokens, speeds in found["speeds"].items()}

@@ -136,6 +136,12 @@ WEIGHT_ONLY = tuple(
 )
 
 SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT, INT8)}
+# Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
+# the inputs get a scale for each token.
+SCHEME_OF = {
+    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
+    "delayed": "static", "tensorwise": "tensor",
+}  # fmt: skip
 # The dtypes of packed weights.
 WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))
 

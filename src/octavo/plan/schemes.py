@@ -1,0 +1,116 @@
+"""The packing schemes of a served model: the bytes of packed weights, and the speed of their GEMMs over that of BF16.
+
+The speed was measured by the number of tokens, of the linear layers of Llama-3-8B together on an H200, with the
+quantization of their inputs (`octavo.runtime.scheme_speeds`). Between two numbers of tokens it is interpolated; beyond
+them it is that of the nearest. Two schemes stand in for one that was not measured, or that has another GEMM on the GPU
+of the plan:
+
+    channel   if the GEMM takes eight-bit inputs
+    weight    if it takes inputs in BF16
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.artifact.packed.scheme import CHANNEL, SCHEMES, WEIGHT, Scheme, get_scheme
+from octavo.nn.speedup.table import interpolate
+from octavo.ops.gpu_architecture import ARCHITECTURES
+from octavo.plan.architecture import Architecture, Layer
+from octavo.plan.hardware import Gpu
+from octavo.runtime.fnuz import scheme_on
+from octavo.runtime.gemm_path import find_gemm
+from octavo.runtime.scheme_speeds import measured_speeds
+
+BF16 = "bf16"
+NAMES = (BF16, *SCHEMES)
+MEASURED = "hopper"  # the architecture of the GPU that the speeds were measured on
+FUSED = (CHANNEL.name, WEIGHT.name)  # schemes whose layers share kernels with norms and activations (docs/serving.md)
+# A weight that is widened in memory for each call is read in one byte, written in two and read in two.
+WIDENED = 2 / 5
+
+
+@dataclass(frozen=True)
+class SchemeSpeeds:
+    """The speed of a scheme on a GPU, as a multiple of that of BF16.
+
+    Attributes:
+        gemm: the backend of the linear layers; "weight-only" if it takes inputs in BF16.
+        points: the speed by the number of tokens.
+        least: the fewest tokens that were measured; None if the scheme was not measured.
+        instead: the scheme whose speed it has for fewer tokens.
+    """
+
+    gemm: str
+    points: Mapping[int, float]
+    least: int | None
+    instead: str
+
+    def at(self, tokens: int) -> float:
+        return interpolate({(m, 1, 1): speed for m, speed in self.points.items()}, (tokens, 1, 1))
+
+    def is_measured(self, tokens: int) -> bool:
+        return self.least is not None and tokens >= self.least
+
+
+def find_scheme(name: str) -> Scheme | None:
+    """The scheme of that name, None for bf16; a ValueError names the choices."""
+    if name not in NAMES:
+        raise ValueError(f"--scheme must be one of {', '.join(NAMES)}; got {name!r}")
+    return None if name == BF16 else get_scheme(name)
+
+
+def find_speeds(scheme: Scheme | None, gpu: Gpu) -> SchemeSpeeds:
+    """The speeds of `scheme` on `gpu`; the scheme None is BF16."""
+    if scheme is None:
+        return SchemeSpeeds(BF16, {1: 1.0}, 1, BF16)
+    cast, gemm = _gemm_on(scheme, gpu.architecture)
+    if not cast and gemm == "dequantized":
+        return SchemeSpeeds("dequantized", {1: WIDENED, **_points(WEIGHT.name, least=512)}, None, WEIGHT.name)
+    instead = CHANNEL if cast else WEIGHT
+    own = _points(scheme.name) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
+    gemm = gemm if cast else "weight-only"
+    return SchemeSpeeds(gemm, _points(instead.name) | own, min(own, default=None), instead.name)
+
+
+def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
+    """Whether the GEMM of `scheme` takes eight-bit inputs, and its backend."""
+    place = ARCHITECTURES[architecture]
+    cast, backend = find_gemm(scheme_on(scheme, place), place)
+    return cast is not None, backend.name
+
+
+def _points(scheme: str, least: int = 0) -> dict[int, float]:
+    return {m: found[scheme] for m, found in measured_speeds().items() if scheme in found and m >= least}
+
+
+def weight_bytes(model: Architecture, scheme: Scheme | None) -> float:
+    """Bytes of the weights: the blocks' matrices packed, routers and all else in BF16."""
+    if scheme is None:
+        return 2.0 * model.parameters
+    packed = [(block.count * layer.copies, layer) for block in model.blocks for layer in packed_layers(block.layers)]
+    whole = 2.0 * (model.parameters - sum(count * layer.inputs * layer.outputs for count, layer in packed))
+    return whole + sum(count * _packed_bytes(layer, scheme) for count, layer in packed)
+
+
+def packed_layers(layers: tuple[Layer, ...]) -> list[Layer]:
+    return [layer for layer in layers if layer.group != "router"]
+
+
+def _packed_bytes(layer: Layer, scheme: Scheme) -> float:
+    """Bytes of one matrix with its scales."""
+    shape = layer.outputs, layer.inputs
+    scales = math.prod(scheme.weight.granularity.scale_shape(shape)) + scheme.static
+    return float(math.prod(shape) + scales * (1 if scheme.weight.scale == "e8m0" else 4))
+
+
+def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
+    """Why `scheme` cannot pack a layer of `model`, or has no kernel on `gpu`; "" if it can be served."""
+    if scheme is None:
+        return ""
+    if _gemm_on(scheme, gpu.architecture)[1] == "emulated":
+        return f"{gpu.name} has no kernel for the scheme {scheme.name}: give --scheme channel"
+    for layer in (each for block in model.blocks for each in packed_layers(block.layers)):
+        if reason := scheme.misfit(layer.outputs, layer.inputs):
+            return f"{model.name} has a layer that the scheme {scheme.name} cannot pack: {reason}"
+    return ""
