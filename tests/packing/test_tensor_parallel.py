@@ -88,7 +88,7 @@ def test_a_layer_that_nobody_knows() -> None:
 
 def test_pack_refuses_before_it_writes(tmp_path: Path) -> None:
     make_model(tmp_path / "source", "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1, head_dim=64)
-    with pytest.raises(ValueError, match="gate_proj.*over 2 devices gives each 192 rows.*--layer 'model.*=channel'"):
+    with pytest.raises(ValueError, match=r"gate_proj.*2 devices gives each 192 rows.*'\*.gate_proj=channel' --layer"):
         pack(tmp_path / "source", tmp_path / "out", scheme="block", tensor_parallel=[1, 2])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     pack(tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.mlp.*": "channel"}, tensor_parallel=[1, 2])

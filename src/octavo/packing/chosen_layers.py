@@ -10,6 +10,7 @@ from octavo.calibration.folder import load_calibration
 from octavo.hf.fused_groups import check_groups, groups
 from octavo.hf.source import Source
 from octavo.nn.selection import select_linears
+from octavo.packing.misfits import check_shapes
 from octavo.packing.options import PackOptions
 from octavo.packing.static_scales import StaticScales, calibrated_scales, given_scales, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
@@ -65,7 +66,9 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
         skipped |= dict.fromkeys(unscaled, "training left it in BF16")
         schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
     check_groups((layer.name for layer in linears), schemes)
-    _check_sizes(source, schemes, options.tensor_parallel)
+    shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
+    check_shapes(schemes | of_experts, shapes)
+    check_degrees(schemes, shapes, source.config, options.tensor_parallel)
     return ChosenLayers(schemes, skipped, static, of_experts)
 
 
@@ -106,8 +109,6 @@ def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int
             )
         if scheme is INT8:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-        if reason := scheme.misfit(*shapes[name]):
-            raise ValueError(f"{name}: {reason} (--layer '{name}=channel'), or leave the experts in BF16")
     stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
     for stack, parts in stacks.items():
         names = [part.removesuffix(".weight") for part in reversed(parts)]
@@ -142,15 +143,3 @@ def _static_scales(source: Source, schemes: Mapping[str, Scheme], options: PackO
     if source.recipe == "delayed" and options.calibration is None and options.kv_cache is None:
         return trained_scales(source, static)
     return calibrated_scales(options, source, static)
-
-
-def _check_sizes(source: Source, schemes: Mapping[str, Scheme], degrees: Sequence[int]) -> None:
-    sizes = {}
-    for name, scheme in schemes.items():
-        n, k = source.specs[f"{name}.weight"].shape
-        sizes[name] = n, k
-        if reason := scheme.misfit(n, k):
-            group = next(group for group in groups(schemes) if name in group)
-            options = " ".join(f"--layer '{layer}=channel'" for layer in group)
-            raise ValueError(f"{name}: {reason} ({options}), or leave it in BF16 (--skip)")
-    check_degrees(schemes, sizes, source.config, degrees)

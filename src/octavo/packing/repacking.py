@@ -154,7 +154,7 @@ def _target(
     for name, new in schemes.items():
         same = new.weight == packed.packing.schemes[name].weight
         if not same and (reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape)):
-            raise ValueError(f"{name}: {reason}")
+            raise ValueError(f"{name}: {reason}: convert to another scheme, such as channel")
         known = packed.packing.schemes[name].static if input_scales is None else name in input_scales
         if new.static and not known:
             raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.artifact.packed.scheme import Scheme
+from octavo.packing.misfits import check_reasons
 
 _BY_OUTPUT = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "query", "key", "value", "intermediate.dense",
@@ -23,7 +24,7 @@ _KEYS = ("k_proj", "v_proj")
 
 def check_degrees(
     schemes: Mapping[str, Scheme],
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
     degrees: Sequence[int],
 ) -> None:
@@ -35,7 +36,7 @@ def check_degrees(
         config: the model's config.json.
         degrees: numbers of devices, each at least 1.
 
-    The message names the layer, the degree and what to do instead.
+    The message names the layers, the degree and what to do instead.
     """
     for degree in degrees:
         if degree < 1:
@@ -48,8 +49,8 @@ def check_degrees(
             raise ValueError(
                 f"{kept} heads of keys and values neither divide over {degree} devices nor into them: {_others(kept)}"
             )
-        for name, scheme in schemes.items():
-            _check_layer(name, scheme, *sizes[name], degree, kept)
+        found = {name: _misfit(name, scheme, sizes[name], degree, kept) for name, scheme in schemes.items()}
+        check_reasons({name: reason for name, reason in found.items() if reason}, schemes, ", take a smaller degree")
 
 
 def _key_heads(config: Mapping[str, Any]) -> int | None:
@@ -61,20 +62,20 @@ def _others(count: int) -> str:
     return "take a degree of " + ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
 
 
-def _check_layer(name: str, scheme: Scheme, n: int, k: int, degree: int, kept: int | None) -> None:
+def _misfit(name: str, scheme: Scheme, size: tuple[int, ...], degree: int, kept: int | None) -> str:
+    """The reason why a layer cannot be split, or "". A ValueError if readers may split it in another way."""
     if degree == 1 or name.endswith(_WHOLE):
-        return
+        return ""
     by_output = name.endswith(_BY_OUTPUT)
     if not by_output and not name.endswith(_BY_INPUT):
         raise ValueError(
             f"{name}: how readers split this layer over {degree} devices is not known here: leave it in BF16 (--skip)"
         )
     parts = min(degree, kept) if kept is not None and name.endswith(_KEYS) else degree
-    size, what = (n, "rows") if by_output else (k, "columns")
+    axis = 0 if by_output else 1
     granularity = scheme.weight.granularity
     block = (granularity.rows if by_output else granularity.cols) or 1
-    if size % parts or (size // parts) % block:
-        raise ValueError(
-            f"{name}: [{n}, {k}] over {degree} devices gives each {size / parts:g} {what}, which are no whole "
-            f"blocks of {block} ({scheme.name}): --layer '{name}=channel', a smaller degree, or BF16 (--skip)"
-        )
+    if size[axis] % parts or (size[axis] // parts) % block:
+        each = f"{list(size)} over {degree} devices gives each {size[axis] / parts:g} {('rows', 'columns')[axis]}"
+        return f"{each}, which are no whole blocks of {block} ({scheme.name})"
+    return ""

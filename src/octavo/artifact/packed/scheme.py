@@ -66,7 +66,7 @@ class Scheme:
         """The reason why a weight [N, K] cannot be packed by this scheme, or ""."""
         rows, cols = self.weight.granularity.rows or 1, self.weight.granularity.cols or 1
         if n % rows or k % cols:
-            return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}: pack it by channel"
+            return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}"
         return ""
 
     def unreadable(self, n: int, k: int) -> str:
