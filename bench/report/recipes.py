@@ -144,8 +144,8 @@ def recipe_resolution(results: dict[str, Result]) -> str:
         return "One seed gives no interval: these runs resolve no gap."
     narrow = sum(width <= RESOLUTION for width in known.values())
     lines = [
-        f"The intervals of {narrow} of {len(known)} recipes are at most ±{RESOLUTION:.2%} wide; the widest is "
-        f"±{max(known.values()):.2%} (`{max(known, key=known.__getitem__)}`)."
+        f"The intervals of {narrow} of {len(known)} recipes reach at most {RESOLUTION:.2%} to each side; the widest "
+        f"reaches {max(known.values()):.2%} (`{max(known, key=known.__getitem__)}`)."
     ]
     above = [name for name in known if found["recipes"][name]["gap"]["interval"][0] > 0]
     below = [name for name in known if found["recipes"][name]["gap"]["interval"][1] < 0]

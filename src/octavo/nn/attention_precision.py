@@ -23,7 +23,7 @@ def use_fp8_attention(
 
     Args:
         model: a language model of `octavo.models` or of transformers.
-        shortest: tokens of a text from which on attention runs in E4M3; shorter texts are faster in BF16.
+        shortest: tokens of the shortest text whose attention runs in E4M3; shorter texts are faster in BF16.
         device: where the model will run; by default the device of its weights. A CPU computes the same in float32.
 
     Returns:

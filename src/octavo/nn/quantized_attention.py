@@ -19,7 +19,7 @@ from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 from octavo.ops.attention_fp8 import GRADIENT_TILE
 
 CAST = Cast(granularity=TENSOR)
-SHORTEST = 8192  # tokens of a text from which on both passes are faster than BF16, casts included
+SHORTEST = 8192  # tokens of a text: with fewer, both passes are faster in BF16, casts included
 HEADROOM = 4.0  # E4M3 is as dense in each binade, so that room costs little
 DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
@@ -29,7 +29,7 @@ class GradientScales(nn.Module):
 
     Args:
         device: of the scales.
-        shortest: tokens of a text from which on the attention runs in E4M3.
+        shortest: tokens of the shortest text whose attention runs in E4M3.
 
     Attributes:
         amax: float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the

@@ -19,7 +19,7 @@ from octavo.train.head_loss import linear_cross_entropy
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
-LARGE_VOCABULARY = 32768  # the size from which on "auto" takes chunks
+LARGE_VOCABULARY = 32768  # "auto" takes chunks for this size and larger ones
 
 
 def make_loss(config: Config, model: nn.Module) -> Loss:

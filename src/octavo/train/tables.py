@@ -31,7 +31,7 @@ class AttentionSettings:
     """The precision of the causal attention, forward and backward (`octavo.nn.use_fp8_attention`)."""
 
     precision: str = setting("bf16", "bf16, or fp8: long texts attend in E4M3 (extra cudnn)", choices=("bf16", "fp8"))
-    shortest: int = setting(8192, "tokens of a text from which on attention runs in FP8", POSITIVE)
+    shortest: int = setting(8192, "tokens of the shortest text whose attention runs in FP8", POSITIVE)
 
 
 @dataclass(frozen=True)
