@@ -33,6 +33,7 @@ from bench.report import (
     scaling,
     schemes,
     vision,
+    watch,
     weight_only,
 )
 from bench.report.aims import aims
@@ -42,7 +43,7 @@ from bench.report.tables import Result, load, machine, markdown
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = {
-    "performance": (generation, performance, parity, experts, weight_only, int8, compile_time, schemes),
+    "performance": (generation, performance, parity, experts, weight_only, int8, compile_time, schemes, watch),
     "accuracy": (accuracy, parity),
     "plan": (plan,),
     "gpus": (gpus,),
