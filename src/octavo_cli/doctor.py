@@ -60,7 +60,7 @@ def doctor_command(
       octavo doctor --gpu rtx4090
     """
     from octavo.device import choose_device
-    from octavo.nn.backends import choose_recipe
+    from octavo.nn.backends import choose_recipe, find_fix
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
@@ -70,6 +70,7 @@ def doctor_command(
     place, report = (device, this_machine(device)) if not gpu else other_machine(gpu)
     chosen = {found.name: found for each in recipe or RECIPES for found in [choose_recipe(each, place)]}
     report |= {"recipes": backends(chosen, place), "schemes": scheme_backends(place)}
+    report["fixes"] = {name: fix for name, each in chosen.items() if (fix := find_fix(each, place))}
     if measure:
         report |= measure_gemms(chosen, device)
     if measure_layers:
@@ -90,7 +91,11 @@ def _print(report: dict[str, Any]) -> None:
     print_table(("recipe", "y", "dx", "dw", "why"), rows, prose=["why"])
     packed = [(scheme, gemm["name"], gemm["reason"]) for scheme, gemm in report["schemes"].items()]
     print_table(("scheme", "GEMM", "why"), packed, prose=["why"])
-    if {gemm["name"] for gemms in report["recipes"].values() for gemm in gemms.values()} <= {"bf16", "none"}:
+    for fix in dict.fromkeys(report["fixes"].values()):
+        names = ", ".join(name for name, each in report["fixes"].items() if each == fix)
+        say(f"{names}: no GEMM here. Fix: {fix}")
+    none = {name for name, gemms in report["recipes"].items() if "none" in {gemm["name"] for gemm in gemms.values()}}
+    if none - report["fixes"].keys():
         say(
             "no FP8 GEMM here: train in BF16, or study FP8 with emulate=True, which computes in float32. Packed "
             "folders run weight-only: weights in FP8, products in BF16"

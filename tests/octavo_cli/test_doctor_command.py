@@ -142,6 +142,22 @@ def test_an_ampere_trains_in_bf16_and_serves_weights_in_eight_bits(octavo):
     assert {scheme["name"] for scheme in report["schemes"].values()} == {"weight-only, triton"}
 
 
+def test_a_recipe_that_does_not_run_has_a_fix(octavo, tmp_path):
+    mine = tmp_path / "mine.json"
+    mine.write_text(octavo("recipe", "rowwise")[1])
+    code, out, _ = octavo("doctor", "--gpu", "mi300x", "--recipe", mine)
+    assert code == 0
+    assert "mine: no GEMM here. Fix: write the formats e4m3fnuz and e5m2fnuz in the recipe's file" in out
+    assert "no FP8 GEMM here" not in out
+    mine.write_text(mine.read_text().replace("e4m3", "e4m3fnuz"))
+    assert json.loads(octavo("doctor", "--gpu", "mi300x", "--recipe", mine, "--json")[1])["fixes"] == {}
+    fixes = json.loads(octavo("doctor", "--gpu", "h100", "--recipe", mine, "--json")[1])["fixes"]
+    assert fixes["mine"].startswith("write the formats e4m3 and e5m2 in")
+    out = octavo("doctor", "--gpu", "mi300x", "--recipe", "blockwise")[1]
+    assert "blockwise_fnuz: no GEMM here. Fix: take the recipe rowwise" in out
+    assert "no FP8 GEMM here" not in octavo("doctor", "--gpu", "h100", "--recipe", "bf16")[1]
+
+
 def test_only_the_gpu_of_this_machine_is_timed(octavo):
     code, _, err = octavo("doctor", "--gpu", "rtx4090", "--measure")
     assert (code, "leave --gpu out" in err) == (1, True)

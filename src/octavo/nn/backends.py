@@ -49,6 +49,21 @@ def in_formats_of(place: Place, recipe: Recipe) -> Recipe:
     return fnuz(recipe) if recipe.quantized and takes_fnuz(place) else recipe
 
 
+def find_fix(recipe: Recipe, place: Place) -> str:
+    """The change after which a recipe runs in FP8 at `place`; "" if it runs, or if no recipe does."""
+    if _runs(recipe, place):
+        return ""
+    try:
+        best = pick_recipe(place)
+    except ValueError:
+        return ""
+    if takes_fnuz(place) and not _has_fnuz(recipe) and _runs(fnuz(recipe), place):
+        return "write the formats e4m3fnuz and e5m2fnuz in the recipe's file, in place of e4m3 and e5m2"
+    if _has_fnuz(recipe) and not takes_fnuz(place):
+        return "write the formats e4m3 and e5m2 in the recipe's file, in place of e4m3fnuz and e5m2fnuz"
+    return f"take the recipe {best.name.removesuffix('_fnuz')}"
+
+
 def pick_recipe(place: Place) -> Recipe:
     """`rowwise` if the GPU has its GEMMs, else `tensorwise`; on an MI300 in FNUZ formats.
 
@@ -56,10 +71,19 @@ def pick_recipe(place: Place) -> Recipe:
         ValueError: a GPU that has the GEMMs of neither.
     """
     for recipe in (in_formats_of(place, rowwise()), in_formats_of(place, tensorwise())):
-        if all(backend.name != "none" for backend in gemm_backends(recipe, place).values()):
+        if _runs(recipe, place):
             return recipe
     gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     raise ValueError(
         f"{gpu.name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
         "MI300 or MI350 of AMD; train in BF16 here"
     )
+
+
+def _runs(recipe: Recipe, place: Place) -> bool:
+    return all(backend.name != "none" for backend in gemm_backends(recipe, place).values())
+
+
+def _has_fnuz(recipe: Recipe) -> bool:
+    casts = [cast for gemm in (recipe.y, recipe.dx, recipe.dw) if gemm is not None for cast in (gemm.a, gemm.b)]
+    return any(cast.format.endswith("fnuz") for cast in casts)
