@@ -9,7 +9,7 @@ import typer
 
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import Device, Out
+from octavo_cli.options import Device, Out, Step
 
 if TYPE_CHECKING:
     from octavo.calibration.folder import Calibration
@@ -19,7 +19,7 @@ _ROWS = 10
 
 def calibrate_command(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, with safetensors and a tokenizer.")
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train.")
     ],
     out: Out,
     data: Annotated[list[str], typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")],
@@ -28,6 +28,7 @@ def calibrate_command(
     batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts that run at once.")] = 8,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the choice of prompts.")] = 0,
+    step: Step = None,
 ) -> None:
     """Measure the tensors of a model while it runs on text.
 
@@ -46,7 +47,9 @@ def calibrate_command(
 
     prompts = PromptOptions(samples, context, batch, seed)
     with progress("reading model and prompts") as advance:
-        found = calibrate(model, data, out, prompts=prompts, device=device, progress=advance, on_read=print_reading)
+        found = calibrate(
+            model, data, out, prompts=prompts, device=device, step=step, progress=advance, on_read=print_reading
+        )
     say(f"calibrated {model} into {out}")
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
     sites = plural(len(found.sites), "site")

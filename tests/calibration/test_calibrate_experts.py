@@ -104,7 +104,7 @@ def test_static_experts_run_and_verify(unreached, tmp_path):
 
 
 def test_static_experts_are_not_packed_without_a_calibration(unreached, tmp_path):
-    with pytest.raises(ValueError, match="the scheme static stores scales of inputs: give --calibration"):
+    with pytest.raises(ValueError, match="those of experts come from a calibration alone: give --calibration"):
         pack(unreached[0], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})
 
 

@@ -252,8 +252,7 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
         (["inspect", "fp8"], "fp8 is a run of octavo train, not a packed folder"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
-        (["calibrate", "fp8", "calibrated", "--data", "text.txt"], "is a run of octavo train, which cannot be calibr"),
-        (["pack", "bf16", "static", "--scheme", "static"], "only after training with the recipe delayed"),
+        (["pack", "bf16", "static", "--scheme", "static"], "give --calibration, made by octavo calibrate"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -211,7 +211,7 @@ def test_states_that_give_no_scale(runs: dict[tuple[str, str], Path], tmp_path: 
 
 
 def test_a_run_of_another_recipe_has_no_static_scales(runs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stores scales of inputs. A run .* delayed, .*--freeze 64 --data TEXT"):
+    with pytest.raises(ValueError, match="stores scales of inputs: give --calibration, .*--freeze 64 --data TEXT"):
         pack(runs["llama", "tensorwise"], tmp_path / "out", scheme="static")
 
 

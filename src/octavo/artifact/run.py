@@ -113,3 +113,22 @@ def refuse_run(folder: Path) -> None:
             f"{folder} is {kind}, not a packed folder: octavo pack {run} PACKED makes one of it, and octavo report "
             f"{run} shows what FP8 did in the run"
         )
+
+
+def find_model(path: Path, step: int | None = None) -> tuple[Path, Path]:
+    """The folder that describes a model, and the one with its files of tensors: the same, unless `path` is a run.
+
+    Args:
+        path: a run, or a model folder.
+        step: the checkpoint of a run; None takes the newest.
+
+    Raises:
+        ArtifactError: the run lacks that checkpoint.
+        ValueError: a step was asked for, and the folder is no run.
+    """
+    run = RunFolder(path)
+    if run.has_model:
+        return run.model, run.chosen(step)
+    if step is not None:
+        raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
+    return path, path

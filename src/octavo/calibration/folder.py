@@ -169,22 +169,25 @@ def load_calibration(folder: Path, source: Source) -> Calibration:
 
     Raises:
         FileNotFoundError, ArtifactError: a file is missing or damaged.
-        ValueError: the calibration is of another model, or the source is a run: a run cannot be calibrated.
+        ValueError: the calibration is of another model, or of another checkpoint of a run.
     """
     found = Calibration.load(folder)
-    if source.recipe:
-        raise ValueError(
-            f"{source.origin} is of a run of octavo train, which cannot be calibrated: leave --calibration out"
-        )
-    if found.model_hash != hash_model(source.origin):
+    if found.model_hash != hash_model(source.origin, source.description):
         raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
     return found
 
 
-def hash_model(folder: Path) -> str:
-    """SHA-256, in hexadecimal, of config.json and of every safetensors file of a model, by name and content."""
+def hash_model(folder: Path, description: Path | None = None) -> str:
+    """SHA-256, in hexadecimal, of the config.json and of every safetensors file of a model, by name and content.
+
+    Args:
+        folder: with the safetensors files. Of the checkpoint of a run, those of the weights count.
+        description: the folder with the config.json; None if it is the same.
+    """
+    described = description or folder
+    files = "*.safetensors" if described == folder else "model*.safetensors"
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [described / "config.json", *sorted(folder.glob(files))]:
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.artifact.atomic_folder import check_absent, locked_folder
 from octavo.artifact.files import ArtifactError
+from octavo.artifact.run import find_model
 from octavo.calibration.folder import Calibration, hash_model
 from octavo.calibration.observer import Observed, Observer, check_seen
 from octavo.calibration.workdir import CalibrationWorkdir
@@ -37,17 +38,19 @@ def calibrate(
     *,
     prompts: PromptOptions = PromptOptions(samples=256, context=2048),
     device: str = "cpu",
+    step: int | None = None,
     progress: Progress = no_progress,
     on_read: OnRead | None = None,
 ) -> Calibration:
     """Run a model on text in BF16, block by block, and write the statistics of its tensors.
 
     Args:
-        model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer.
+        model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer, or a run of `octavo train`.
         data: sources of text, see `octavo.text.read_text`.
         out: the folder to make. `.OUT.calibrating` beside it holds the work until then.
         prompts: which prompts are taken from `data`; 128 to 512 samples are usual.
         device: where a block runs.
+        step: the checkpoint of a run. None takes the newest.
         progress: called at the start and after each part (`octavo.progress`).
         on_read: called with the report of the text that was read, before anything runs.
 
@@ -56,20 +59,22 @@ def calibrate(
         FileNotFoundError, ArtifactError: the model's folder is not whole, or is not supported; or the work folder is of
             another model, data or settings.
         DataError: an error of the data.
-        ValueError: a device that is not there, a layer that saw no token, or a site with inf or NaN.
+        ValueError: a device that is not there, a step of a folder that is no run, a layer that saw no token, or a site
+            with inf or NaN.
         WriteError: the disk refused. The finished parts stay, and the same call resumes after them.
     """
     check_absent(out)
     place = choose_device(device)
-    parts = BlockModel(model, place)
+    described, stored = find_model(model, step)
+    parts = BlockModel(described, place, stored)
     vocabulary = parts.model.get_input_embeddings().num_embeddings
-    chosen = open_prompts(data, model, prompts, context=parts.context, vocabulary=vocabulary, on_read=on_read)
+    chosen = open_prompts(data, described, prompts, context=parts.context, vocabulary=vocabulary, on_read=on_read)
     settings: dict[str, Any] = {
         "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
         "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,
     }  # fmt: skip
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
-    model_hash = hash_model(model)
+    model_hash = hash_model(stored, described)
     workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating", chosen.tokens)
     with locked_folder(workdir.path):
         workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
-from octavo.artifact.run import RunFolder
 from octavo.hf.expert_names import expert_matrices
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import open_tensors
@@ -34,10 +33,6 @@ Looking = Callable[[], AbstractContextManager[None]]
 
 def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     where = folder / "config.json"
-    if RunFolder(folder).has_model:
-        raise ArtifactError(
-            f"{folder} is a run of octavo train, which cannot be calibrated: give a Hugging Face folder"
-        )
     if config.get("quantization_config"):
         raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")
     meta_model = transformers_meta_model(config, folder)
@@ -82,7 +77,13 @@ class _Stop(Exception):  # noqa: N818, it is no error
 
 
 class BlockModel:
-    """The model in `folder`, run in parts on `device`, all of them within a `loaded_frame` block.
+    """The model that `folder` describes, run in parts on `device`, all of them within a `loaded_frame` block.
+
+    Args:
+        folder: with a config.json.
+        device: where a part runs.
+        stored: the folder with the files of tensors; None if it is the same. The checkpoint of a run of octavo train
+            holds stacks of experts whole.
 
     Attributes:
         model: on the meta device, except the weights that are loaded.
@@ -97,7 +98,7 @@ class BlockModel:
         ImportError: transformers is not installed.
     """
 
-    def __init__(self, folder: Path, device: str | torch.device) -> None:
+    def __init__(self, folder: Path, device: str | torch.device, stored: Path | None = None) -> None:
         config = read_json(folder / "config.json")
         meta_model = _meta_model(config, folder)
         self.model = cast(Any, meta_model.model)
@@ -105,7 +106,8 @@ class BlockModel:
         self.context = meta_model.context
         self.device = torch.device(device)
         files = meta_model.experts
-        self._files = open_tensors(folder, config) if files is None else ExpertReader(folder, files)
+        where = stored or folder
+        self._files = open_tensors(where, config) if files is None else ExpertReader(where, files)
         [stack] = _stacks(self.model)
         modules: Any = self.model.get_submodule(stack)
         self._modules: list[Any] = list(modules)

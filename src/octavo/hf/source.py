@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
 from octavo.artifact.numbers import failing, is_finite
-from octavo.artifact.run import RunFolder
+from octavo.artifact.run import RunFolder, find_model
 from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
@@ -120,10 +120,9 @@ def open_source(path: Path, step: int | None = None) -> Source:
             f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
         )
     config = read_json(path / "config.json")  # of a run: the settings of its training
-    if RunFolder(path).has_model:
-        return _run(path, config, step)
-    if step is not None:
-        raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
+    described, checkpoint = find_model(path, step)
+    if described != path:
+        return _run(RunFolder(path), config, checkpoint)
     if "quantization_config" in config:
         raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
     meta_model = transformers_meta_model(config, path)
@@ -137,9 +136,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     return Source(path, path, meta_model, "", (), reader, left_out)
 
 
-def _run(path: Path, settings: Mapping[str, Any], step: int | None) -> Source:
-    folder = RunFolder(path)
-    checkpoint = folder.chosen(step)
+def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> Source:
     config = read_json(folder.model / "config.json")
     meta_model = _meta_model(folder.model, config, settings)
     reader = open_tensors(checkpoint, config)

@@ -57,7 +57,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
         )
     chosen = _schemes([*names, *experts], default, options.layers)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
-    _check_experts(of_experts, experts, source)
+    _check_experts(of_experts, experts, source, options)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
     static = _static_scales(source, chosen, options)
     skipped = promoted | {layer.name: layer.reason for layer in linears if layer.reason}
@@ -100,12 +100,15 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _check_experts(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source) -> None:
+def _check_experts(
+    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source, options: PackOptions
+) -> None:
     for name, scheme in schemes.items():
-        if scheme.static and source.recipe:
+        if scheme.static and (options.calibration is None or options.input_scales is not None):
             raise ValueError(
-                f"{name}: the scheme {scheme.name} stores the scale of an input, and a run has none for its experts: "
-                "pack them by channel (--layer '*.experts.*=channel')"
+                f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
+                "calibration alone: give --calibration, made by octavo calibrate, or pack experts by channel "
+                "(--layer '*.experts.*=channel')"
             )
         if scheme is INT8:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")

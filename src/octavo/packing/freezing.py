@@ -18,10 +18,11 @@ from octavo.device import choose_device
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
 from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import is_language_model
-from octavo.hf.source import open_source
+from octavo.hf.source import Source, open_source
 from octavo.nn import select_linears
 from octavo.nn.scale_learning import observe_inputs
 from octavo.numerics import scale_from_amax
+from octavo.packing.chosen_layers import choose_layers
 from octavo.packing.options import PackOptions
 from octavo.packing.pipeline import pack_source
 from octavo.packing.repacking import Repacked, convert_layout
@@ -66,6 +67,7 @@ def pack_frozen(
             "leave --freeze out"
         )
     place, opened = choose_device(device), open_source(source, step)
+    _check_options(opened, options)
     context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
     chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)
     model = opened.fill_bf16(place).eval()
@@ -76,6 +78,13 @@ def pack_frozen(
     del model
     options = replace(options, input_scales=scales)
     return pack_source(opened, out, options, progress, {"warm_up": _record(chosen, prompts)})
+
+
+def _check_options(source: Source, options: PackOptions) -> None:
+    """Raise the errors of `choose_layers` before the model runs, whatever scales it will find."""
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip))
+    scales = {linear.name: torch.ones(1) for linear in linears if not linear.reason}
+    choose_layers(source, replace(options, input_scales=scales, calibration=None, rule=None, kv_cache=None))
 
 
 def freeze_folder(

@@ -44,19 +44,15 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
 
     Raises:
         FileNotFoundError, ArtifactError: the calibration is not whole.
-        ValueError: no calibration is given, it is of another model (a run cannot be calibrated), or it lacks a layer.
+        ValueError: no calibration is given, it is of another model, or it lacks a layer.
     """
     folder, rule = options.calibration, options.rule or "amax"
     if folder is None:
         stored = (
             "the scheme static stores scales of inputs" if layers else "--kv-cache stores scales of keys and values"
         )
-        if source.recipe:
-            raise ValueError(
-                f"{stored}. A run has scales of inputs only after training with the recipe delayed, and none of keys "
-                "and values: " + ("find them with --freeze 64 --data TEXT" if layers else "pack without --kv-cache")
-            )
-        raise ValueError(f"{stored}: give --calibration, made by octavo calibrate")
+        freeze = ", or find them with --freeze 64 --data TEXT" if layers else ""
+        raise ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
     calibration = load_calibration(folder, source)
     if missing := [name for name in layers if name not in calibration.layers]:
         raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
