@@ -59,6 +59,22 @@ def test_the_gemm_gives_the_bytes_of_the_reference(m, n, k):
     assert_same(y, exact + residual.float())  # the product by the scales is rounded before the sum
 
 
+@pytest.mark.parametrize("m", [65, 1000, 4097])
+def test_sums_of_many_rows_are_scaled_in_parts(m, monkeypatch):
+    from octavo.int8 import kernel
+
+    monkeypatch.setattr(kernel, "MAX_SUMS", 512 * 1024)
+    torch.manual_seed(m)
+    a, b = quantize(torch.randn(m, 256), INT8), quantize(torch.randn(1024, 256), INT8)
+    assert kernel.uses_cublas(m, 1024, 256)
+    operands = a.data.cuda(), a.scale.cuda(), b.data.cuda(), b.scale.cuda()
+    bias, residual = torch.randn(1024), torch.randn(m, 1024).bfloat16()
+    poison()
+    y = kernel.int8_mm(*operands, bias.cuda(), residual.cuda(), torch.bfloat16)
+    exact = int8_mm_reference(a.data, a.scale, b.data, b.scale)
+    assert_same(y, (exact + bias).bfloat16() + residual)
+
+
 def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
     from octavo.int8 import kernel
 

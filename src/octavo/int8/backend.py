@@ -1,6 +1,7 @@
 """The choice of the implementation that an INT8 GEMM runs on.
 
-triton        our kernel, on the INT8 tensor cores of NVIDIA GPUs from Ampere (8.0) on
+triton        our kernels, on the INT8 tensor cores of NVIDIA GPUs from Ampere (8.0) on; from 65 rows on cuBLASLt makes
+              the sums, and our kernel scales them
 emulated      the reference, in float64: a CPU, and a GPU for which there is no kernel here
 """
 

@@ -5,6 +5,9 @@
 The tensor cores multiply int8 and add in int32. If y has too few tiles for the multiprocessors, K is split (split-K),
 and a second launch adds the partial sums. These are integers, so their order does not matter.
 
+From 65 rows on cuBLASLt makes the sums, by `torch._int_mm`, and the second launch scales them: our tiles took 1.8 times
+as long for 512 rows and 4 times as long for 8,192 (H200, bench.gpu.int8). The sums fill a buffer of at most 256 MB.
+
 For a small M the rows of a tile are those of b, since a tensor-core instruction needs at least 64 rows on Hopper, and
 M is padded to 16 columns.
 """
@@ -27,6 +30,7 @@ from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory
 
 MAX_SMALL_M = 64  # up to it, the rows of a tile are those of b
+MAX_SUMS = 1 << 26  # int32 sums of cuBLASLt that are scaled at once
 GROUP_M = 8  # rows of tiles that run together, so that they read the same part of b from the L2 cache
 
 
@@ -58,6 +62,9 @@ def int8_mm(
     if y.numel() == 0 or k == 0:
         y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
         return y if residual is None else y + residual
+    if tiling is None and uses_cublas(m, n, k):
+        _scale_sums(a, scale_a, b, scale_b, bias, residual, y)
+        return y
     block_m, block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, a.device)
     k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
     split_k = cdiv(k, k_per_split)
@@ -68,11 +75,39 @@ def int8_mm(
         ROWS_OF_B=m <= MAX_SMALL_M, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if partials is not None:
-        launcher(_combine_kernel, (m, cdiv(n, COMBINE_BLOCK_N)))(  # CUDA takes at most 65,535 in y
-            partials, scale_a, scale_b, bias, residual, y, m, n,
-            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, num_warps=4,
-        )  # fmt: skip
+        _combine(partials, scale_a, scale_b, bias, residual, y)
     return y
+
+
+def uses_cublas(m: int, n: int, k: int) -> bool:
+    """Whether cuBLASLt makes the sums: for many rows, of sizes that it takes."""
+    return m > MAX_SMALL_M and n % 8 == 0 and k % 16 == 0
+
+
+def _scale_sums(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor
+) -> None:
+    """Fill y [M, N] in parts of rows, so that the int32 sums of all rows are never there at once."""
+    m, n = y.shape
+    rows = max(MAX_SUMS // n // 256 * 256, 256)
+    parts = cdiv(m, rows)
+    rows = cdiv(m, parts)  # of equal size: torch._int_mm takes no fewer than 17 rows
+    for start in range(0, m, rows):
+        part = slice(start, start + rows)
+        sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
+        added = None if residual is None else residual[part]
+        _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])
+
+
+def _combine(
+    partials: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor
+) -> None:
+    """Add the partial sums [SPLIT_K, M, N] and scale them, into y [M, N]."""
+    split_k, m, n = partials.shape
+    launcher(_combine_kernel, (m, cdiv(n, COMBINE_BLOCK_N)))(  # CUDA takes at most 65,535 in y
+        partials, scale_a, scale_b, bias, residual, y, m, n,
+        SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, num_warps=4,
+    )  # fmt: skip
 
 
 @cache
