@@ -152,6 +152,15 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
     return row | {"peak_bytes": found["peak_bytes"], "seconds": seconds, "errors": errors}
 
 
+def planned_again(row: Row) -> Row:
+    """A row of results with the figures of the plan as it is now, which may not be those of the day of the run."""
+    for gpus, settings in CONFIGURATIONS:
+        if (gpus, settings["recipe"], settings[MODE]) == (row["gpus"], row["recipe"], row["checkpointing"]):
+            found = row if "error" in row else {"peak_bytes": row["peak_bytes"], "seconds": [row["seconds"]]}
+            return compared(CONFIG.change(**settings), gpus, known_gpus()[row["gpu"]], found)
+    raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
+
+
 def line(row: Row) -> str:
     where = f"{row['recipe']:8} {row['checkpointing']:9} {row['gpus']} GPU"
     if "error" in row:

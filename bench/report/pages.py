@@ -61,11 +61,11 @@ MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!
 
 def main() -> None:
     results = load()
+    schemes.ship(results)  # before the pages: the plan reads what the package ships
+    attention.ship(results)
     for name in pages(results):
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     plots.draw(results, ROOT / "docs" / "performance")
-    schemes.ship(results)
-    attention.ship(results)
     readme = ROOT / "README.md"
     readme.write_text(with_gains(readme.read_text(), results))
 

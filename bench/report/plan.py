@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, FUSED
+from bench.gpu.plan import planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.scaling import rows_of, runs
 from bench.report.tables import Result, Row
@@ -116,7 +117,7 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 
 def configurations(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, which nothing was fitted to."""
-    for row in results.get("gpu_plan", {}).get("rows", []):
+    for row in map(planned_again, results.get("gpu_plan", {}).get("rows", [])):
         first = {"GPUs": str(row["gpus"]), "recipe": row["recipe"], "checkpointing": row["checkpointing"]}
         if "error" in row:
             yield first | {"error": row["error"]}

@@ -36,6 +36,19 @@ def test_one_process_writes_what_the_line_shows(tmp_path: Path) -> None:
     assert "rowwise  none      1 GPU" in plan.line(one)
 
 
+def test_the_plan_is_within_its_aims_of_what_was_measured() -> None:
+    rows = json.loads((Path(plan.__file__).parents[1] / "results/gpu_plan.json").read_text())["rows"]
+    found = [plan.planned_again(row) for row in rows]
+    assert len(found) == len(plan.CONFIGURATIONS)
+    for row in found:
+        assert all(abs(error) <= plan.AIMS[name] for name, error in row["errors"].items()), plan.line(row)
+
+
+def test_a_row_of_another_configuration_is_refused() -> None:
+    with pytest.raises(ValueError, match="no configuration"):
+        plan.planned_again({"recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
+
+
 def test_the_six_configurations() -> None:
     assert len(plan.CONFIGURATIONS) == 6
     for gpus, settings in plan.CONFIGURATIONS:

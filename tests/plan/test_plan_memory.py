@@ -9,7 +9,7 @@ from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.plan.cases import Case
 from octavo.plan.families import describe_architecture
 from octavo.plan.hardware import find_gpu
-from octavo.plan.memory import Memory, plan_memory
+from octavo.plan.memory import Memory, buffer_bytes, plan_memory
 from octavo.plan.setup import make_setup
 from octavo.train.blocks import prepare_blocks
 from octavo.train.config import Config
@@ -69,6 +69,17 @@ def test_gpus_share_the_states():
     assert one.buffers == 0
     assert eight.buffers > 0
     assert one.activations == eight.activations  # one sequence a GPU
+
+
+def test_one_block_is_reduced_while_the_next_one_computes():
+    """At the end of the backward pass: two gathered blocks, the gathered root, and one reduction in FP32."""
+    setup = Case("llama-3-8b", gpus=8).training().setup
+    block = setup.model.blocks[0]
+    outside = 4 * (setup.model.parameters - 32 * block.parameters)
+    narrow = block.weights + 4 * (block.parameters - block.weights)
+    at_start, at_end = (buffer_bytes(setup, block, start=start) for start in (True, False))
+    assert at_start == 2 * narrow + outside
+    assert at_end - at_start == 4 * block.parameters
 
 
 def test_replicas_share_nothing():

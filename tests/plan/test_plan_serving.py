@@ -60,7 +60,7 @@ def test_the_measured_decoding_steps_on_an_h200(scheme, mode):
 @pytest.mark.parametrize(("scheme", "mode"), [("bf16", "bf16, compile"), ("channel", "ours, compile")])
 def test_the_measured_prompt(scheme, mode):
     found = MEASURED["prefill"]["ms"][mode]["median"]
-    assert 1e3 * serve(scheme, 1, 8192).prefill_seconds == pytest.approx(found, rel=0.05)
+    assert 1e3 * serve(scheme, 1, 8192).prefill_seconds == pytest.approx(found, rel=0.1)
 
 
 def test_the_measured_gain_of_prompts_that_attend_in_fp8():

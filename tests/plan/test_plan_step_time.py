@@ -12,7 +12,8 @@ from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture
 from octavo.plan.rates import layer_speedup, linear_seconds
 from octavo.plan.setup import make_setup
-from octavo.plan.step_time import StepTime, plan_step
+from octavo.plan.step_time import StepTime, block_products, plan_step, traffic_bytes
+from octavo.plan.training import TrainingPlan
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 
@@ -56,12 +57,38 @@ def test_micro_batches_repeat_all_but_the_optimizer():
     assert four.optimizer == one.optimizer
 
 
-def test_checkpointing_computes_the_forward_pass_again():
-    full, some, none = (step("--activation-checkpointing.mode", mode) for mode in ("full", "selective", "none"))
-    assert none.recomputation == 0
-    forward = full.linear_layers / 3 + full.attention / 4 + full.memory / 3
-    assert full.recomputation == pytest.approx(forward)
-    assert 0 < some.recomputation < full.recomputation
+def forward_seconds(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
+    """Seconds of the forward GEMMs of these layers, in all blocks."""
+    setup, block = plan.setup, plan.setup.model.blocks[0]
+    products = [each for each in block_products(setup, block) if each.layer in layers]
+    return block.count * sum(linear_seconds(setup.gpu, setup.recipe, each.shape) for each in products) / 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "layers", "attention"), [("full", ("qkv", "o", "up"), 1 / 4), ("selective", ("o",), 0.0)]
+)
+def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention):
+    """All GEMMs, or every second one, but the last, whose output no gradient reads."""
+    plan = Case("llama-3-8b", ("--activation-checkpointing.mode", mode), "h100").training()
+    time, block = plan.time, plan.setup.model.blocks[0]
+    _, forward_bytes = traffic_bytes(plan.setup, block)
+    traffic = block.count * forward_bytes * plan.setup.tokens / plan.setup.gpu.copy_rate
+    expected = forward_seconds(plan, layers) + attention * time.attention + traffic
+    assert time.recomputation == pytest.approx(expected)
+    assert traffic < 0.45 * time.memory
+    assert step().recomputation == 0
+
+
+def test_eager_converted_layers_compute_their_outputs_again_too():
+    settings = ("--activation-checkpointing.mode", "full")
+    compiled, eager = step(*settings), step(*settings, "--no-compile.blocks")
+    assert eager.recomputation > 1.1 * compiled.recomputation
+
+
+def test_gathers_are_not_copied_again_for_the_recomputation():
+    one, two = (step("--activation-checkpointing.mode", "full", "--batch", str(n), gpus=n) for n in (1, 2))
+    assert two.memory > 1.1 * one.memory
+    assert two.recomputation == pytest.approx(one.recomputation)
 
 
 def test_attention_grows_with_the_square_of_the_context():

@@ -5,7 +5,8 @@ Two moments can be the peak. At the start of the backward pass all activations a
 
     states        weights, FP8 copies, gradients, moments (`octavo.plan.states`)
     activations   what all blocks save (`octavo.plan.activations`)
-    block         the temporary tensors of one block's backward pass, and what it computes again
+    block         the temporary tensors of one block's backward pass, and what it computes again; or, when these are
+                  gone, its gradients before FSDP2 reduces them
     head          the logits, or those of a chunk
     buffers       the weights that FSDP2 has gathered, and the gradients that it reduces
 
@@ -72,7 +73,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
         gradients=on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         optimizer=on_gpu * states.moments,
         activations=saved if start else first,
-        block=0.0 if in_head else passing,
+        block=0.0 if in_head else passing if start else max(passing, _unreduced_bytes(setup, largest)),
         head=loss if in_head else 0.0,
         buffers=buffer_bytes(setup, largest, start=start),
         offloaded=own * (states.total - states.copies) if states.offloaded else 0.0,
@@ -143,13 +144,17 @@ def head_bytes(setup: Setup) -> float:
     return stream + 10 * vocabulary * chunk + BF16 * vocabulary * model.width
 
 
+def _unreduced_bytes(setup: Setup, block: Block) -> float:
+    """The gradients of a block under FSDP2, before they are copied into the buffer of the reduction."""
+    return setup.gathered_bytes[1] * block.parameters / setup.degrees.tp if setup.sharded else 0.0
+
+
 def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
-    """The buffers of FSDP2: two gathered blocks, the gathered root, and from the second block on its gradients."""
+    """The buffers of FSDP2: two gathered blocks, the gathered root, and the FP32 gradients that are being reduced."""
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes
     gathered = narrow * block.weights + wide * (block.parameters - block.weights)
     root = wide * setup.model.outside
-    # unsharded gradients, and the FP32 buffer of the reduce-scatter; a block's activations have been freed by then
-    reduced = 0.0 if start else 2 * 4.0 * block.parameters
+    reduced = 0.0 if start else 4.0 * block.parameters  # of the block before, until this block's are reduced
     return (2 * gathered + root + reduced) / setup.degrees.tp

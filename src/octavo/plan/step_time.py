@@ -5,7 +5,8 @@ attention       7 T S H FLOPs for S tokens before each of T (half of that if it 
                 that time over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
 memory          bytes that norms, rotary positions, activations and residual sums move, at the rate of a copy
-recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved
+recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
+                output of a block's last GEMM is no input of any gradient, and is not computed again
 optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
 communication   what FSDP2 and tensor parallelism cannot hide (`octavo.plan.communication`)
 """
@@ -75,17 +76,22 @@ def plan_step(setup: Setup, network: float) -> StepTime:
 
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
-    linear = _linear_seconds(setup, block)
-    attention, forward = _attention_seconds(setup, block)
-    moved = traffic_bytes(setup, block) * setup.tokens + copied_bytes(setup, block.weights, block.parameters)
-    memory = moved / setup.degrees.tp / setup.gpu.copy_rate
+    attention, attention_forward = _attention_seconds(setup, block)
+    traffic, traffic_forward = traffic_bytes(setup, block)
+    moved = traffic * setup.tokens + copied_bytes(setup, block.weights, block.parameters)
+    rate = setup.degrees.tp * setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0
+    if mode != "none":
+        again = _products_again(setup, block) + traffic_forward * setup.tokens / rate
     if mode == "full":
-        again = linear / 3 + forward + memory / 3
-    elif mode == "selective":
-        again = linear / 6 + memory / 3
-    return {"linear_layers": linear, "attention": attention, "memory": memory, "recomputation": again}
+        again += attention_forward
+    return {
+        "linear_layers": _linear_seconds(setup, block),
+        "attention": attention,
+        "memory": moved / rate,
+        "recomputation": again,
+    }
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,14 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
 
 
 def _linear_seconds(setup: Setup, block: Block) -> float:
-    baseline = Recipe("bf16")
-    products = sum(
-        each.count * linear_seconds(setup.gpu, setup.recipe if each.quantized else baseline, each.shape)
-        for each in block_products(setup, block)
-    )
-    return products + _cast_seconds(setup, block)
+    times = 1 if setup.recipe.quantized or setup.config.compile.blocks else 2
+    products = sum(_product_seconds(setup, each) for each in block_products(setup, block))
+    return products + times * _cast_seconds(setup, block)
+
+
+def _product_seconds(setup: Setup, product: Product) -> float:
+    recipe = setup.recipe if product.quantized else Recipe("bf16")
+    return product.count * linear_seconds(setup.gpu, recipe, product.shape)
 
 
 def _cast_seconds(setup: Setup, block: Block) -> float:
@@ -128,8 +136,21 @@ def _cast_seconds(setup: Setup, block: Block) -> float:
     if setup.residual == 2:
         return 0.0
     moved = 2.0 if setup.recipe.quantized else 6.0
-    times = 1 if setup.recipe.quantized else (1 if setup.config.compile.blocks else 2)
-    return times * moved * block.weights / setup.degrees.tp / setup.gpu.copy_rate
+    return moved * block.weights / setup.degrees.tp / setup.gpu.copy_rate
+
+
+def _products_again(setup: Setup, block: Block) -> float:
+    """The GEMMs that activation checkpointing computes again, and the casts to BF16 that they need.
+
+    In eager mode the function of a converted layer computes its output too.
+    """
+    products = block_products(setup, block)
+    if setup.config.activation_checkpointing.mode == "selective":
+        products = products[1::2]
+    if setup.config.compile.blocks or not setup.recipe.quantized:
+        products = [each for each in products if each.layer != "down" or each.count > 1]  # routing needs its experts'
+    casts = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)
+    return sum(_product_seconds(setup, each) for each in products) / 3 + casts
 
 
 def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
@@ -142,18 +163,18 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
     return both / fp8_speed("forward and backward", context), both * FORWARD / fp8_speed("forward", context)
 
 
-def traffic_bytes(setup: Setup, block: Block) -> float:
-    """Bytes a token of norms, residual sums, rotary positions and the activation, forward and backward.
+def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
+    """Bytes a token of norms, residual sums, rotary positions and the activation: of both passes, and of the forward.
 
     The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
     """
     r, width, a = setup.residual, setup.model.width, block.attention
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
-    norms = 2 * ((2 * r + 4) + (3 * r + 4)) * width
-    rotary = 8 * (a.queries + a.keys) if setup.model.rotary else 0
-    activation = 2 * (u + block.hidden) + 2 * (2 * u + 2 * block.hidden)
-    split = 4 * (a.queries + a.keys + a.values) / 2
-    return norms + rotary + activation + split
+    rotary = 4 * (a.queries + a.keys) if setup.model.rotary else 0
+    split = a.queries + a.keys + a.values
+    forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split
+    backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split
+    return forward + backward, forward
 
 
 def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
