@@ -83,7 +83,7 @@ def test_a_rotation_and_stochastic_rounding_run_layer_by_layer() -> None:
     plain = rowwise()
     c = replace(plain.dy, rounding="stochastic")
     stochastic = replace(plain, dx=replace(plain.dx, a=c), dw=replace(plain.dw, a=c))
-    for recipe in (replace(plain, rotate=True), stochastic):
+    for recipe in (replace(plain, rotate=("y",)), stochastic):
         block = swiglu()
         octavo.convert(block, recipe)
         check_unfused(block)

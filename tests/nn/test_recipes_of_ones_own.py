@@ -43,7 +43,8 @@ def drawn(draw: random.Random) -> dict[str, Any]:
         "dx": {"dy": casts["dy"], "w": second("w")},
         "dw": {"dy": second("dy"), "x": second("x")},
     }
-    return {"rotate": draw.random() < 0.3} | {name: g for name, g in gemms.items() if draw.random() < 0.85}
+    rotate = [name for name in gemms if draw.random() < 0.2]
+    return {"rotate": rotate} | {name: g for name, g in gemms.items() if draw.random() < 0.85}
 
 
 def trained(recipe: Path | None) -> list[Tensor]:

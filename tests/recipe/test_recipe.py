@@ -9,6 +9,7 @@ from octavo.numerics import ROW, TENSOR, Cast, History, block, group
 from octavo.recipe import (
     PRESETS,
     ROW_W,
+    ROW_X,
     Gemm,
     Recipe,
     bf16,
@@ -32,7 +33,7 @@ CUSTOM = Recipe(
         Cast("e4m3fnuz", TENSOR, "pow2"),
         fast_accumulation=True,
     ),
-    rotate=True,
+    rotate=("y",),
     emulate=True,
 )
 
@@ -60,7 +61,7 @@ def test_tensorwise():
 
 
 def test_tensorwise_rotated():
-    assert tensorwise_rotated() == replace(tensorwise(), name="tensorwise_rotated", rotate=True)
+    assert tensorwise_rotated() == replace(tensorwise(), name="tensorwise_rotated", rotate=("y",))
 
 
 def test_rowwise():
@@ -135,7 +136,7 @@ def test_fast_accumulation_never_in_dw_and_rotation_in_one_preset():
         fast = [gemm is not None and gemm.fast_accumulation for gemm in (recipe.y, recipe.dx, recipe.dw)]
         assert fast == [name != "bf16", name.startswith("rowwise"), False]
         assert recipe.name == name
-        assert recipe.rotate == (name == "tensorwise_rotated")
+        assert recipe.rotate == (("y",) if name == "tensorwise_rotated" else ())
 
 
 def test_rowwise_is_fusable_and_no_other_preset():
@@ -171,7 +172,7 @@ def test_a_recipe_is_fusable_if_the_fused_operations_do_its_casts(operand, chang
 
 def test_a_recipe_is_fusable_if_all_three_gemms_have_row_scales_and_nothing_is_rotated():
     recipe = rowwise()
-    assert not replace(recipe, rotate=True).fusable
+    assert not replace(recipe, rotate=("y",)).fusable
     assert not replace(recipe, dw=None).fusable
     tensor = Cast(granularity=TENSOR)
     assert not replace(recipe, y=Gemm(recipe.x, tensor), dx=Gemm(recipe.dy, tensor)).fusable
@@ -194,7 +195,7 @@ def test_json_says_what_the_recipe_says():
     gradient = row | {"scale": "pow2", "relative_floor": 0.0}
     assert json.loads(rowwise().to_json()) == {
         "name": "rowwise",
-        "rotate": False,
+        "rotate": [],
         "emulate": False,
         "y": {"x": row | {"relative_floor": 0.0}, "w": weight, "fast_accumulation": True},
         "dx": {"dy": gradient, "w": weight, "fast_accumulation": True},
@@ -208,16 +209,68 @@ def test_json_says_what_the_recipe_says():
 
 
 def test_json_of_earlier_versions_is_read():
-    """They had no `emulate`, and wrote a GEMM in BF16 as one without operands."""
+    """They had no `emulate`, wrote a GEMM in BF16 as one without operands, and rotated y or nothing."""
     fields = json.loads(rowwise_dw_bf16().to_json()) | {"dw": {"fast_accumulation": False}}
     del fields["emulate"]
-    assert Recipe.from_json(json.dumps(fields)) == rowwise_dw_bf16()
+    assert Recipe.from_json(json.dumps(fields | {"rotate": False})) == rowwise_dw_bf16()
+    assert Recipe.from_json(json.dumps(fields | {"rotate": True})) == replace(rowwise_dw_bf16(), rotate=("y",))
 
 
 def test_equal_recipes_hash_alike_and_are_frozen():
     assert len({rowwise(), rowwise(), Recipe.from_json(rowwise().to_json())}) == 1
     with pytest.raises(FrozenInstanceError):
-        rowwise().rotate = True
+        rowwise().rotate = ("y",)
+
+
+# ---- rotations
+
+
+def test_rotations_are_in_the_order_of_the_gemms_and_survive_json():
+    recipe = replace(rowwise(), name="mine", rotate=["dw", "y", "dw"])
+    assert recipe.rotate == ("y", "dw")
+    assert json.loads(recipe.to_json())["rotate"] == ["y", "dw"]
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize("wrong", [True, "dx", ["K"], ["y", 3], None])
+def test_what_is_no_list_of_gemms_cannot_be_rotated(wrong):
+    with pytest.raises(ValueError, match=r"rotate lists the GEMMs .*, of y, dx, dw, such as \['y'\].*; got"):
+        replace(rowwise(), rotate=wrong)
+
+
+@pytest.mark.parametrize("gemm", ["y", "dx", "dw"])
+def test_a_gemm_without_quantized_operands_cannot_be_rotated(gemm):
+    with pytest.raises(ValueError, match=f"rotate names {gemm}, of which no operand is quantized: leave it out"):
+        replace(bf16(), rotate=(gemm,))
+    rotated = replace(rowwise(), rotate=("y", "dx", "dw"))
+    with pytest.raises(ValueError, match="rotate names dw"):
+        replace(rotated, dw=None)
+    assert rotated.in_bf16("dw").rotate == ("y", "dx")
+    assert rotated.in_bf16("y", "dx").rotate == ("y", "dx", "dw")  # w has no cast left, x and dy have
+    assert rotated.in_bf16("y", "dx", "dw").rotate == ()
+
+
+def test_a_rotated_dw_is_quantized_again():
+    rotated = replace(rowwise(), rotate=("dw",))
+    assert (rotated.quantizes_x_once, rotated.quantizes_w_once, rotated.rotates_w) == (False, True, False)
+    uneven = replace(rotated, dw=Gemm(Cast("e5m2", TENSOR), Cast(granularity=group(32))))
+    assert uneven.dw.b.granularity == group(32)
+    assert replace(rotated, dw=Gemm(ROW_X, ROW_X)).dw.a == ROW_X  # no scale is folded: any may be float32
+
+
+# ---- histories
+
+
+def test_only_the_first_quantization_of_a_tensor_has_a_history():
+    recipe, other = delayed(), Cast(granularity=TENSOR, history=History(4))
+    for changed in ({"dx": replace(recipe.dx, b=other)}, {"dw": replace(recipe.dw, a=other)}):
+        with pytest.raises(ValueError, match=r"has a history, but quantizes its tensor a second time.* in both"):
+            replace(recipe, **changed)
+    with pytest.raises(ValueError, match=r"dw.x has a history"):
+        replace(recipe, dw=replace(recipe.dw, b=other))
+    with pytest.raises(ValueError, match=r"dw.dy has a history.*: leave the history out$"):
+        replace(recipe, rotate=("dw",))
+    assert replace(recipe, dw=Gemm(Cast(granularity=TENSOR), Cast(granularity=TENSOR))).dw.a.history is None
 
 
 # ---- by name

@@ -8,7 +8,7 @@ from octavo.train.config import Config
 from octavo.train.records import different_settings
 
 MINE = replace(delayed(), name="mine")
-OTHER = replace(delayed(history=History(margin=3.0)), name="mine", rotate=True)
+OTHER = replace(delayed(history=History(margin=3.0)), name="mine", rotate=("y",))
 
 
 def differences(*configs: Config) -> dict[str, list[object]]:
@@ -20,7 +20,7 @@ def test_recipes_differ_in_their_fields():
     margins = {f"recipe.{gemm}.{operand}.history.margin" for gemm, operand in (("y", "x"), ("dx", "w"), ("dw", "dy"))}
     assert margins <= found.keys()
     assert found["recipe.y.x.history.margin"] == [1.0, 3.0]
-    assert found["recipe.rotate"] == [False, True]
+    assert found["recipe.rotate"] == [[], ["y"]]
     assert len(found) == 7
 
 

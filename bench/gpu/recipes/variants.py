@@ -66,7 +66,7 @@ VARIANTS: dict[str, Variant] = {
     "rowwise_exact_dx": Variant(exact_dx(), "`rowwise`, no fast accumulation in dx"),
     "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
     "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),
-    "rowwise_rotated": Variant(replace(rowwise(), rotate=True), "`rowwise`, x and w rotated by a Hadamard matrix"),
+    "rowwise_rotated": Variant(replace(rowwise(), rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix"),
     "tensorwise": Variant(tensorwise(), "a scale a tensor, gradients in E5M2"),
     "tensorwise_e4m3": Variant(tensorwise("e4m3"), "a scale a tensor, gradients in E4M3"),
     "tensorwise_stochastic": Variant(stochastic(tensorwise()), "`tensorwise`, gradients rounded stochastically"),

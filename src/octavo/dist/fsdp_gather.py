@@ -131,7 +131,7 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return _wide_stack_reason(unit)
     if recipe.w is None or recipe.y is None or recipe.dx is None:
         return f"the recipe {recipe.name} reads the weight in high precision"
-    if recipe.rotate:
+    if recipe.rotates_w:
         return f"the recipe {recipe.name} rotates the weight before it is quantized"
     if not recipe.quantizes_w_once:
         return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"

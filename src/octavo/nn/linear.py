@@ -65,18 +65,22 @@ class RecipeLayer(nn.Module):
             w = w.dequantize()
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
-        if self.recipe.rotate:
+        rotate = self.recipe.rotate
+        if "y" in rotate:
             x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
         x_history, w_history, dy_history = histories
-        saved = self.input_is_saved and not self.recipe.rotate
+        saved = self.input_is_saved and "y" not in rotate
         call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self), input_is_saved=saved)
-        return linear(x, w, bias, call, cached)
+        if "dx" not in rotate:
+            return linear(x, w, bias, call, cached)
+        y = hadamard(linear(x, w, None, call, cached).float())  # w was rotated along N, and y with it; so will be dy
+        return (y if bias is None else y + bias).to(dtype)
 
     @property
     def freezable(self) -> bool:
-        """Whether y scales its input by a history."""
-        return self.recipe.y is not None and self.recipe.y.a.history is not None
+        """Whether y scales its input, as it comes, by a history."""
+        return self.recipe.y is not None and self.recipe.y.a.history is not None and not self.recipe.rotates_w
 
     @property
     def input_limit(self) -> Tensor | None:
@@ -141,7 +145,7 @@ class Linear(RecipeLayer, nn.Linear):
     def _cacheable_cast(self) -> Cast | None:
         """The cast of the weight, if it gives the same bytes at each call: no history, random rounding or rotation."""
         cast = self.recipe.w
-        if cast is None or cast.history or cast.rounding != "nearest" or self.recipe.rotate:
+        if cast is None or cast.history or cast.rounding != "nearest" or self.recipe.rotates_w:
             return None
         return cast
 

@@ -13,6 +13,9 @@ and the mantissa of s_x is already in g, so row scaling of x loses nothing.
 
 Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
 in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
+
+Rotations (`octavo.recipe`): the layer rotates x along K and y back along N around the function below, which rotates w,
+dw, and the operands of a rotated dw.
 """
 
 from dataclasses import dataclass, replace
@@ -117,7 +120,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         folded_s_w = s_w if _by_row(recipe.dx) else None
-        m = mantissa(s_x) if needs_w and _by_row(recipe.dw) else None
+        m = mantissa(s_x) if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
         g = _quantize_dy(dy, folded_s_w, m, call) if needs_x or needs_w else None
         observe_dy(
             call.observer, [dy], [dy.shape[1]], g, recipe.dy,
@@ -127,8 +130,7 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call), call).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
-            dw = _dw(dy, g, x, s_x, folded_s_w, w.dtype, call)
-            dw = hadamard_gradient(dw) if recipe.rotate else dw
+            dw = _rotated_back(_dw(dy, g, x, s_x, folded_s_w, w.dtype, call), call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
@@ -141,7 +143,19 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
 
 def _rotated(w: Tensor, call: Call) -> Tensor:
     """The weight as the recipe reads it."""
-    return hadamard(w) if call.recipe.rotate else w
+    w = hadamard(w) if "y" in call.recipe.rotate else w
+    return hadamard(w, 0).contiguous() if "dx" in call.recipe.rotate else w
+
+
+def _rotated_back(dw: Tensor, call: Call) -> Tensor:
+    """The gradient of w from `dw`, that of the weight as the recipe reads it."""
+    dw = hadamard_gradient(dw, 0).contiguous() if "dx" in call.recipe.rotate else dw
+    return hadamard_gradient(dw) if "y" in call.recipe.rotate else dw
+
+
+def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
+    """The transpose of `t` [T, R], rotated along T and quantized, as a rotated dw reads it."""
+    return quantize(hadamard(t.t().float()), cast)  # the stages of the rotation would round a bfloat16 each time
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
@@ -182,7 +196,7 @@ def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor
         return x.to(call.dtype), None
     if call.recipe.quantizes_x_once and x_q is not None:
         return x if call.input_is_saved and gemm.b.rounding == "nearest" else x_q.data, x_q.scale
-    x_t = quantize_transposed(x, gemm.b)
+    x_t = _quantize_rotated(x, gemm.b) if "dw" in call.recipe.rotate else quantize_transposed(x, gemm.b)
     return x_t.data, x_t.scale
 
 
@@ -203,7 +217,8 @@ def _saved_w(
 def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, call: Call) -> QTensor | None:
     """g = dy * s_w * m, quantized by the cast of dy; None where no GEMM reads it."""
     cast = call.recipe.dy
-    if cast is None or (call.recipe.dx is None and not cast.bytes_serve_both):
+    for_dw = cast is not None and cast.bytes_serve_both and "dw" not in call.recipe.rotate
+    if cast is None or (call.recipe.dx is None and not for_dw):
         return None
     if s_w is None and m is None:
         return _quantize(dy, cast, call.dy_history)
@@ -235,7 +250,9 @@ def _dw(
         x_t = transposed(QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity))
     else:
         x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
-    if g is not None and gemm.b.granularity == ROW:
+    if "dw" in recipe.rotate:
+        dy_t = _quantize_rotated(dy, gemm.a)
+    elif g is not None and gemm.b.granularity == ROW:
         dy_t = dw_operand(g, s_x, s_w)
     elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:
         dy_t = transposed(g)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 
-def hadamard(x: Tensor) -> Tensor:
-    """`x` rotated along its last dimension, same shape and dtype, in n log2 n additions; differentiable."""
+def hadamard(x: Tensor, dim: int = -1) -> Tensor:
+    """`x` rotated along a dimension, same shape and dtype, in n log2 n additions; differentiable."""
+    if dim != -1:
+        return hadamard(x.transpose(dim, -1)).transpose(dim, -1)
     size = _size(x)
     y = x.reshape(-1, size)
     for stage in range(size.bit_length() - 1):
@@ -24,8 +26,10 @@ def hadamard(x: Tensor) -> Tensor:
     return y.mul(size**-0.5).view(x.shape)
 
 
-def hadamard_gradient(dy: Tensor) -> Tensor:
+def hadamard_gradient(dy: Tensor, dim: int = -1) -> Tensor:
     """The gradient of `hadamard`, as autograd computes it: the same steps from the last to the first."""
+    if dim != -1:
+        return hadamard_gradient(dy.transpose(dim, -1)).transpose(dim, -1)
     size = _size(dy)
     dx = dy.reshape(-1, size).mul(size**-0.5)
     for stage in reversed(range(size.bit_length() - 1)):

@@ -63,7 +63,7 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
 def is_cached(recipe: Recipe) -> bool:
     """Whether `octavo.cast_once` caches the bytes of the weights from one step to the next."""
     w = recipe.w
-    return w is not None and w.history is None and w.rounding == "nearest" and not recipe.rotate
+    return w is not None and w.history is None and w.rounding == "nearest" and not recipe.rotates_w
 
 
 def own_states() -> dict[str, States]:

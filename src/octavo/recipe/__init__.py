@@ -13,6 +13,13 @@ are used along the other axis:
                             operand: s_w and the mantissa of s_x into dy before dy is quantized, the exponent of s_x
                             into the bytes of dy
     groups                  the bytes cannot be used: the tensor is quantized again along the other axis
+
+A Hadamard rotation belongs to a GEMM, not to one tensor: both operands are rotated along the reduction, where the two
+rotations cancel (`octavo.numerics.rotation`). `Recipe.rotate` names the GEMMs:
+
+    y     x and w along K, before their one quantization: dx and dw read the rotated bytes, and are rotated back along K
+    dx    dy and w along N, before their one quantization: y and dw read the rotated bytes, and are rotated back along N
+    dw    dy and x along T, quantized again for dw alone: to rotate y back along T would mix the tokens
 """
 
 from octavo.recipe.gemms import GEMMS, FusableRecipe, Gemm, Recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,18 +36,19 @@ class Recipe:
     Args:
         name: what reports call the recipe.
         y, dx, dw: the three GEMMs; None runs the GEMM in BF16.
-        rotate: rotate x and w along K by a Hadamard matrix before they are quantized.
+        rotate: the GEMMs whose two operands are rotated along the reduction by a Hadamard matrix before they are
+            quantized, any of "y", "dx" and "dw" (`octavo.recipe`).
         emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
 
     Raises:
-        ValueError: no GEMM takes these casts together.
+        ValueError: no GEMM takes these casts together, or `rotate` names something else.
     """
 
     name: str
     y: Gemm | None = None
     dx: Gemm | None = None
     dw: Gemm | None = None
-    rotate: bool = False
+    rotate: tuple[str, ...] = ()
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -60,8 +61,43 @@ class Recipe:
             )
         if self.dx is not None and self.dx.b.granularity == ROW:
             self._check_row_dx(self.dx)
-        if self.dw is not None and self.dw.b.granularity == ROW:
+        self._check_rotation()
+        if self.dw is not None and self.dw.b.granularity == ROW and "dw" not in self.rotate:
             self._check_row_dw(self.dw)
+        self._check_histories()
+
+    def _check_rotation(self) -> None:
+        named = self.rotate if isinstance(self.rotate, Sequence) and not isinstance(self.rotate, str) else None
+        if named is None or any(name not in GEMMS for name in named):
+            raise ValueError(
+                f"recipe {self.name}: rotate lists the GEMMs whose operands are rotated, of {', '.join(GEMMS)}, such "
+                f"as ['y'] for x and w along K; got {self.rotate!r}"
+            )
+        object.__setattr__(self, "rotate", tuple(gemm for gemm in GEMMS if gemm in named))  # the dataclass is frozen
+        if unrotated := [gemm for gemm in self.rotate if not self._can_rotate(gemm)]:
+            raise ValueError(
+                f"recipe {self.name}: rotate names {unrotated[0]}, of which no operand is quantized: leave it out, or "
+                f"give {unrotated[0]} casts"
+            )
+
+    def _can_rotate(self, gemm: str) -> bool:
+        """Whether an operand of `gemm` is quantized in the basis that its rotation gives."""
+        return self.dw is not None if gemm == "dw" else any(getattr(self, name) for name in _OPERANDS[gemm])
+
+    def _check_histories(self) -> None:
+        """Each tensor has one history, that of its first quantization."""
+        again = [] if self.dx is None else [("dx.w", self.dx.b, self.w, "y.w")]
+        if self.dw is not None:
+            # A rotated dw quantizes dy and x again even by casts that are equal.
+            dy, x = (None, None) if "dw" in self.rotate else (self.dy, self.x)
+            again += [("dw.dy", self.dw.a, dy, "dx.dy"), ("dw.x", self.dw.b, x, "y.x")]
+        for where, cast, first, first_where in again:
+            if cast.history is not None and cast != first:
+                raise ValueError(
+                    f"recipe {self.name}: {where} has a history, but quantizes its tensor a second time, by the "
+                    f"tensor's own amax: leave the history out"
+                    + (f", or take the cast of {first_where} in both" if first is not None else "")
+                )
 
     def _check_row_dx(self, dx: Gemm) -> None:
         if dx.b != self.w or dx.a.history is not None:
@@ -101,7 +137,13 @@ class Recipe:
     @property
     def quantizes_x_once(self) -> bool:
         """Whether dw reads the bytes of the cast `x`, transposed."""
-        return self.dw is not None and self.dw.b == self.x and self.dw.b.bytes_serve_both
+        rotated = "dw" in self.rotate
+        return self.dw is not None and not rotated and self.dw.b == self.x and self.dw.b.bytes_serve_both
+
+    @property
+    def rotates_w(self) -> bool:
+        """Whether w is rotated, along K or N, before it is quantized."""
+        return "y" in self.rotate or "dx" in self.rotate
 
     @property
     def scales_by_history(self) -> bool:
@@ -117,8 +159,11 @@ class Recipe:
         if wrong := [name for name in gemms if name not in GEMMS]:
             raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}; got {wrong[0]!r}")
         chosen = [name for name in GEMMS if name in gemms and getattr(self, name) is not None]
+        if not chosen:
+            return self
         changes: dict[str, Any] = dict.fromkeys(chosen)
-        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", **changes) if chosen else self
+        found = replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", rotate=(), **changes)
+        return replace(found, rotate=tuple(gemm for gemm in self.rotate if found._can_rotate(gemm)))
 
     @property
     def _casts(self) -> list[Cast]:
@@ -149,7 +194,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON values: each GEMM by the names of its operands, None for BF16."""
         gemms = {name: _gemm_to_dict(getattr(self, name), *operands) for name, operands in _OPERANDS.items()}
-        return {"name": self.name, "rotate": self.rotate, "emulate": self.emulate, **gemms}
+        return {"name": self.name, "rotate": list(self.rotate), "emulate": self.emulate, **gemms}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], name: str = "custom") -> Recipe:
@@ -165,10 +210,12 @@ class Recipe:
             ValueError: an unknown field, a value of the wrong type or outside its range, or casts that no GEMM takes
                 together; the message names the field, such as y.x.granularity.
         """
-        kinds = {"name": str, "rotate": bool, "emulate": bool} | dict.fromkeys(GEMMS, object)
+        kinds = {"name": str, "rotate": object, "emulate": bool} | dict.fromkeys(GEMMS, object)
         fields = {"name": name} | read_fields(values, kinds, "")
         if not fields["name"]:
             raise ValueError("name must not be empty")
+        if isinstance(fields.get("rotate"), bool):  # of earlier versions
+            fields["rotate"] = ("y",) if fields["rotate"] else ()
         found = {gemm: _gemm_from_dict(fields.get(gemm), gemm) for gemm in GEMMS}
         return cls(**fields | found)
 

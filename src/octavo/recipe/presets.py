@@ -43,7 +43,7 @@ def tensorwise_rotated(gradients: str = "e5m2") -> Recipe:
 
     The rotated weight is saved for the backward pass in high precision. Source: QuaRot (arXiv:2404.00456).
     """
-    return replace(tensorwise(gradients), name="tensorwise_rotated", rotate=True)
+    return replace(tensorwise(gradients), name="tensorwise_rotated", rotate=("y",))
 
 
 def rowwise(gradients: str = "e4m3") -> Recipe:
@@ -141,8 +141,9 @@ def similar_preset(recipe: Recipe) -> str:
 def _forward(recipe: Recipe) -> object:
     if recipe.y is None:
         return None
+    rotated = [gemm for gemm in recipe.rotate if gemm != "dw"]  # y does not read what is rotated for dw alone
     casts = (recipe.y.a, recipe.y.b)
-    return recipe.rotate, [(c.format, c.granularity, c.scale, c.history is None) for c in casts]
+    return rotated, [(c.format, c.granularity, c.scale, c.history is None) for c in casts]
 
 
 def _read(path: Path) -> Recipe:
