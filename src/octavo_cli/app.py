@@ -23,6 +23,7 @@ from octavo_cli.fold import fold_command
 from octavo_cli.formats import formats_command
 from octavo_cli.generate import generate_command
 from octavo_cli.inspect import inspect_command
+from octavo_cli.logs import hide_logs
 from octavo_cli.pack import pack_command
 from octavo_cli.plan import plan_command
 from octavo_cli.recipe import recipe_command
@@ -91,6 +92,7 @@ def run() -> None:
     tools.
     """
     code: int | str | None = 1
+    hide_logs()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app(prog_name="octavo")
