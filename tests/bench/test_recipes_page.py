@@ -88,7 +88,8 @@ def test_the_text_about_the_default_follows_the_table(results: dict[str, Any]) -
 
 def test_the_resolution_is_stated(results: dict[str, Any]) -> None:
     text = recipes.recipe_resolution(results)
-    assert "intervals of 3 of 4 recipes reach at most 0.25% to each side; the widest reaches 0.40% (`rowwise_dw_bf16`)" in text
+    widths = "3 of 4 recipes reach at most 0.25% to each side; the widest reaches 0.40% (`rowwise_dw_bf16`)."
+    assert f"- The intervals of {widths}\n" in text
     assert "- Intervals above zero: `tensorwise`.\n- Intervals below zero: `mxfp8`.\n" in text
     assert "The gap of the control is +0.020% (95 % interval -0.080% to +0.120%)." in text
     for row in results["recipes"]["recipes"].values():

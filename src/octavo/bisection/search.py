@@ -84,7 +84,7 @@ class Search:
     """
 
     def __init__(
-        self, measure: Callable[[Part], Gap], gemms: Sequence[str], layers: Sequence[str], least: float = 0.0
+        self, measure: Callable[[Part], Gap], gemms: Sequence[str], layers: Sequence[str], least: float
     ) -> None:
         self._measure, self._gemms, self._layers, self._least = measure, tuple(gemms), tuple(layers), least
         self._trials: dict[Part, Trial] = {}

@@ -16,7 +16,7 @@ class Length:
         host: the same number without waiting for the device. Replays of a CUDA graph do not change it.
     """
 
-    def __init__(self, max_tokens: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_tokens: int, device: torch.device | str) -> None:
         self.max_tokens = max_tokens
         self.tensor: Tensor = torch.zeros((), dtype=torch.int64, device=device)
         self.host = 0

@@ -54,12 +54,12 @@ class ModelKVCache:
         dtype: as of `LayerKVCache`; None takes that of the first keys.
         scales, per, margin: as of `LayerKVCache`; `scales` one pair a layer, in order or by the name of its attention.
         freezes: whether the scales of a warm-up are frozen after the first tokens. If not, `freeze` does it.
-        fp8_attention: as of `LayerKVCache`.
 
     Attributes:
         stores: one `LayerKVCache` a layer; empty before the first keys.
         length: the number of tokens, or None before the first keys. The first layer advances it.
         first: int32 [B], the first token of each sequence that is not padding; None without padding.
+        fp8_attention: as of `LayerKVCache`; to be set before the first keys.
 
     Raises:
         ValueError: the settings do not fit each other, or the scales are of another number of layers.
@@ -75,7 +75,6 @@ class ModelKVCache:
         per: str | None = None,
         margin: float | None = None,
         freezes: bool = True,
-        fp8_attention: bool = False,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
@@ -84,7 +83,7 @@ class ModelKVCache:
         if scales is not None and len(scales) != layers:
             raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
         self.layers, self.max_tokens, self.dtype, self.freezes = layers, max_tokens, dtype, freezes
-        self.scales, self.per, self.margin, self.fp8_attention = scales, per, margin, fp8_attention
+        self.scales, self.per, self.margin, self.fp8_attention = scales, per, margin, False
         self.stores: list[LayerKVCache] = []
         self.length: Length | None = None
         self.first: Tensor | None = None

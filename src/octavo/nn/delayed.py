@@ -50,14 +50,14 @@ class ScaleHistory(nn.Module):
         with torch.no_grad():
             self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
 
-    def update(self, *, freeze: bool = False) -> None:
-        """Push the pending amax into the history, and compute a new scale from it when one is due and not frozen."""
+    def update(self) -> None:
+        """Push the pending amax into the history, and compute a new scale from it when one is due."""
         if not bool(self.pending > 0):  # no amax was recorded: the layer was not used
             return
         self.recent.copy_(torch.cat([self.pending[0], self.recent[:-1]]))
         self.pending.zero_()
         self.steps += 1
-        if not freeze and (self.steps - 1) % self.rule.interval == 0:
+        if (self.steps - 1) % self.rule.interval == 0:
             self._rescale()
         self.ready = True
 
@@ -104,14 +104,11 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 
 
 @torch.no_grad()
-def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
+def update_scales(model: nn.Module) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are those of all
     ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
-
-    Args:
-        freeze: record the amax values, and leave the scales unchanged. `octavo.freeze_scales` makes them constant.
     """
     found = [history for _, history in histories(model)]
     if not found:
@@ -123,7 +120,7 @@ def update_scales(model: nn.Module, *, freeze: bool = False) -> None:
             dist.all_reduce(pending, dist.ReduceOp.MAX, group)
     for history, amax in zip(found, pending, strict=True):
         history.pending.copy_(amax)
-        history.update(freeze=freeze)
+        history.update()
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:

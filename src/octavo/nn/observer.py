@@ -123,10 +123,10 @@ def observe_dy(
     cast: Cast | None,
     kind: str = "dy",
     *,
+    s_w: Tensor | None,
+    m: Tensor | None,
+    s_x: Tensor | None,
     history: ScaleHistory | None = None,
-    s_w: Tensor | None = None,
-    m: Tensor | None = None,
-    s_x: Tensor | None = None,
 ) -> None:
     """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized.
 

@@ -176,7 +176,7 @@ def choose_groups(
     budgets: Sequence[Budget],
     batches: Sequence[Tensor],
     data: Mapping[str, object],
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> BudgetReport:
     """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T].
 

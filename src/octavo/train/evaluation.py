@@ -46,7 +46,7 @@ def mean_loss(
     device: torch.device,
     *,
     precision: str,
-    count: int | None = None,
+    count: int | None,
     loss: Loss = whole_loss,
 ) -> tuple[float, int]:
     """The mean loss over batches, and the number of tokens that were predicted.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from octavo.evaluation.metrics import energies, sqnr
-from octavo.progress import Progress, no_progress
+from octavo.progress import Progress
 from octavo.verification.checks import Shape, belongs_to_packing
 from octavo.verification.files import CheckpointFiles
 from octavo.verification.layer_spec import LayerSpec
@@ -26,7 +26,7 @@ def check_weights(
     layers: Mapping[str, LayerSpec],
     shapes: Mapping[str, Shape],
     get: Callable[[str], Tensor],
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> dict[str, float]:
     """Add the tensors that differ from MODEL's to `files.findings`.
 

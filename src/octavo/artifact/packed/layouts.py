@@ -58,7 +58,7 @@ _SCALES = (f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")
 _HELD = {"fp8": ("block",), "modelopt": ("static", "channel", "block"), "autofp8": ("static", "tensor")}
 
 
-def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool = False) -> None:
+def check_layout(layout: str, schemes: Iterable[Scheme], kv_cache: bool) -> None:
     """Raise a ValueError, which names the alternative, unless `layout` can hold `schemes`, and with `kv_cache` the
     scales of a cache of keys and values."""
     if layout not in LAYOUTS:

@@ -34,7 +34,7 @@ COMPILATIONS = 64  # more than needed: the compiler specializes on equal sizes a
 
 
 def time_linears(
-    recipe: Recipe, shapes: Sequence[Shape], device: torch.device, done: Callable[[], None] = lambda: None
+    recipe: Recipe, shapes: Sequence[Shape], device: torch.device, done: Callable[[], None]
 ) -> list[tuple[float, float]]:
     """Milliseconds of a forward and backward pass in BF16 and by `recipe`, for each (M, K, N) of `shapes`.
 

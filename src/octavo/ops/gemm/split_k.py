@@ -9,8 +9,8 @@ COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a prog
 MAX_SPLIT_K = 8
 
 
-def choose_split(tiles: int, steps: int, programs: int, most: int = MAX_SPLIT_K) -> int:
-    """The parts of K, at most `most`, for the shortest time.
+def choose_split(tiles: int, steps: int, programs: int) -> int:
+    """The number of parts of K for the shortest time.
 
     Args:
         tiles: of y.
@@ -22,7 +22,7 @@ def choose_split(tiles: int, steps: int, programs: int, most: int = MAX_SPLIT_K)
         combine = COMBINE_STEPS if split_k > 1 else 0
         return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
 
-    return min(range(1, most + 1), key=time)
+    return min(range(1, MAX_SPLIT_K + 1), key=time)
 
 
 def cut(k: int, step: int, split_k: int) -> tuple[int, int]:
