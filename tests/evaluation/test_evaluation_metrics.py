@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from quality import compare_embeddings, compare_logits
 from scipy import special, stats
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def batches() -> list[Tensor]:
 
 
 def test_logits_against_scipy(batches: list[Tensor]) -> None:
-    found = metrics.compare_logits(REFERENCE, candidate, batches)
+    found = compare_logits(REFERENCE, candidate, batches)
     kl, agree, nll, before = [], [], [], []
     for ids in (row for batch in batches for row in batch):
         p, q = (special.log_softmax(m(ids[None])[0].double().numpy(), axis=-1) for m in (REFERENCE, candidate))
@@ -57,15 +58,15 @@ def test_a_model_against_itself(batches: list[Tensor]) -> None:
     assert same.kl == metrics.Estimate(0, 0, 0)
     assert same.top1 == metrics.Estimate(1, 1, 1)
     assert same.perplexity_ratio == metrics.Estimate(0, 0, 0)
-    assert found["other"] == metrics.compare_logits(REFERENCE, candidate, batches)
+    assert found["other"] == compare_logits(REFERENCE, candidate, batches)
 
 
 def test_certain_models_have_a_kl() -> None:
     sure = torch.tensor([[[0.0, -math.inf], [0.0, -math.inf]]])
-    found = metrics.compare_logits(lambda ids: sure, lambda ids: torch.zeros(1, 2, 2), [torch.zeros(1, 2).long()])
+    found = compare_logits(lambda ids: sure, lambda ids: torch.zeros(1, 2, 2), [torch.zeros(1, 2).long()])
     assert found.kl.value == pytest.approx(math.log(2))
     assert found.kl.low is None  # one prompt
-    wrong = metrics.compare_logits(lambda ids: torch.zeros(1, 2, 2), lambda ids: sure, [torch.ones(1, 2).long()])
+    wrong = compare_logits(lambda ids: torch.zeros(1, 2, 2), lambda ids: sure, [torch.ones(1, 2).long()])
     assert wrong.kl.value == wrong.perplexity.value == math.inf
 
 
@@ -96,9 +97,7 @@ def test_a_ratio_of_equal_sizes_is_the_t_interval_of_a_mean() -> None:
 
 def test_the_paired_interval_is_narrower() -> None:
     draw = torch.Generator().manual_seed(2)
-    found = metrics.compare_logits(
-        REFERENCE, lambda ids: REFERENCE(ids) * 0.99, [torch.randint(16, (8, 40), generator=draw)]
-    )
+    found = compare_logits(REFERENCE, lambda ids: REFERENCE(ids) * 0.99, [torch.randint(16, (8, 40), generator=draw)])
     alone, paired = found.perplexity, found.perplexity_ratio
     assert alone.low is not None
     assert alone.high is not None
@@ -121,7 +120,7 @@ def test_an_interval_ends_where_the_quantity_does() -> None:
 def test_embeddings() -> None:
     hidden = torch.randn(4, 7, 32)
     noise = torch.randn(4, 7, 32) * 0.3
-    found = metrics.compare_embeddings(
+    found = compare_embeddings(
         lambda ids: hidden[ids[:, 0]], lambda ids: (hidden + noise)[ids[:, 0]], [torch.arange(4)[:, None].expand(4, 7)]
     )
     a, b = hidden.double().mean(1), (hidden + noise).double().mean(1)
@@ -143,10 +142,10 @@ def test_sqnr() -> None:
 def test_what_cannot_be_compared() -> None:
     ids = torch.zeros(2, 3).long()
     with pytest.raises(ValueError, match=r"logits must be \[\*\[2, 3\], V\] of both models, got \[2, 3, 16\] and"):
-        metrics.compare_logits(REFERENCE, lambda ids: torch.zeros(2, 3, 15), [ids])
+        compare_logits(REFERENCE, lambda ids: torch.zeros(2, 3, 15), [ids])
     with pytest.raises(ValueError, match="prompts of two tokens at least"):
-        metrics.compare_logits(REFERENCE, REFERENCE, [ids[:, :1]])
+        compare_logits(REFERENCE, REFERENCE, [ids[:, :1]])
     with pytest.raises(ValueError, match="no batch of prompts was given"):
-        metrics.compare_logits(REFERENCE, REFERENCE, [])
+        compare_logits(REFERENCE, REFERENCE, [])
     with pytest.raises(ValueError, match="no batch of prompts was given"):
-        metrics.compare_embeddings(REFERENCE, REFERENCE, [])
+        compare_embeddings(REFERENCE, REFERENCE, [])

@@ -10,6 +10,7 @@ import torch
 from metrics import distance
 from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
+from saved_checkpoints import save_checkpoint
 from tiny_models import open_theirs
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -23,7 +24,6 @@ from octavo.numerics import History
 from octavo.packing import pack
 from octavo.recipe import delayed
 from octavo.train.checkpoint import TrainState, load_checkpoint
-from octavo.train.checkpoint_writer import save_checkpoint
 from octavo_cli.app import app
 
 CONFIGS: dict[str, Any] = {

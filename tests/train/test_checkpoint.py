@@ -6,13 +6,13 @@ import pytest
 import torch
 from full_disk import files_of_at_most
 from safetensors.torch import load_file, save_file
+from saved_checkpoints import save_checkpoint
 from torch import nn
 
 from octavo import scale_state
 from octavo.artifact.atomic_folder import WriteError
 from octavo.artifact.files import ArtifactError, model_tensors
 from octavo.train.checkpoint import load_checkpoint
-from octavo.train.checkpoint_writer import save_checkpoint
 from octavo.train.optimizer import optimizer_state
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]

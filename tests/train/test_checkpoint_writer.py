@@ -8,6 +8,7 @@ import torch
 from full_disk import files_of_at_most
 from packed_examples import small_shards
 from safetensors.torch import load_file
+from saved_checkpoints import save_checkpoint
 from sharded_states import differing, everything, make_state, take_step
 
 from octavo.artifact.atomic_folder import WriteError
@@ -15,7 +16,7 @@ from octavo.artifact.dcp_writer import SafetensorsWriter
 from octavo.artifact.run import RunFolder
 from octavo.packing import pack
 from octavo.train.checkpoint import load_checkpoint
-from octavo.train.checkpoint_writer import CheckpointWriter, save_checkpoint
+from octavo.train.checkpoint_writer import CheckpointWriter
 from octavo.train.finished import open_run
 
 

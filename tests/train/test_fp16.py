@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from saved_checkpoints import save_checkpoint
 
 from octavo.artifact.files import model_tensors
-from octavo.train.checkpoint_writer import save_checkpoint
 from octavo.train.early_warning import TrainingError
 from octavo.train.optimizer import optimizer_state
 

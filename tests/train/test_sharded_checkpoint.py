@@ -7,6 +7,7 @@ import torch
 from full_disk import files_of_at_most
 from ranks import run_ranks
 from safetensors.torch import load_file
+from saved_checkpoints import save_checkpoint
 from sharded_states import differing, everything, make_state, take_step
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,7 +17,6 @@ from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
 from octavo.train import checkpoint
 from octavo.train.checkpoint import load_checkpoint
-from octavo.train.checkpoint_writer import save_checkpoint
 from octavo.train.ranks import Agreement
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from metrics import sqnr
+from quality import compare_embeddings, compare_logits
 from safetensors.torch import load_file
 from tiny_models import TEXT, Folders, open_theirs, outputs
 from torch import Tensor
 from verify_examples import change_tensors, run_verify
 
-from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality, compare_embeddings, compare_logits
+from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality
 from octavo.packing import pack
 from octavo.verification.result import LayerReport
 

@@ -152,16 +152,6 @@ class EmbeddingSums:
         return EmbeddingQuality(mean, min(self._cosines), count, self._tokens)
 
 
-def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:
-    """Compare a language model with a reference on batches of prompts, ids int64 [B, T], T >= 2, without padding."""
-    return compare_many(reference, {"": candidate}, batches, LogitSums)[""]
-
-
-def compare_embeddings(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> EmbeddingQuality:
-    """Compare an encoder with a reference on batches of prompts, ids int64 [B, T], without padding."""
-    return compare_many(reference, {"": candidate}, batches, EmbeddingSums)[""]
-
-
 @torch.inference_mode()
 def compare_many(
     reference: Outputs,

@@ -104,17 +104,6 @@ class CheckpointWriter:
                 shutil.rmtree(partial_folder(old), ignore_errors=True)
 
 
-def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
-    """Write the checkpoint of `state.step`, wait for it, and remove all but the newest `keep`. Every rank calls it.
-
-    Raises:
-        WriteError: the files could not be written; all older checkpoints are still there.
-    """
-    with CheckpointWriter(run, keep) as writer:
-        writer.save(state)
-    return run.checkpoint(state.step)
-
-
 class _Background(threading.Thread):
     """A call in a thread, which does not keep the process alive: a lost rank would never answer it."""
 
