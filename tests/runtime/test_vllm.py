@@ -51,6 +51,7 @@ def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
         ("mixtral", {"scheme": "channel"}),
         ("qwen3moe", {"scheme": "channel", "experts": True}),
         ("mixtral", {"scheme": "channel", "experts": True}),
+        ("mixtral of 128", {"scheme": "block", "experts": True}),
         ("qwen3moe", {"scheme": "static", "experts": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),

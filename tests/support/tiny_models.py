@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {}),
     "gpt2": ("GPT2LMHeadModel", {}),
     "mixtral": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
+    "mixtral of 128": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 128, "num_local_experts": 4}),
     "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }

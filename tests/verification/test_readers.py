@@ -28,6 +28,7 @@ from octavo.verification.readers import (
     Probe,
     ReaderResult,
     next_logprobs,
+    open_with_octavo,
     open_with_vllm,
     try_readers,
 )
@@ -113,7 +114,7 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
     others = (reference, (1 + unrounded) * reference, (1 + bf16) * reference)
-    return Probe(folder, {}, settings, True, False, ids, reference, *others)
+    return Probe(folder, {}, settings, True, False, False, ids, reference, *others)
 
 
 class FakeVllm:
@@ -160,6 +161,16 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
     assert result.outcome == "agrees"
     assert result.tolerance == probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).tolerance(factors)
     assert probe.tolerance(BF16_LOOSE) > probe.tolerance(BF16)
+
+
+@pytest.mark.parametrize(("mixture", "outcome"), [(False, "disagrees"), (True, "agrees")])
+def test_readers_of_a_mixture_are_allowed_more(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, mixture: bool, outcome: str
+) -> None:
+    probe = replace(probe_of(packed, {}), mixture=mixture)
+    monkeypatch.setattr(readers, "model_outputs", lambda *_: 1.18 * probe.reference)
+    assert open_with_octavo(probe, "1", "cpu").outcome == outcome
+    assert probe.judge("x", "1", 1.22 * probe.reference, probe.bf16_factors, "").outcome == "disagrees"
 
 
 def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:

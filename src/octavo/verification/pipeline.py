@@ -166,8 +166,12 @@ class Verification:
         def run(rounding: RoundInput, dtype: torch.dtype) -> Tensor:
             return self._packed_model(rounding, dtype)(ids)
 
-        causal, cache = is_language_model(meta_model.model), bool(self.kv_scales)
-        probe = make_probe(self.files.folder, self.layers, self.files.settings, ids, causal, cache, run)
+        causal, cache, mixture = (
+            is_language_model(meta_model.model),
+            bool(self.kv_scales),
+            meta_model.experts is not None,
+        )
+        probe = make_probe(self.files.folder, self.layers, self.files.settings, ids, causal, cache, mixture, run)
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
             self.report.readers.append(reader)

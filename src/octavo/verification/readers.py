@@ -15,8 +15,8 @@ transformers with compressed-tensors rounds inputs of two dimensions with one sc
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
 of their inputs. If the folder stores scales of a KV
 cache, the reference rounds keys and values, as transformers does. vLLM then has its cache in eight bits and may be at 2
-times the larger: its attention may round more than the cache. So may it with static inputs of experts, for which it
-takes one scale, the largest of the layer.
+times the larger: its attention may round more than the cache. So may every reader of a mixture in BF16: where two
+experts score almost the same, rounding decides which of them a token goes to.
 """
 
 import importlib.util
@@ -97,6 +97,7 @@ class Probe:
         settings: the quantization_config.
         causal: whether the outputs are logits of the next token, or an encoder's hidden states.
         cache: whether the folder stores scales of a KV cache.
+        mixture: whether a router chooses the experts of each token.
         ids: int64 [B, T].
         reference: the reference's outputs [B, T, width].
         emulated: the same with inputs rounded as transformers with compressed-tensors rounds them.
@@ -108,6 +109,7 @@ class Probe:
     settings: Mapping[str, Any]
     causal: bool
     cache: bool
+    mixture: bool
     ids: Tensor
     reference: Tensor
     emulated: Tensor
@@ -119,6 +121,11 @@ class Probe:
         distances = (distance(other, self.reference) for other in (self.unrounded, self.bf16))
         allowed = max(factor * d for factor, d in zip(factors, distances, strict=True))
         return min(allowed + ROUNDING, MOST)
+
+    @property
+    def bf16_factors(self) -> Factors:
+        """The factors for a reader in BF16."""
+        return BF16_LOOSE if self.mixture else BF16
 
     def mapped(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The probe for a reader that gives the `view` of its outputs."""
@@ -149,6 +156,7 @@ def make_probe(
     ids: Tensor,
     causal: bool,
     cache: bool,
+    mixture: bool,
     run: Callable[[RoundInput, torch.dtype], Tensor],
 ) -> Probe:
     """Run the reference: `run(round_input, dtype)` gives its outputs for `ids`."""
@@ -156,7 +164,7 @@ def make_probe(
     emulated = run(round_input_by_compressed_tensors, torch.float32).cpu()
     unrounded = run(leave_input, torch.float32).cpu()
     bf16 = run(round_input, torch.bfloat16).cpu()
-    return Probe(folder, layers, settings, causal, cache, ids, reference, emulated, unrounded, bf16)
+    return Probe(folder, layers, settings, causal, cache, mixture, ids, reference, emulated, unrounded, bf16)
 
 
 def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
@@ -211,7 +219,7 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
         probe = replace(probe, reference=probe.emulated)
-    return probe.judge("transformers", version, actual, FLOAT32 if float32 else BF16, note)
+    return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
 
 
 def _transformers_class(folder: Path) -> Any:
@@ -249,7 +257,7 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         actual = model_outputs(model, probe.ids.to(device), probe.causal)
     weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())
     path = f", {plural(weight_only, 'layer')} weight-only" if weight_only else ""
-    return probe.judge("octavo", version, actual, BF16, f"in BF16, on {device}{path}")
+    return probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
 
 
 def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
@@ -270,8 +278,7 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
             for result, row in zip(results, rows, strict=True)
         ]
     )
-    one_scale = any(".experts." in name and spec.inputs == "static" for name, spec in probe.layers.items())
-    factors = BF16_LOOSE if probe.cache or one_scale else BF16
+    factors = BF16_LOOSE if probe.cache else probe.bf16_factors
     note = "in BF16, log-probabilities of the prompts"
     return probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).judge("vllm", version, actual, factors, note)
 
