@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from bench.gpu.modes import BASE, FUSED
+from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
 from bench.gpu.plan import planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.scaling import rows_of, runs
@@ -12,6 +12,8 @@ from bench.report.tables import Result, Row
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture, model_presets
+from octavo.plan.schemes import find_scheme
+from octavo.plan.serving import Server, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.states import KNOWN_STATES, own_states
 from octavo.plan.training import TrainingPlan
@@ -26,17 +28,20 @@ STACK = {  # modes of gpu_stack.json: recipe, whether Octavo's own blocks, wheth
     "ours plain: blockwise, compile": ("blockwise", False, ""),
     "ours plain: delayed, compile": ("delayed", False, ""),
 }
-SERVED = [  # the results, their key, GPU, mode, scheme, batch, context and dtype of the cache
-    ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16"),
-    ("gpu_serve", "prefill", "h100", "ours, compile", "channel", 1, 8192, "bf16"),
-    ("gpu_serve", "decode 1", "h100", BASE, "bf16", 1, 1024, "bf16"),
-    ("gpu_serve", "decode 1", "h100", "ours, compile", "channel", 1, 1024, "bf16"),
-    ("gpu_serve", "decode 64", "h100", BASE, "bf16", 64, 1024, "bf16"),
-    ("gpu_serve", "decode 64", "h100", "ours, compile", "channel", 64, 1024, "bf16"),
-    ("gpu_serve", "decode 64", "h100", "ours, FP8 KV cache", "channel", 64, 1024, "fp8"),
-    ("gpu_weight_only", "decode", "h200", BASE, "bf16", 1, 1024, "bf16"),
-    ("gpu_weight_only", "decode", "h200", "W8A8, compile", "channel", 1, 1024, "bf16"),
-    ("gpu_weight_only", "decode", "h200", "weight-only, compile", "weight", 1, 1024, "bf16"),
+SERVED = [  # results, key, GPU, mode, scheme, batch, context, and the dtypes of keys and values and of attention
+    ("gpu_serve", "prefill", "h100", BASE, "bf16", 1, 8192, "bf16", "bf16"),
+    ("gpu_serve", "prefill", "h100", SERVE, "channel", 1, 8192, "bf16", "bf16"),
+    ("gpu_attention", "prefill", "h200", BASE, "bf16", 1, 8192, "bf16", "bf16"),
+    ("gpu_attention", "prefill", "h200", SERVE, "channel", 1, 8192, "bf16", "bf16"),
+    ("gpu_attention", "prefill", "h200", SERVE_FP8_ATTENTION, "channel", 1, 8192, "bf16", "fp8"),
+    ("gpu_serve", "decode 1", "h100", BASE, "bf16", 1, 1024, "bf16", "bf16"),
+    ("gpu_serve", "decode 1", "h100", SERVE, "channel", 1, 1024, "bf16", "bf16"),
+    ("gpu_serve", "decode 64", "h100", BASE, "bf16", 64, 1024, "bf16", "bf16"),
+    ("gpu_serve", "decode 64", "h100", SERVE, "channel", 64, 1024, "bf16", "bf16"),
+    ("gpu_serve", "decode 64", "h100", "ours, FP8 KV cache", "channel", 64, 1024, "fp8", "bf16"),
+    ("gpu_weight_only", "decode", "h200", BASE, "bf16", 1, 1024, "bf16", "bf16"),
+    ("gpu_weight_only", "decode", "h200", "W8A8, compile", "channel", 1, 1024, "bf16", "bf16"),
+    ("gpu_weight_only", "decode", "h200", "weight-only, compile", "weight", 1, 1024, "bf16", "bf16"),
 ]
 
 
@@ -105,14 +110,21 @@ def gpt2_errors(results: dict[str, Result]) -> Rows:
 
 
 def serving_errors(results: dict[str, Result]) -> Rows:
-    for name, key, gpu, mode, scheme, batch, context, cache in SERVED:
-        settings = ("--batch", str(batch), "--context", str(context))
-        plan = Case("llama-3-8b", settings, gpu, scheme=scheme, cache=cache).serving()
-        seconds = plan.prefill_seconds if key == "prefill" else plan.step_seconds
+    for name, key, gpu, mode, scheme, batch, context, cache, attention in SERVED:
+        found = results[name][key]
+        layers = found.get("layers") or results[name]["layers"]
+        model = find_architecture("llama-3-8b", Config())
+        model = replace(model, blocks=(replace(model.blocks[0], count=layers),))
+        server = Server(model, find_scheme(scheme), find_gpu(gpu), 1, batch, context, cache, attention)
+        plan = plan_serving(server)
         what = f"{context:,} prompt tokens" if key == "prefill" else f"a new token of batch {batch}"
-        measured = results[name][key]["ms"][mode]["median"]
-        where = {"GPU": gpu.upper(), "step": what, "scheme": scheme, "keys and values": cache}
-        yield {**where, **compared("ms", 1e3 * seconds, measured, ".2f")}
+        seconds = plan.prefill_seconds if key == "prefill" else plan.step_seconds
+        ms = found["ms"][mode]
+        yield {
+            "GPU": gpu.upper(), "blocks": str(layers), "step": what, "scheme": scheme, "keys and values": cache,
+            "attention": attention,
+            **compared("ms", 1e3 * seconds, ms if isinstance(ms, float) else ms["median"], ".2f"),
+        }  # fmt: skip
 
 
 def configurations(results: dict[str, Result]) -> Rows:

@@ -1,7 +1,8 @@
 """The memory and the speed of a served model: weights, keys and values, the prompt, and each new token.
 
-The prompt takes the forward pass of a BF16 model, whose linear layers are as many times faster as the scheme's. A
-decoding step reads every weight once (of experts those that the batch's tokens are sent to), and all keys and values:
+The prompt takes the forward pass of a BF16 model, with the linear layers at the speed of the scheme. That speed has a
+pass in it that casts the inputs; where norms and activations cast them, there is no such pass (`_traffic`). A decoding
+step reads every weight once (of experts those that the batch's tokens are sent to), and all keys and values:
 
     step = bytes of weights in BF16 / (READ_SHARE * rate of a copy) / speed of the scheme
          + bytes of keys and values / rate of a copy  +  blocks * launches
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from octavo.artifact.packed.scheme import Scheme
+from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.kv_cache.fp8_prompts import SHORTEST
 from octavo.plan.architecture import Architecture, Block, Layer
 from octavo.plan.attention import FORWARD, fp8_limit, fp8_speed
@@ -56,6 +57,11 @@ class Server:
     @cached_property
     def speeds(self) -> SchemeSpeeds:
         return find_speeds(self.scheme, self.gpu)
+
+    @property
+    def is_cast_fused(self) -> bool:
+        """Whether norms and activations write the inputs of GEMMs in eight bits."""
+        return self.scheme is CHANNEL and self.speeds.gemm not in ("weight-only", "dequantized")
 
     @property
     def scheme_name(self) -> str:
@@ -184,7 +190,7 @@ def _prefill_seconds(server: Server) -> float:
     seconds = 0.0
     for block in model.blocks:
         linear = sum(_forward_seconds(server, group) for group in block.groups)
-        memory = rows * _traffic(model, block) / rate
+        memory = rows * _traffic(server, block) / rate
         alone = (linear + _attention_seconds(server, block) + memory) / gpus
         seconds += block.count * (alone + _exchange_seconds(server, rows))
     return seconds + 2.0 * model.width * model.vocabulary / rate / gpus
@@ -214,10 +220,18 @@ def _attention_seconds(server: Server, block: Block) -> float:
     return seconds / fp8_speed("forward from an FP8 KV cache" if server.cache == "fp8" else "forward", context)
 
 
-def _traffic(model: Architecture, block: Block) -> float:
-    """Bytes a token of norms, rotary positions and the activation in BF16."""
+def _traffic(server: Server, block: Block) -> float:
+    """Bytes a token of norms, rotary positions and the activation in BF16.
+
+    If they write eight bits, they write a byte an element less, and the speed of the linear layers has a pass too many
+    that reads two bytes an element and writes one.
+    """
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
-    return 16.0 * model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
+    wide = 16.0 * server.model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
+    cast = [
+        group[0].inputs for group in block.groups if group[0].group in ("qkv", "up", "down") and group[0].copies == 1
+    ]
+    return wide - 4.0 * sum(cast) if server.is_cast_fused else wide
 
 
 def _step_seconds(server: Server) -> float:
