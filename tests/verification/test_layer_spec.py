@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as theirs_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
+from octavo.artifact.packed.scheme import SCHEMES, Scheme
 from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs
 from octavo.verification.numbers import round_input, widen
 
@@ -48,6 +49,20 @@ def test_compressed_tensors(weights: Any, inputs: Any, spec: LayerSpec, shape: t
     assert one(compressed(weights, inputs)) == spec
     assert one(compressed(weights, inputs), "lm_head") is None
     assert spec.scale_shapes(256, 384)[0] == shape
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+def test_a_scheme_is_called_by_its_name(scheme: Scheme) -> None:
+    settings = compressed(dict(scheme.weight_arguments), None, format=scheme.format)
+    settings["config_groups"]["group_0"]["input_activations"] = scheme.input_arguments
+    assert str(one(settings)) == scheme.name
+
+
+def test_a_quantization_without_a_name_is_described() -> None:
+    assert str(LayerSpec(1, 64, "none")) == "1x64, input none"
+    assert str(LayerSpec.per_tensor("tensor")) == "tensor, input tensor"
+    pow2 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
+    assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
 
 
 def test_other_layouts() -> None:

@@ -15,6 +15,15 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quanti
 _METHODS = ("compressed-tensors", "fp8", "modelopt")
 
 
+# The names of docs/packing.md, by the description of the weight's and the input's scales.
+_SCHEMES = {
+    "channel, input token": "channel", "tensor, input token": "tensor", "tensor, input static": "static",
+    "128x128, input token of 128": "block", "1x32 (powers of two), input token of 32": "mx",
+    "int8 channel, input token": "int8", "channel, input none": "weight", "tensor, input none": "weight, tensor",
+    "128x128, input none": "weight, block",
+} | {f"1x{size}, input token of {size}": f"group{size}" for size in (32, 64, 128)}  # fmt: skip
+
+
 class SpecError(ValueError):
     """A quantization_config that cannot be read. The message names the setting."""
 
@@ -79,6 +88,7 @@ class LayerSpec:
         return ""
 
     def __str__(self) -> str:
+        """The name of the scheme (docs/packing.md), or a description of a quantization that has none."""
         if not self.rows and not self.columns:
             weight = "tensor"
         elif not self.columns:
@@ -86,7 +96,8 @@ class LayerSpec:
         else:
             weight = f"{self.rows}x{self.columns}" + (" (powers of two)" if self.exponents else "")
         inputs = f"{self.inputs} of {self.group}" if self.group else self.inputs
-        return f"{'int8 ' if self.integers else ''}{weight}, input {inputs}"
+        described = f"{'int8 ' if self.integers else ''}{weight}, input {inputs}"
+        return _SCHEMES.get(described, described) + (", pow2 inputs" if self.pow2_inputs else "")
 
 
 _MODELOPT = {

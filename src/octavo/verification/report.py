@@ -150,7 +150,7 @@ def _estimate(estimate: Estimate, form: str) -> tuple[str, str]:
 
 
 def _layers(report: Report) -> Section:
-    columns = ("layer", "packed by", "shape", "weight dB", "output dB", "clipped", "headroom")
+    columns = ("layer", "scheme", "shape", "weight dB", "output dB", "clipped", "headroom")
     rows = [
         (
             layer.name, layer.spec, " x ".join(map(str, layer.shape)), _number(layer.weight_sqnr, "{:.1f}"),
