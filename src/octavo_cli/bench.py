@@ -11,7 +11,7 @@ import typer
 
 from octavo_cli.display import print_table, progress, say
 from octavo_cli.opened import SOURCE_HELP
-from octavo_cli.options import AsJson, Device
+from octavo_cli.options import AsJson, Device, option
 
 if TYPE_CHECKING:
     from octavo.speed import SpeedReport
@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 def bench_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help=SOURCE_HELP)],
     against: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="A Hugging Face folder in BF16: the model that FOLDER was packed from."),
+        Path | None, option("MODEL", "A Hugging Face folder in BF16: the model that FOLDER was packed from.")
     ] = None,
-    batch: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Prompts that are generated from at once, such as 1,16,64.")
-    ] = "1,16",
-    prompt: Annotated[str, typer.Option(metavar="NUMBERS", help="Lengths of prompts in tokens.")] = "128,2048",
-    tokens: Annotated[
-        int, typer.Option(metavar="NUMBER", help="New tokens of each prompt; 1 times the first token alone.")
-    ] = 64,
-    rounds: Annotated[int, typer.Option(metavar="NUMBER", help="Times that each size is measured.")] = 5,
+    batch: Annotated[str, option("NUMBERS", "Prompts that are generated from at once, such as 1,16,64.")] = "1,16",
+    prompt: Annotated[str, option("NUMBERS", "Lengths of prompts in tokens.")] = "128,2048",
+    tokens: Annotated[int, option("NUMBER", "New tokens of each prompt; 1 times the first token alone.")] = 64,
+    rounds: Annotated[int, option("NUMBER", "Times that each size is measured.")] = 5,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson
+from octavo_cli.options import AsJson, option
 
 if TYPE_CHECKING:
     from octavo.bisection import Bisection
@@ -31,14 +31,10 @@ def bisect_command(
         Path | None,
         typer.Option("--from", metavar="CHECKPOINT", help="Start from a checkpoint, or from the newest of a run."),
     ] = None,
-    seeds: Annotated[int, typer.Option(metavar="NUMBER", help="Runs of each part, with seeds that follow --seed.")] = 3,
-    run_steps: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Steps of a short run. Default: --steps, 200 at most.")
-    ] = None,
-    least: Annotated[float, typer.Option(metavar="PERCENT", help="The smallest gap that is searched.")] = 0.05,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder that remembers the short runs.")] = Path(
-        "runs/bisect"
-    ),
+    seeds: Annotated[int, option("NUMBER", "Runs of each part, with seeds that follow --seed.")] = 3,
+    run_steps: Annotated[int | None, option("NUMBER", "Steps of a short run. Default: --steps, 200 at most.")] = None,
+    least: Annotated[float, option("PERCENT", "The smallest gap that is searched.")] = 0.05,
+    out: Annotated[Path, option("FOLDER", "The folder that remembers the short runs.")] = Path("runs/bisect"),
     as_json: AsJson = False,
 ) -> None:
     """Find the layers and GEMMs that raise the loss in FP8.

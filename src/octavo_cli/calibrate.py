@@ -9,7 +9,7 @@ import typer
 
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import Device, Out, Step
+from octavo_cli.options import Device, Out, PromptBatch, PromptSeed, PromptTokens, Step, option
 
 if TYPE_CHECKING:
     from octavo.calibration.folder import Calibration
@@ -22,12 +22,12 @@ def calibrate_command(
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train.")
     ],
     out: Out,
-    data: Annotated[list[str], typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")],
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Number of prompts; 128 to 512 are usual.")] = 256,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="Most tokens of a prompt.")] = 2048,
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts that run at once.")] = 8,
+    data: Annotated[list[str], option("TEXT", f"{DATA_HELP}.")],
+    samples: Annotated[int, option("NUMBER", "Number of prompts; 128 to 512 are usual.")] = 256,
+    context: PromptTokens = 2048,
+    batch: PromptBatch = 8,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the choice of prompts.")] = 0,
+    seed: PromptSeed = 0,
     step: Step = None,
 ) -> None:
     """Measure the tensors of a model while it runs on text.

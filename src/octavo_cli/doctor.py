@@ -11,7 +11,7 @@ import typer
 
 from octavo_cli.choices import GPUS, RECIPES
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import AsJson
+from octavo_cli.options import AsJson, option
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 
 def doctor_command(
     recipe: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RECIPE", help="A preset or a .json file; can be repeated. Default: every preset."),
+        list[str] | None, option("RECIPE", "A preset or a .json file; can be repeated. Default: every preset.")
     ] = None,
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")
-    ] = "",
+    gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time the GEMM of each recipe for a few sizes. Takes a minute at most.")

@@ -12,7 +12,7 @@ import typer
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_facts, progress
 from octavo_cli.opened import SOURCE_HELP, Opened, open_source
-from octavo_cli.options import AsJson, Device, Step
+from octavo_cli.options import AsJson, Device, Step, option
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
@@ -21,18 +21,13 @@ if TYPE_CHECKING:
 
 def evaluate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}.")] = None,
-    held_out: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Evaluate on the text that this run holds out.")
-    ] = None,
+    data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}.")] = None,
+    held_out: Annotated[Path | None, option("RUN", "Evaluate on the text that this run holds out.")] = None,
     batches: Annotated[
-        int | None,
-        typer.Option(metavar="NUMBER", help="Batches to take; without it what the run takes, or all of --data."),
+        int | None, option("NUMBER", "Batches to take; without it what the run takes, or all of --data.")
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="With --data: sequences in a batch.")] = 4,
-    context: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="With --data: tokens in a sequence, up to the model's.")
-    ] = None,
+    batch: Annotated[int, option("NUMBER", "With --data: sequences in a batch.")] = 4,
+    context: Annotated[int | None, option("NUMBER", "With --data: tokens in a sequence, up to the model's.")] = None,
     step: Step = None,
     device: Device = "auto",
     as_json: AsJson = False,

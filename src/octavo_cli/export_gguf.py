@@ -7,7 +7,7 @@ import typer
 
 from octavo_cli.choices import GGUF_WEIGHTS
 from octavo_cli.display import progress, say
-from octavo_cli.options import Step
+from octavo_cli.options import Step, option
 
 
 def export_gguf_command(
@@ -15,9 +15,9 @@ def export_gguf_command(
         Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder, in BF16.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to make; it must not exist.")],
-    weights: Annotated[
-        str, typer.Option(metavar="TYPE", help=f"The type of linear weights: {' or '.join(GGUF_WEIGHTS)}.")
-    ] = GGUF_WEIGHTS[0],
+    weights: Annotated[str, option("TYPE", f"The type of linear weights: {' or '.join(GGUF_WEIGHTS)}.")] = GGUF_WEIGHTS[
+        0
+    ],
     tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, a BPE, too.")] = True,
     step: Step = None,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import Out, Step
+from octavo_cli.options import Out, Step, option
 
 if TYPE_CHECKING:
     from octavo.folding import FoldReport
@@ -21,24 +21,19 @@ def fold_command(
     out: Out,
     smooth: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="The folder that octavo calibrate wrote for the model: move outliers of activations into weights.",
+        option(
+            "FOLDER", "The folder that octavo calibrate wrote for the model: move outliers of activations into weights."
         ),
     ] = None,
-    alpha: Annotated[
-        float, typer.Option(metavar="NUMBER", help="With --smooth: how much of the outliers moves, from 0 to 1.")
-    ] = 0.5,
+    alpha: Annotated[float, option("NUMBER", "With --smooth: how much of the outliers moves, from 0 to 1.")] = 0.5,
     rotate: Annotated[
         bool,
         typer.Option(
             "--rotate", help="Rotate the residual stream and the values by Hadamard matrices. For models with RMSNorm."
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the signs of the rotation.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Dtype of the new weights: bfloat16 or float32.")
-    ] = "bfloat16",
+    seed: Annotated[int, option("NUMBER", "Seed of the signs of the rotation.")] = 0,
+    dtype: Annotated[str, option("TYPE", "Dtype of the new weights: bfloat16 or float32.")] = "bfloat16",
     step: Step = None,
 ) -> None:
     """Write a model that computes the same and quantizes better.

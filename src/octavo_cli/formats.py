@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.choices import FORMATS
 from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson
+from octavo_cli.options import AsJson, option
 
 if TYPE_CHECKING:
     from octavo.numerics.formats import Format
@@ -23,7 +23,7 @@ def formats_command(
     number: Annotated[
         float | None, typer.Argument(metavar="NUMBER", help="A number to look at; without it, all formats are listed.")
     ] = None,
-    format: Annotated[str | None, typer.Option(metavar="NAME", help=f"One format only: {', '.join(FORMATS)}.")] = None,
+    format: Annotated[str | None, option("NAME", f"One format only: {', '.join(FORMATS)}.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the number formats, or one number in each of them.

@@ -13,52 +13,36 @@ import typer
 from octavo_cli.choices import ATTENTIONS, KV_CACHES
 from octavo_cli.display import progress, say
 from octavo_cli.opened import SOURCE_HELP, open_source
-from octavo_cli.options import AsJson, Device, Step
+from octavo_cli.options import AsJson, Device, Step, option
 from octavo_cli.prompts import read_prompts
 from octavo_cli.texts import Printer, Text, continue_texts, tokenize
 
 
 def generate_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="The text to continue; can be repeated.")
-    ] = None,
+    prompt: Annotated[list[str] | None, option("TEXT", "The text to continue; can be repeated.")] = None,
     file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Prompts, one a line, or JSON lines with the key "prompt"; - is standard input.',
-        ),
+        Path | None, option("FILE", 'Prompts, one a line, or JSON lines with the key "prompt"; - is standard input.')
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts to generate from at once.")] = 16,
-    count: Annotated[int, typer.Option(metavar="NUMBER", help="Tokens to generate after each prompt.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(metavar="NUMBER", help="0 takes the most likely token; higher is more varied.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Draw from so many most likely tokens; 0 draws from all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="NUMBER", help="Draw from the most likely tokens of this total probability.")
-    ] = 1.0,
+    batch: Annotated[int, option("NUMBER", "Prompts to generate from at once.")] = 16,
+    count: Annotated[int, option("NUMBER", "Tokens to generate after each prompt.")] = 200,
+    temperature: Annotated[float, option("NUMBER", "0 takes the most likely token; higher is more varied.")] = 0.8,
+    top_k: Annotated[int, option("NUMBER", "Draw from so many most likely tokens; 0 draws from all.")] = 0,
+    top_p: Annotated[float, option("NUMBER", "Draw from the most likely tokens of this total probability.")] = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(metavar="NUMBER", help="Above 1, tokens that the text holds become less likely.")
+        float, option("NUMBER", "Above 1, tokens that the text holds become less likely.")
     ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="The seed of the draws: the same seed, the same text.")
-    ] = None,
+    seed: Annotated[int | None, option("NUMBER", "The seed of the draws: the same seed, the same text.")] = None,
     kv_cache: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Dtype of keys and values: {', '.join(KV_CACHES)}. auto is fp8 for a folder with scales for it.",
+        option(
+            "NAME", f"Dtype of keys and values: {', '.join(KV_CACHES)}. auto is fp8 for a folder with scales for it."
         ),
     ] = "auto",
     attention: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU.",
+        option(
+            "NAME", f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU."
         ),
     ] = "bf16",
     step: Step = None,
@@ -90,12 +74,7 @@ def generate_command(
     from octavo.words import plural
 
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    if count < 1 or batch < 1:
-        raise ValueError(f"--count and --batch must be at least 1, got {count} and {batch}")
-    if kv_cache not in KV_CACHES:
-        raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
-    if attention not in ATTENTIONS:
-        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+    _check(count, batch, kv_cache, attention)
     texts = [Text(each) for each in read_prompts(prompt, file)]
     with progress("reading the model"):
         opened = open_source(source, step, device)
@@ -128,6 +107,16 @@ def generate_command(
         "dim",
         error=True,
     )
+
+
+def _check(count: int, batch: int, kv_cache: str, attention: str) -> None:
+    """Raise a ValueError for an option that cannot be, before the model is read."""
+    if count < 1 or batch < 1:
+        raise ValueError(f"--count and --batch must be at least 1, got {count} and {batch}")
+    if kv_cache not in KV_CACHES:
+        raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
+    if attention not in ATTENTIONS:
+        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
 
 
 def _totals(texts: Sequence[Text], seconds: float) -> dict[str, Any]:

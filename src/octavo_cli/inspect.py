@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.display import print_table, say
 from octavo_cli.dtypes import print_dtypes
-from octavo_cli.options import AsJson
+from octavo_cli.options import AsJson, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,17 +31,12 @@ def inspect_command(
         ),
     ] = False,
     module: Annotated[
-        str | None,
-        typer.Option(metavar="GLOB", help="With --dtypes: the operations of these modules, one by one; * for all."),
+        str | None, option("GLOB", "With --dtypes: the operations of these modules, one by one; * for all.")
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="With --dtypes: another recipe than that of the settings.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: sequences.")] = None,
-    context: Annotated[int | None, typer.Option(metavar="NUMBER", help="With --dtypes: tokens of a sequence.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --dtypes: the dtype of the weights, fp32 or bf16.")
-    ] = None,
+    recipe: Annotated[str | None, option("RECIPE", "With --dtypes: another recipe than that of the settings.")] = None,
+    batch: Annotated[int | None, option("NUMBER", "With --dtypes: sequences.")] = None,
+    context: Annotated[int | None, option("NUMBER", "With --dtypes: tokens of a sequence.")] = None,
+    weights: Annotated[str | None, option("NAME", "With --dtypes: the dtype of the weights, fp32 or bf16.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tensors of a packed folder, or trace dtypes.

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,24 +9,27 @@ from octavo_cli.choices import LAYOUTS
 
 BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; --budget can be repeated"
 
+
+def option(metavar: str, help: str) -> Any:
+    """An option with a value, for which the help shows `metavar`."""
+    return typer.Option(metavar=metavar, help=help)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, option("NAME", "auto, cpu, cuda or cuda:N.")]
 Freeze = Annotated[
     int | None,
-    typer.Option(
-        metavar="NUMBER",
-        help="Run the model on this many prompts of --data, and store the scales of its inputs: static.",
-    ),
+    option("NUMBER", "Run the model on this many prompts of --data, and store the scales of its inputs: static."),
 ]
 Layout = Annotated[
     str,
-    typer.Option(
-        metavar="NAME",
-        help=f"{', '.join(LAYOUTS)}. The last two are for vLLM: transformers computes nonsense from them, or fails.",
+    option(
+        "NAME", f"{', '.join(LAYOUTS)}. The last two are for vLLM: transformers computes nonsense from them, or fails."
     ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist.")]
 Packed = Annotated[Path, typer.Argument(metavar="PACKED", help="A packed folder.")]
-Step = Annotated[
-    int | None, typer.Option(metavar="NUMBER", help="Take the checkpoint of this step; without it, the newest.")
-]
+PromptBatch = Annotated[int, option("NUMBER", "Prompts that run at once.")]
+PromptSeed = Annotated[int, option("NUMBER", "Seed of the choice of prompts.")]
+PromptTokens = Annotated[int, option("NUMBER", "Most tokens of a prompt.")]
+Step = Annotated[int | None, option("NUMBER", "Take the checkpoint of this step; without it, the newest.")]

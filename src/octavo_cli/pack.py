@@ -12,7 +12,7 @@ from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
 from octavo_cli.data import DATA_HELP, print_reading, required_data
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step
+from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step, option
 
 if TYPE_CHECKING:
     from octavo.packing import BudgetReport, PackReport
@@ -25,33 +25,23 @@ def pack_command(
     out: Out,
     scheme: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel.",
+        option(
+            "NAME", f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel."
         ),
     ] = None,
-    layer: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB=SCHEME", help="Another scheme for these layers. Repeatable.")
-    ] = None,
+    layer: Annotated[list[str] | None, option("GLOB=SCHEME", "Another scheme for these layers. Repeatable.")] = None,
     layout: Layout = LAYOUTS[0],
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Layers that stay in BF16. Repeatable.")
-    ] = None,
+    skip: Annotated[list[str] | None, option("GLOB", "Layers that stay in BF16. Repeatable.")] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="The folder that octavo calibrate wrote for the model: for static and --kv-cache."
-        ),
+        option("FOLDER", "The folder that octavo calibrate wrote for the model: for static and --kv-cache."),
     ] = None,
     rule: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Rule of the scales from the calibration: amax (default), percentile (99.99) or mse."
-        ),
+        option("NAME", "Rule of the scales from the calibration: amax (default), percentile (99.99) or mse."),
     ] = None,
     weights: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Rule of the scales of weights: amax, or mse (least mean squared error)."),
+        str, option("NAME", "Rule of the scales of weights: amax, or mse (least mean squared error).")
     ] = "amax",
     pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
@@ -59,31 +49,22 @@ def pack_command(
         typer.Option(help="One scale for layers that vLLM fuses. Default: yes, unless the run trained its own scales."),
     ] = None,
     kv_cache: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="fp8: store the calibration's scales for a cache of keys and values."),
+        str | None, option("NAME", "fp8: store the calibration's scales for a cache of keys and values.")
     ] = None,
     experts: Annotated[
         bool, typer.Option("--experts", help="Pack the experts of a mixture too, each with scales of its own.")
     ] = False,
     tensor_parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="NUMBERS", help="Numbers of devices, such as 1,2,4,8, that the packed layers must divide over."
-        ),
+        str, option("NUMBERS", "Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
     ] = "1",
     step: Step = None,
     budget: Annotated[
-        list[str] | None,
-        typer.Option(metavar="BUDGET", help=f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}."),
+        list[str] | None, option("BUDGET", f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}.")
     ] = None,
     freeze: Freeze = None,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help=f"For --budget and --freeze. {DATA_HELP}.")
-    ] = None,
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="For --budget: number of prompts.")] = 32,
-    context: Annotated[
-        int, typer.Option(metavar="NUMBER", help="For --budget and --freeze: most tokens of a prompt.")
-    ] = 512,
+    data: Annotated[list[str] | None, option("TEXT", f"For --budget and --freeze. {DATA_HELP}.")] = None,
+    samples: Annotated[int, option("NUMBER", "For --budget: number of prompts.")] = 32,
+    context: Annotated[int, option("NUMBER", "For --budget and --freeze: most tokens of a prompt.")] = 512,
     device: Device = "cpu",
 ) -> None:
     """Write a model with its linear weights in FP8.
@@ -106,7 +87,6 @@ def pack_command(
 
       octavo generate packed/first --prompt "def main():"
     """
-    from octavo.artifact.packed.layouts import READERS
     from octavo.evaluation import Budget, PromptOptions
     from octavo.packing import PackOptions, pack, pack_frozen, pack_within
 
@@ -140,6 +120,12 @@ def pack_command(
             )  # fmt: skip
         else:
             report = pack(source, out, options, step=step, progress=advance)
+    _print(report, kept, layout)
+
+
+def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
+    from octavo.artifact.packed.layouts import READERS
+
     say(f"packed {report.source} into {report.folder}")
     print_facts(_facts(report, kept))
     if kept is not None:

@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.choices import ATTENTIONS, CACHES, GPUS, SCHEMES
 from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson
+from octavo_cli.options import AsJson, option
 
 if TYPE_CHECKING:
     from octavo.plan.serving import ServingPlan
@@ -31,28 +31,24 @@ def plan_command(
             "train, or a number of parameters such as 7B.",
         ),
     ],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(GPUS)}.")] = "h200",
-    gpus: Annotated[int, typer.Option(metavar="NUMBER", help="GPUs, eight in a node.")] = 1,
-    network: Annotated[float, typer.Option(metavar="GBIT", help="Gb/s of the network card of each GPU.")] = 400.0,
-    tokens: Annotated[str, typer.Option(metavar="COUNT", help="Tokens to train on, such as 1T: days and cost.")] = "",
-    price: Annotated[float | None, typer.Option(metavar="MONEY", help="Price of an hour of one GPU.")] = None,
+    gpu: Annotated[str, option("NAME", f"{', '.join(GPUS)}.")] = "h200",
+    gpus: Annotated[int, option("NUMBER", "GPUs, eight in a node.")] = 1,
+    network: Annotated[float, option("GBIT", "Gb/s of the network card of each GPU.")] = 400.0,
+    tokens: Annotated[str, option("COUNT", "Tokens to train on, such as 1T: days and cost.")] = "",
+    price: Annotated[float | None, option("MONEY", "Price of an hour of one GPU.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")] = False,
     scheme: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Packing scheme in serving: bf16, {', '.join(SCHEMES)}. Default: that of the recipe, "
+        option(
+            "NAME",
+            f"Packing scheme in serving: bf16, {', '.join(SCHEMES)}. Default: that of the recipe, "
             "which is channel for rowwise.",
         ),
     ] = "",
-    kv_cache: Annotated[
-        str, typer.Option(metavar="DTYPE", help=f"Keys and values in serving: {', '.join(CACHES)}.")
-    ] = "bf16",
-    attention: Annotated[
-        str, typer.Option(metavar="DTYPE", help=f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")
-    ] = "bf16",
+    kv_cache: Annotated[str, option("DTYPE", f"Keys and values in serving: {', '.join(CACHES)}.")] = "bf16",
+    attention: Annotated[str, option("DTYPE", f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")] = "bf16",
     compare: Annotated[
-        str, typer.Option(metavar="NAME=VALUES", help="Cases side by side, such as recipe=bf16,rowwise or gpus=8,64.")
+        str, option("NAME=VALUES", "Cases side by side, such as recipe=bf16,rowwise or gpus=8,64.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:

@@ -20,12 +20,10 @@ _LINES = (("loss", "loss"), ("evaluation_loss", "evaluation loss"), ("tokens_per
 
 def report_command(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Runs of octavo train, or folders of octavo.watch."),
+        list[Path], typer.Argument(metavar="RUN...", help="Runs of octavo train, or folders of octavo.watch.")
     ],
     to_html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="The page; without it, report.html in the first run."),
+        Path | None, typer.Option("--html", metavar="FILE", help="The page; without it, report.html in the first run.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, and write no page unless --html is given.")

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
-
 from octavo_cli.choices import LAYOUTS, SCHEMES
 from octavo_cli.data import DATA_HELP, print_reading, required_data
 from octavo_cli.display import progress, say
-from octavo_cli.options import Device, Freeze, Layout, Out, Packed
+from octavo_cli.options import Device, Freeze, Layout, Out, Packed, option
 
 
 def unpack_command(folder: Packed, out: Out) -> None:
@@ -33,11 +31,11 @@ def convert_layout(
     out: Out,
     layout: Layout = LAYOUTS[0],
     scheme: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(SCHEMES)}. Default: the scheme of each layer stays.")
+        str | None, option("NAME", f"{', '.join(SCHEMES)}. Default: the scheme of each layer stays.")
     ] = None,
     freeze: Freeze = None,
-    data: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"For --freeze. {DATA_HELP}.")] = None,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="For --freeze: most tokens of a prompt.")] = 512,
+    data: Annotated[list[str] | None, option("TEXT", f"For --freeze. {DATA_HELP}.")] = None,
+    context: Annotated[int, option("NUMBER", "For --freeze: most tokens of a prompt.")] = 512,
     device: Device = "cpu",
 ) -> None:
     """Write a packed model in another layout or scheme.

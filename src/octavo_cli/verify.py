@@ -13,7 +13,7 @@ import typer
 
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Packed
+from octavo_cli.options import BUDGET_HELP, Device, Packed, PromptBatch, PromptSeed, PromptTokens, option
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
@@ -24,21 +24,16 @@ _ROWS = 12
 
 def verify_command(
     packed: Packed,
-    against: Annotated[
-        Path, typer.Option(metavar="MODEL", help="The model that the folder was packed from: a folder, or a run.")
-    ],
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help=f"{DATA_HELP}; without it the quality is not measured.")
-    ] = None,
+    against: Annotated[Path, option("MODEL", "The model that the folder was packed from: a folder, or a run.")],
+    data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,
     budget: Annotated[
-        list[str] | None,
-        typer.Option(metavar="BUDGET", help=f"The most that packing may cost on --data: {BUDGET_HELP}."),
+        list[str] | None, option("BUDGET", f"The most that packing may cost on --data: {BUDGET_HELP}.")
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Number of prompts.")] = 64,
-    context: Annotated[int, typer.Option(metavar="NUMBER", help="Most tokens of a prompt.")] = 512,
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Prompts that run at once.")] = 8,
+    samples: Annotated[int, option("NUMBER", "Number of prompts.")] = 64,
+    context: PromptTokens = 512,
+    batch: PromptBatch = 8,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Seed of the choice of prompts.")] = 0,
+    seed: PromptSeed = 0,
     folded: Annotated[
         bool, typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them.")
     ] = False,
