@@ -7,9 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
 from octavo.plan.families import describe_architecture, positive_sizes
 from octavo.train.config import Config
+from octavo.train.settings import PRESETS
 from octavo.train.vocabulary import known_vocabulary
 
 
@@ -37,11 +39,14 @@ def find_architecture(model: str, config: Config) -> Architecture:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = difflib.get_close_matches(model.lower(), model_presets(), n=3, cutoff=0.3)
+        presets = sorted(model_presets().keys() | PRESETS.keys())
+        near = difflib.get_close_matches(model.lower(), presets, n=3, cutoff=0.3)
         advice = f"the nearest presets are {', '.join(near)}; " if near else ""
+        if model in BUILT_IN_MODELS:
+            advice = f'for a {model} of octavo train give a .toml file with model = "{model}" and its sizes; '
         raise ValueError(
-            f"MODEL must be a preset, a Hugging Face folder, a config.json or a number of parameters such as 7B; got "
-            f"{model!r}: {advice}all presets: {', '.join(model_presets())}"
+            f"MODEL must be a preset, a run or a .toml file of octavo train, a Hugging Face folder, a config.json or a "
+            f"number of parameters such as 7B; got {model!r}: {advice}all presets: {', '.join(presets)}"
         )
     try:
         fields = json.loads(path.read_text())

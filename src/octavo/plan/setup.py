@@ -83,8 +83,9 @@ def make_setup(model: Architecture, config: Config, gpu: Gpu, gpus: int) -> Setu
 def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> None:
     if config.batch % degrees.data:
         raise ValueError(
-            f"--batch counts the sequences of all GPUs and must be a multiple of the {degrees.data} that work on "
-            f"different ones; got {config.batch}"
+            f"batch counts the sequences of all GPUs and must be a multiple of the {degrees.data} that work on "
+            f"different ones; the settings have {config.batch}: give "
+            f"--batch {-(-config.batch // degrees.data) * degrees.data}"
         )
     sizes = {"the context": config.context, "the width": model.width}
     for block in model.blocks:
