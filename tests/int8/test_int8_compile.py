@@ -11,7 +11,9 @@ pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's 
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6144, 4096)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6150, 4096), (80, 1040, 64)]
+)
 def test_the_gemm(capability: int, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.int8 import kernel
 

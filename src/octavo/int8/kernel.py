@@ -55,7 +55,7 @@ def int8_mm(
     out_dtype: torch.dtype,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Same as `int8_mm` of the operation, for a contiguous residual. tiling: None chooses one."""
+    """Same as `int8_mm` of the operation, for a contiguous residual. tiling: of our kernel; None chooses."""
     (m, k), n = a.shape, b.shape[0]
     a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
     y = allocate(a, (m, n), out_dtype)
@@ -104,10 +104,10 @@ def _combine(
 ) -> None:
     """Add the partial sums [SPLIT_K, M, N] and scale them, into y [M, N]."""
     split_k, m, n = partials.shape
-    launcher(_combine_kernel, (m, cdiv(n, COMBINE_BLOCK_N)))(  # CUDA takes at most 65,535 in y
-        partials, scale_a, scale_b, bias, residual, y, m, n,
-        SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, num_warps=4,
-    )  # fmt: skip
+    block_n = COMBINE_BLOCK_N if split_k > 1 else 4 * COMBINE_BLOCK_N  # without splits there are many rows
+    launcher(_combine_kernel, (m, cdiv(n, block_n)))(  # CUDA takes at most 65,535 in y
+        partials, scale_a, scale_b, bias, residual, y, m, n, SPLIT_K=split_k, BLOCK_N=block_n, num_warps=4
+    )
 
 
 @cache
