@@ -103,7 +103,7 @@ def test_a_model_of_transformers():
 def refused(rank: int) -> list[str]:
     messages = []
     for model, shape in ((nn.Linear(4, 4), (3,)), (layer("bf16"), (3,)), (layer("bf16"), (3, 1))):
-        with pytest.raises(ValueError) as error:  # noqa: PT011: the caller compares the message
+        with pytest.raises(ValueError) as error:  # noqa: PT011, the caller compares the message
             expert_parallel(model, init_device_mesh("cpu", shape))
         messages.append(str(error.value))
     return messages

@@ -13,7 +13,8 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.ops import quantize
 
 RECIPES = [name for name in octavo.PRESETS if name != "bf16"]
-GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise")  # the others quantize w twice, or rotate
+# The others quantize w twice, or rotate it.
+GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise")
 
 
 def gathered_parameters(model: nn.Module) -> dict[str, Tensor]:

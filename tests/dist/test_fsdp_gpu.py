@@ -55,7 +55,9 @@ def on_two_gpus(rank: int) -> dict[str, Any]:
         results[recipe] = bool(report.gathered) and equal(train(made(recipe), step), trained)
         results[f"{recipe}: all-reduces"] = len(sent["reduce"])
     torch._dynamo.reset()
-    results["compiled"] = equal(train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step))
+    results["compiled"] = equal(
+        train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step)
+    )
     return results
 
 

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo import models
-
 from octavo.dist import GatherReport, GatherRow, fp8_all_gather
 
 
@@ -26,7 +25,7 @@ def made(recipe: str = "rowwise", **options: Any) -> nn.Module:
 
 def refused(model: nn.Module, *inputs: Tensor) -> str:
     """The error of `fp8_all_gather`, or of the forward pass of `inputs`."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011: the caller compares the message
+    with pytest.raises(ValueError) as error:  # noqa: PT011, the caller compares the message
         model(*inputs) if inputs else fp8_all_gather(model)
     return str(error.value)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from tensor_parallel_examples import difference, mesh_of, Traffic, two_layers, whole
+from tensor_parallel_examples import Traffic, difference, mesh_of, two_layers, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -1,7 +1,5 @@
 """A model that two ranks share computes what one rank computes, before and after conversion, and trains alike."""
 
-import math
-
 import pytest
 import torch
 from metrics import sqnr

@@ -6,6 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from tensor_parallel_examples import (
+    Traffic,
     batch,
     converted,
     difference_of_all,
@@ -13,7 +14,6 @@ from tensor_parallel_examples import (
     make_model,
     mesh_of,
     parameters_of,
-    Traffic,
     train,
 )
 from torch.distributed.fsdp import fully_shard

@@ -41,11 +41,14 @@ def layers(rank):
     w[7] = 0
     cast = octavo.recipe.ROW_W
     parts = w.chunk(2)[rank], w.chunk(2, dim=1)[rank].contiguous()
-    column, row = quantize_shards([Shards([p], cast, cut_rows=i == 1) for i, p in enumerate(parts)], Ranks.of(mesh, sequence=True))
+    column, row = quantize_shards(
+        [Shards([p], cast, cut_rows=i == 1) for i, p in enumerate(parts)], Ranks.of(mesh, sequence=True)
+    )
     q = quantize(w, cast)
     expected = [(q.data.chunk(2)[rank], q.scale.chunk(2)[rank]), (q.data.chunk(2, dim=1)[rank], q.scale)]
     equal = [
-        torch.equal(found.data.view(torch.uint8), data.contiguous().view(torch.uint8)) and torch.equal(found.scale, scale)
+        torch.equal(found.data.view(torch.uint8), data.contiguous().view(torch.uint8))
+        and torch.equal(found.scale, scale)
         for found, (data, scale) in zip((column, row), expected, strict=True)
     ]
     x = torch.randn(2, 256, 512, device="cuda").bfloat16()

@@ -32,13 +32,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         report = octavo.dist.fp8_all_gather(model)
 
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
-    rank quantizes its own rows once after each optimizer step, and keeps the bytes: one byte a weight, divided by the
+    rank quantizes its own rows once after each optimizer step, and holds the bytes: one byte a weight, divided by the
     ranks. The bytes and scales are those that one rank makes of the whole weight. For that, one small all-reduce takes
     place after a step. There is no other collective.
 
-    Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes leave
-    no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a `state_dict`
-    from before the last forward pass.
+    Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
+    leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
+    `state_dict` from before the last forward pass.
 
     Args:
         model: with converted layers, on which `fully_shard` was called, and on all units below it.
@@ -75,7 +75,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
                 part.stack = stack
     why = {name: reasons[layer] for layer, name in layers.items()}
     why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
-    of_experts = [ShardedWeight(*stack, sharded[stack], cache.prepare) for name, stack in stacks.items() if not why[name]]
+    of_experts = [
+        ShardedWeight(*stack, sharded[stack], cache.prepare) for name, stack in stacks.items() if not why[name]
+    ]
     cache.fill((*weights.values(), *of_experts))
     rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
     return GatherReport(tuple(rows), unfused)

@@ -37,7 +37,9 @@ class ShardGroup:
         rows, device = sum(sizes), local.device
         self.data = torch.zeros(rows, local.shape[1], dtype=self.cast.fmt.dtype, device=device)
         # cuBLASLt demands that the scale of a tensor begins at a multiple of 16 bytes.
-        self.scale = torch.ones(rows, 1, device=device) if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
+        self.scale = (
+            torch.ones(rows, 1, device=device) if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
+        )
         self.largest_here = torch.zeros(len(weights), 1, device=device)
         self.amax, self.amax_here = torch.zeros(2, rows, device=device)
         self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)

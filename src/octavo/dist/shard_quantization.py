@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.dist.shard_group import ShardGroup
 from octavo.dist.sharded_weight import ShardedWeight
-from octavo.numerics.granularity import ROW, TENSOR
+from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import quantize, quantize_matrices
 
@@ -47,7 +47,11 @@ class ShardQuantizer:
             group.measure()
         _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
         largest = [group.largest() for group, _, _ in self.groups]
-        needed = [(value, shards) for value, (group, _, shards) in zip(largest, self.groups, strict=True) if group.needs_largest]
+        needed = [
+            (value, shards)
+            for value, (group, _, shards) in zip(largest, self.groups, strict=True)
+            if group.needs_largest
+        ]
         _reduce(needed)
         for value, (group, _, _) in zip(largest, self.groups, strict=True):
             group.finish(value)
@@ -94,7 +98,9 @@ def _hold_quantized(weight: ShardedWeight) -> None:
     if weight.data is None or weight.data.device != local.device:
         rows = weight.unit.shard_rows
         data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
-        scale = torch.ones(weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device)
+        scale = torch.ones(
+            weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device
+        )
         weight.hold(data, scale, None)
     assert weight.data is not None
     assert weight.scale is not None

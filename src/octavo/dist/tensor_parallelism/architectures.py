@@ -65,9 +65,7 @@ HEAD = "lm_head"
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of Qwen3, over the elements of a head
 
 
-def tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, asynchronous: bool = False
-) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, asynchronous: bool = False) -> None:
     """Cut the layers of `model` over the ranks of `mesh`, in place; each rank then has a part of each weight.
 
     Parameters become DTensors, with the numbers that the first rank has. The model takes the same tokens [B, T] on all
@@ -152,8 +150,8 @@ def _find_architecture(model: nn.Module) -> Architecture:
     architecture = (OURS | TRANSFORMERS).get(name)
     if architecture is None:
         raise ValueError(
-            f"tensor_parallel knows the modules of {', '.join((*OURS, *TRANSFORMERS))}, got {name}: give its layers the "
-            "styles octavo.dist.ColumnParallel, RowParallel and NormParallel by "
+            f"tensor_parallel knows the modules of {', '.join((*OURS, *TRANSFORMERS))}, got {name}: give its layers "
+            "the styles octavo.dist.ColumnParallel, RowParallel and NormParallel by "
             "torch.distributed.tensor.parallel.parallelize_module"
         )
     layers: Any = model.get_submodule(architecture.layers)
@@ -192,6 +190,6 @@ def _as_plain_tensor(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
 def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:
     if tokens.shape[-1] % ranks.size:
         raise ValueError(
-            f"the length of a sequence must be a multiple of {ranks.size}, the degree of tensor parallelism, got tokens "
-            f"{list(tokens.shape)}: pad them, or call tensor_parallel with sequence=False"
+            f"the length of a sequence must be a multiple of {ranks.size}, the degree of tensor parallelism, got "
+            f"tokens {list(tokens.shape)}: pad them, or call tensor_parallel with sequence=False"
         )

@@ -38,15 +38,11 @@ from octavo.nn.scale_folding import (
     weight_transposed,
 )
 from octavo.nn.stacked_weights import Stack, StackInfo
-from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import (
     activation_backward,
     activation_quantize_scaled,
     activation_scales,
-    norm_backward,
-    norm_quantize,
-    quantize,
     requantize,
     row_scales,
     transpose,

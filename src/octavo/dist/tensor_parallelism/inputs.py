@@ -18,7 +18,12 @@ class Normed(NamedTuple):
 
 
 def normed(
-    norm: NormSpec | None, x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, call: FusedCall
+    norm: NormSpec | None,
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    call: FusedCall,
 ) -> Normed:
     x, residual = rows(x), rows(residual)
     if norm is None or gamma is None:

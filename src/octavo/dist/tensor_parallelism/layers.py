@@ -25,8 +25,8 @@ from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.linear_function import LinearCall, shaped
 from octavo.nn.mlp import FusedMLP
-from octavo.nn.observer import observer_of
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
+from octavo.nn.observer import observer_of
 from octavo.nn.stacked_weights import Stack
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
@@ -167,11 +167,7 @@ def _call(layer: Any, recipe: FusableRecipe, x: Tensor, observed: Any, outer: An
 
 def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) -> Stack:
     """This rank's parts of the layers, with the bytes that `cache` has for them."""
-    is_row = isinstance(linears[0].parallel, Row)
-    biases = [
-        local_replicated(linear.bias, linear.parallel.ranks) if is_row and linear.bias is not None else _local(linear.bias)
-        for linear in linears
-    ]
+    biases = [_local_bias(linear) for linear in linears]
     weights = [_local(linear.weight) for linear in linears]
     if isinstance(weights[0], GatheredWeight):
         return Stack(weights, biases, cache.gathered)
@@ -179,6 +175,13 @@ def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) ->
     if cache.q is not None and cache.is_stale(parameters):
         cache.store(linears[0].parallel.quantize([(linears, recipe.w)])[0], parameters)
     return Stack(weights, biases, cache.q)
+
+
+def _local_bias(linear: Any) -> Tensor | None:
+    """This rank's part of a bias, which each rank has whole where the inputs are cut."""
+    whole = linear.bias is not None and isinstance(linear.parallel, Row)
+    local: Tensor | None = local_replicated(linear.bias, linear.parallel.ranks) if whole else _local(linear.bias)
+    return local
 
 
 def _compute(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,12 +43,11 @@ class Ranks:
     def of(cls, mesh: DeviceMesh, *, sequence: bool, asynchronous: bool = False) -> Ranks:
         """The ranks of `mesh`. Raises a ValueError for `asynchronous` where it cannot run."""
         group = mesh.get_group()
-        if asynchronous:
-            if mesh.device_type != "cuda" or not sequence:
-                raise ValueError(
-                    f"asynchronous tensor parallelism needs GPUs and sequence=True, got a mesh on {mesh.device_type} "
-                    f"and sequence={sequence}: leave asynchronous=False"
-                )
+        if asynchronous and (mesh.device_type != "cuda" or not sequence):
+            raise ValueError(
+                f"asynchronous tensor parallelism needs GPUs and sequence=True, got a mesh on {mesh.device_type} "
+                f"and sequence={sequence}: leave asynchronous=False"
+            )
         rank = get_process_group_ranks(group).index(get_rank())
         return cls(group.group_name, mesh.size(), rank, sequence, asynchronous)
 
@@ -72,7 +71,8 @@ class Ranks:
     def data(self, gathered: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The data that `gather_data` gathers, in `dtype`, once it has arrived."""
         # PyTorch keeps the memory of an exchange until its result is waited for: also that of the number.
-        return [self.done(t) for t in gathered][0].view(dtype)
+        data, _ = [self.done(t) for t in gathered]
+        return data.view(dtype)
 
     def gather_quantized(self, q: QTensor) -> tuple[Tensor, Tensor]:
         """`gather` of the data and the row scales of a quantized tensor."""

@@ -131,7 +131,7 @@ class NormParallel(ParallelStyle):
 
 def check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"tensor parallelism takes a DeviceMesh, such as init_device_mesh(\"cuda\", (2,)), got {mesh!r}")
+        raise TypeError(f'tensor parallelism takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
     if mesh.ndim != 1:
         raise ValueError(
             f"tensor parallelism takes a mesh of one dimension, got {mesh}: pass one of its dimensions, for example "

@@ -1,9 +1,9 @@
 """Quantized weights of which each rank has a part, with the bytes and the scales of the whole weight.
 
-    column-parallel     w [N, K] is cut along N: a row and its scale are one rank's. The relative floor of the scales
-                        depends on the largest scale of all ranks: one number a weight is exchanged.
-    row-parallel        w [N, K] is cut along K: each rank has a part of every row. The largest of the ranks' scales is
-                        that of the row: N numbers are exchanged.
+column-parallel     w [N, K] is cut along N: a row and its scale are one rank's. The relative floor of the scales
+                    depends on the largest scale of all ranks: one number a weight is exchanged.
+row-parallel        w [N, K] is cut along K: each rank has a part of every row. The largest of the ranks' scales is
+                    that of the row: N numbers are exchanged.
 """
 
 from collections.abc import Sequence
