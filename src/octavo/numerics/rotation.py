@@ -19,21 +19,19 @@ def hadamard(x: Tensor, dim: int = -1) -> Tensor:
     """`x` rotated along a dimension, same shape and dtype, in n log2 n additions; differentiable."""
     if dim != -1:
         return hadamard(x.transpose(dim, -1)).transpose(dim, -1)
-    size = _size(x)
-    y = x.reshape(-1, size)
-    for stage in range(size.bit_length() - 1):
-        y = _butterflies(y, 1 << stage)
-    return y.mul(size**-0.5).view(x.shape)
+    y = _by_bits(x)
+    for bit in range(1, y.ndim):
+        y = _butterflies(y, -bit)
+    return y.mul(_size(x) ** -0.5).view(x.shape)
 
 
 def hadamard_gradient(dy: Tensor, dim: int = -1) -> Tensor:
     """The gradient of `hadamard`, as autograd computes it: the same steps from the last to the first."""
     if dim != -1:
         return hadamard_gradient(dy.transpose(dim, -1)).transpose(dim, -1)
-    size = _size(dy)
-    dx = dy.reshape(-1, size).mul(size**-0.5)
-    for stage in reversed(range(size.bit_length() - 1)):
-        dx = _butterflies(dx, 1 << stage)
+    dx = _by_bits(dy).mul(_size(dy) ** -0.5)
+    for bit in reversed(range(1, dx.ndim)):
+        dx = _butterflies(dx, -bit)
     return dx.view(dy.shape)
 
 
@@ -42,7 +40,15 @@ def _size(x: Tensor) -> int:
     return max(x.shape[-1] & -x.shape[-1], 1)
 
 
-def _butterflies(y: Tensor, half: int) -> Tensor:
-    """(a + b, a - b) for all pairs of neighbouring runs a, b of `half` columns."""
-    a, b = y.view(-1, y.shape[1] // (2 * half), 2, half).unbind(2)
-    return torch.stack((a + b, a - b), dim=2).view(y.shape)
+def _by_bits(x: Tensor) -> Tensor:
+    """`x` with a dimension of two for each bit of the position in a block.
+
+    One shape serves all stages: views between them would nest their indices in compiled code, which then takes minutes.
+    """
+    return x.reshape(-1, *[2] * (_size(x).bit_length() - 1))
+
+
+def _butterflies(y: Tensor, dim: int) -> Tensor:
+    """(a + b, a - b) for all pairs a, b along a dimension of two."""
+    a, b = y.unbind(dim)
+    return torch.stack((a + b, a - b), dim)
