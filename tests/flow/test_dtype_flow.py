@@ -130,6 +130,14 @@ def test_a_stack_of_experts_is_named():
     assert flow.left_out[0].share == pytest.approx(12 / 14)  # y, dx, dw of four; y and dw of the first layer
 
 
+def test_experts_that_convert_knows_are_said_to_run_in_fp8_once_converted():
+    model, offsets = octavo.nn.GroupedLinear(2, 32, 32), torch.tensor([3, 8], dtype=torch.int32)
+    (left,) = octavo.dtype_flow(model, torch.randn(8, 32), offsets).left_out
+    assert (left.what, left.reason) == ("experts", "not converted: octavo.convert(model) would run it in FP8")
+    octavo.convert(model)
+    assert octavo.dtype_flow(model, torch.randn(8, 32), offsets).left_out == ()
+
+
 def test_the_model_stays_as_it_is():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     octavo.convert(model, "delayed")

@@ -10,6 +10,7 @@ from octavo.flow.folding import patterns_of
 from octavo.flow.operation import Operation
 from octavo.nn.attention import is_convertible
 from octavo.nn.convolution import is_gemm
+from octavo.nn.expert_conversion import find_experts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.selection import select_linears
 
@@ -105,8 +106,10 @@ def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: b
         return "linear layer", skipped or _NOT_CONVERTED
     if isinstance(owner, nn.MultiheadAttention) and operation.parameters:
         return "packed attention projection", _NOT_CONVERTED if is_convertible(owner) else "it has keys of its own"
+    if stacked and find_experts(owner):
+        return "experts", _NOT_CONVERTED
     if stacked:
-        return "3-D weight", "a stack of matrices, as of experts, in one parameter: convert takes linear layers"
+        return "3-D weight", "a stack of matrices in one parameter: convert takes linear layers, and experts it knows"
     if operation.parameters:
         return f"matrix of {type(owner).__name__}", "the module multiplies it itself: convert takes linear layers"
     return "product of activations", "no weight takes part: convert leaves it alone"
