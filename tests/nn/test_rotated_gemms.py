@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import scipy.linalg
@@ -134,10 +135,16 @@ def test_a_weight_that_is_not_rotated_is_cached(gemms: tuple[str, ...]) -> None:
     assert (linear.cached_weights() is not None) == (gemms == ("dw",))
 
 
-def test_a_calibration_of_unrotated_inputs_gives_no_scales() -> None:
+def test_amax_values_of_unrotated_tensors_give_no_scales() -> None:
+    class Calibration:
+        input_histories: ClassVar = {"0": [1.0]}
+
     model = nn.Sequential(converted(rotated(delayed(), "y")))
     with pytest.raises(ValueError, match="no layer whose scales can be frozen"):
         octavo.freeze_scales(model, [torch.randn(T, K)])
+    with pytest.raises(ValueError, match=r"the recipe of 0 .* rotates its tensors, .* leave y and dx out of rotate"):
+        octavo.seed_scales(model, Calibration())
+    assert not model[0].recipe.scales_by_history
 
 
 @pytest.mark.slow

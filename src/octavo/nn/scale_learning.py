@@ -163,13 +163,19 @@ def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
         calibration: of `octavo.calibration.Calibration.load`.
 
     Raises:
-        ValueError: no layer of `model` has a history, or the calibration lacks one of its layers. Nothing is changed.
+        ValueError: no layer of `model` has a history, one has a recipe that rotates x or w, or the calibration lacks
+            one. Nothing is changed.
     """
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if getattr(module, "histories", None) is not None
     }
     if not layers:
         raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
+    if rotated := [name for name, layer in layers.items() if layer.recipe.rotates_w]:
+        raise ValueError(
+            f"the recipe of {rotated[0]} ({len(rotated)} such layers) rotates its tensors, but the calibration "
+            "saw them without a rotation: leave y and dx out of rotate, or train without the calibration"
+        )
     known = calibration.input_histories
     if missing := [name for name in layers if name not in known]:
         raise ValueError(f"the calibration has no amax of the input of {missing[0]} ({len(missing)} such layers)")

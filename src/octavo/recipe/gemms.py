@@ -147,8 +147,8 @@ class Recipe:
 
     @property
     def scales_by_history(self) -> bool:
-        """Whether the scales of x and w come from histories, so that the checkpoint of a run holds them."""
-        return all(cast is not None and cast.history is not None for cast in (self.x, self.w))
+        """Whether the scales of x and w come from histories of these tensors, without a rotation."""
+        return not self.rotates_w and all(cast is not None and cast.history is not None for cast in (self.x, self.w))
 
     def in_bf16(self, *gemms: str) -> Recipe:
         """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay.
