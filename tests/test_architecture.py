@@ -8,6 +8,7 @@ The command line is a package of its own, `octavo_cli`, so that `octavo --help` 
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -240,6 +241,13 @@ def test_files_are_short():
     root = Path(__file__).parent.parent
     files = [path for folder in ("src", "tests", "bench", "examples") for path in (root / folder).rglob("*.py")]
     assert [str(path) for path in files if len(path.read_text().splitlines()) > 300] == []
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig):
+    """pytest does not enter folders with certain names: by default build and dist are among them."""
+    folders = {path.name for path in Path(__file__).parent.rglob("*") if path.is_dir()}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert [name for name in folders if any(fnmatchcase(name, glob) for glob in left_out)] == []
 
 
 def test_names_of_test_files_are_unique():
