@@ -1,10 +1,16 @@
-"""The tables of docs/performance.md on layers of experts."""
+"""The tables of docs/performance.md on layers of experts, and the rates that `octavo plan` reads."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from statistics import harmonic_mean
 
 from bench.gpu.modes import speedup
 from bench.report.tables import MISSING, Result, Row, machine, markdown, times
 
+SHIPPED = Path(__file__).parents[2] / "src" / "octavo" / "plan" / "expert_rates.json"
+# The ways of accumulating of y, dx and dw.
+PASSES = {"bf16": ("y, bf16", "dx, bf16", "dw, bf16"), "rowwise": ("y, fast", "dx, fast", "dw, promoted")}
 NAMES = {"mixtral": "Mixtral's", "small experts": "small experts"}
 
 
@@ -57,3 +63,22 @@ def expert_layer_sqnr(results: dict[str, Result]) -> str:
 
 def expert_vs_torchao(results: dict[str, Result]) -> str:
     return f"{speedup(results['gpu_moe']['mixtral'], 'ours', 'torchao'):.3f}x"
+
+
+def shipped(results: dict[str, Result]) -> str:
+    """The file that octavo.plan.rates reads: FLOP/s of grouped GEMMs over both passes, by the rows of an expert."""
+    result = results["gpu_moe"]
+    rates: dict[str, dict[str, float]] = {recipe: {} for recipe in PASSES}
+    for key in NAMES:
+        shape, tflops = result[key]["shape"], result[key]["gemm_tflops"]
+        rows = shape["tokens"] * shape["top_k"] // shape["experts"]
+        for recipe, ways in PASSES.items():
+            rates[recipe][str(rows)] = round(1e12 * harmonic_mean([tflops[way] for way in ways]))
+    facts = {key: result["machine"][key] for key in ("gpu", "torch", "measured")}
+    return json.dumps({"machine": facts, "rates": rates}, indent=2) + "\n"
+
+
+def ship(results: dict[str, Result]) -> None:
+    """Write the rates into the package, once they are measured."""
+    if "gpu_moe" in results:
+        SHIPPED.write_text(shipped(results))

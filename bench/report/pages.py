@@ -1,7 +1,7 @@
 """Write the pages of docs that tables fill, the plots and README's table from bench/results: `make docs`.
 
-It also writes the speeds of packing schemes that `octavo.load` warns by, and those of FP8 attention that `octavo plan`
-reads.
+It also writes the speeds of packing schemes that `octavo.load` warns by, and those of FP8 attention and the rates of
+experts that `octavo plan` reads.
 
 The words of a page are in its template beside this file. A template may name
 
@@ -63,6 +63,7 @@ def main() -> None:
     results = load()
     schemes.ship(results)  # before the pages: the plan reads what the package ships
     attention.ship(results)
+    experts.ship(results)
     for name in pages(results):
         (ROOT / "docs" / f"{name}.md").write_text(page(name, results))
     plots.draw(results, ROOT / "docs" / "performance")

@@ -7,16 +7,19 @@ from dataclasses import replace
 from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
 from bench.gpu.plan import planned_again
 from bench.gpu.sharded import OURS, WIDE
+from bench.report.experts import NAMES
 from bench.report.scaling import rows_of, runs
 from bench.report.tables import Result, Row
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture, model_presets
+from octavo.plan.rates import grouped_seconds
 from octavo.plan.schemes import find_scheme
 from octavo.plan.serving import Server, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.states import KNOWN_STATES, own_states
 from octavo.plan.training import TrainingPlan
+from octavo.recipe import get_recipe
 from octavo.train.config import Config
 
 Rows = Iterable[Row]
@@ -98,6 +101,24 @@ def fsdp_errors(results: dict[str, Result]) -> Rows:
             plan = TrainingPlan(make_setup(used, config, find_gpu("h200"), setting["world"]))
             where = {"GPUs": str(setting["world"]), "layers": str(setting["layers"]), "mode": mode}
             yield {**where, **compared("ms", 1e3 * plan.time.total, modes[mode]["median"], ".1f")}
+
+
+def expert_errors(results: dict[str, Result]) -> Rows:
+    """Layers of experts with routing: grouped GEMMs, SwiGLU, and the order of rows."""
+    gpu = find_gpu("h200")
+    for key, name in NAMES.items():
+        cell = results["gpu_moe"][key]
+        experts, width, hidden, top_k, tokens = cell["shape"].values()
+        rows = tokens * top_k
+        for mode, recipe in (("bf16", "bf16"), ("ours", "rowwise")):
+            up, down = (
+                grouped_seconds(gpu, get_recipe(recipe), (rows // experts, *size), experts)
+                for size in ((width, hidden), (hidden, width))
+            )
+            traffic = rows * (18 * hidden + 16 * width) / gpu.copy_rate  # as octavo.plan.step_time.traffic_bytes
+            what = f"{name}: {experts} of {width:,} x {hidden:,}, top {top_k}"
+            planned = 1e3 * (2 * up + down + traffic)
+            yield {"experts": what, "recipe": recipe, **compared("ms", planned, cell["ms"][mode], ".1f")}
 
 
 def gpt2_errors(results: dict[str, Result]) -> Rows:

@@ -6,9 +6,10 @@ from support.live_memory import LiveMemory
 from torch import nn
 
 import octavo
-from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.nn import use_fp8_attention
 from octavo.plan.activations import block_bytes, checkpointed_bytes, element_bytes
+from octavo.plan.architecture import Block
 from octavo.plan.families import describe_architecture
 from octavo.recipe import get_recipe
 from octavo.train.blocks import prepare_blocks
@@ -20,6 +21,8 @@ PARTITION = "aot_eager_decomp_partition"  # decides what to save as Inductor doe
 
 def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
     common = {"vocabulary": VOCABULARY, "layers": layers, "width": WIDTH, "heads": 4, "context": TOKENS}
+    if kind == "mixture":
+        return MixtureConfig(**common, kv_heads=2, mlp_width=384, experts=8, top_k=2)
     return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
 
 
@@ -93,13 +96,25 @@ def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode)
     assert planned(kind, recipe, mode, fp8_attention=True) * TOKENS == pytest.approx(block, rel=0.05)
 
 
+@pytest.mark.parametrize(("recipe", "plain_norms"), [("bf16", 2), ("tensorwise", 2), ("rowwise", 1)])
+def test_a_block_of_experts_saves_what_is_planned(recipe, plain_norms):
+    block = (held("mixture", recipe, "none", 4) - held("mixture", recipe, "none", 2)) / 2
+    block -= plain_norms * 4 * WIDTH * TOKENS  # as above
+    casts = 0 if recipe == "rowwise" else 2 * sum(e.weights for e in described("mixture").layers if e.copies > 1)
+    assert planned("mixture", recipe, "none") * TOKENS + casts == pytest.approx(block, rel=0.05)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mixture", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("rowwise", marks=pytest.mark.slow)])
-def test_compiled_blocks_save_each_input_once(recipe):
-    found = (saved("llama", recipe, 3) - saved("llama", recipe, 1)) / 2
-    model = describe_architecture("llama", sizes("llama", 2).to_hf())
-    casts = 2 * model.blocks[0].weights if recipe == "bf16" else 0  # the BF16 copies of the FP32 weights
-    assert planned("llama", recipe, "none", compiled=True) * TOKENS + casts == pytest.approx(found, rel=0.05)
+def test_compiled_blocks_save_each_input_once(kind, recipe):
+    found = (saved(kind, recipe, 3) - saved(kind, recipe, 1)) / 2
+    casts = 2 * described(kind).weights if recipe == "bf16" else 0  # the BF16 copies of the FP32 weights
+    assert planned(kind, recipe, "none", compiled=True) * TOKENS + casts == pytest.approx(found, rel=0.05)
+
+
+def described(kind: str) -> Block:
+    return describe_architecture(kind, sizes(kind, 2).to_hf()).blocks[0]
 
 
 def test_an_input_takes_the_bytes_that_dw_reads():

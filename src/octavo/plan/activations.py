@@ -10,6 +10,8 @@ For each token of a block of width K, with r bytes an element of the residual st
 Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again: of the GEMMs' inputs they
 save that of the attention's output projection only. In BF16 that input is the output of the attention, saved once.
 Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
+Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
+again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
 Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
 """
 
@@ -35,6 +37,7 @@ def block_bytes(
         + _attention_bytes(block, fp8=fp8_attention)
         + (2 * block.attention.values if views else 0)
         + _hidden_bytes(block, model, recipe, compiled=compiled)
+        + _expert_output_bytes(block, model, recipe, compiled=compiled)
         + sum(
             _input_bytes(group, model, recipe, compiled=compiled, fp8_attention=fp8_attention) for group in block.groups
         )
@@ -53,15 +56,30 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
 
 def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
-    activated = block.hidden if block.gated and not compiled and not is_fused(model, recipe) else 0  # silu(gate)
+    fused = is_fused(model, recipe) or (_routed(block) and recipe.fusable is not None)
+    activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
     return 2.0 * (u + activated)
+
+
+def _expert_output_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
+    each = 2.0 if recipe.fusable is not None else 0.0 if compiled else 4.0
+    return each * _routed(block) * model.width
+
+
+def _routed(block: Block) -> int:
+    """Experts of a token."""
+    return max((layer.active for layer in block.layers if layer.copies > 1), default=0)
 
 
 def _input_bytes(
     group: tuple[Layer, ...], model: Architecture, recipe: Recipe, *, compiled: bool, fp8_attention: bool
 ) -> float:
     """Bytes a token of the input of layers that read the same one."""
-    name, elements = group[0].group, group[0].inputs * group[0].active
+    name, elements, experts = group[0].group, group[0].inputs * group[0].active, group[0].copies > 1
+    if experts and recipe.fusable is not None:
+        return element_bytes(elements, recipe) if name == "up" else 0.0
+    if experts:
+        return 2.0 * elements
     converted = recipe.quantized and name != "router"
     if is_fused(model, recipe):
         return element_bytes(elements, recipe) if name == "o" else 4.0  # norm outputs and h: only their scales

@@ -82,8 +82,9 @@ class Block:
 
     @property
     def groups(self) -> list[tuple[Layer, ...]]:
-        """The layers that read the same input, in order."""
-        return [self.group(name) for name in dict.fromkeys(layer.group for layer in self.layers)]
+        """The layers that read the same input, in order. Experts are apart from a shared MLP."""
+        kinds = dict.fromkeys((layer.group, layer.copies) for layer in self.layers)
+        return [tuple(each for each in self.layers if (each.group, each.copies) == kind) for kind in kinds]
 
     @property
     def hidden(self) -> int:

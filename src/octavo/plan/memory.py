@@ -98,9 +98,14 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
         each = checkpointed_bytes(block, setup.model, setup.recipe, mode, setup.residual, fp8_attention=fp8)
         return each * setup.tokens / setup.degrees.tp
     each = block_bytes(block, setup.model, setup.recipe, residual=setup.residual, compiled=compiled, fp8_attention=fp8)
-    # compiled code saves the BF16 copies of FP32 weights
-    casts = 2 * block.weights if compiled and setup.residual == 4 and not setup.recipe.quantized else 0
+    casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
     return (each * setup.tokens + casts) / setup.degrees.tp
+
+
+def _cast_weights(setup: Setup, block: Block) -> int:
+    """Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16."""
+    experts = 0 if setup.recipe.fusable is not None else sum(e.weights for e in block.layers if e.copies > 1)
+    return block.weights if setup.config.compile.blocks and not setup.recipe.quantized else experts
 
 
 def _again_bytes(setup: Setup, block: Block) -> float:

@@ -1,11 +1,17 @@
-"""The time of linear layers and of memory traffic, from measured rates where there are any.
+"""The time of linear layers and of grouped ones (experts), from measured rates where there are any.
 
 `octavo.nn.speedup` ships measured times of a linear layer's forward and backward pass, over a grid of (M, K, N), in
 BF16 and by recipe, quantization included. Between the points of the grid the *rate* 6 M K N / seconds is interpolated.
 A GPU without measurements gets the share of its data sheet's peak that the H100 reaches at the same shape.
+
+Of grouped GEMMs the rates of two shapes were measured (bench.gpu.moe; `make docs` writes expert_rates.json): 4,096 rows
+an expert of 4096 x 14336, and 512 rows of 2048 x 768. They are interpolated by the rows of an expert. Casts are counted
+as traffic, and no GEMM is faster than its weights are read.
 """
 
 import functools
+import json
+from collections.abc import Mapping
 from importlib.resources import files
 
 from octavo.nn.speedup.table import Shape, Table, interpolate
@@ -37,14 +43,43 @@ def linear_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
     m, k, n = shape
     reference = known_gpus()[REFERENCE]
     assert reference.grid is not None
-    assert reference.fp8 is not None
     grid = _grid(reference.grid, recipe.name) or _grid(reference.grid, "blockwise")
-    rate = interpolate(grid, shape)
-    if gpu.grid is None:
-        rate *= gpu.fp8 / reference.fp8 if recipe.quantized and gpu.fp8 else gpu.bf16 / reference.bf16
-    return 6.0 * m * k * n / rate
+    return 6.0 * m * k * n / (interpolate(grid, shape) * _share(gpu, recipe))
 
 
-def layer_speedup(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
-    """The speed of a linear layer by `recipe`, as a multiple of that in BF16."""
-    return linear_seconds(gpu, Recipe("bf16"), shape) / linear_seconds(gpu, recipe, shape)
+def _share(gpu: Gpu, recipe: Recipe) -> float:
+    """The peak of a GPU that was not measured over that of the one that was."""
+    reference = known_gpus()[REFERENCE]
+    if gpu.grid is not None:
+        return 1.0
+    if recipe.quantized and gpu.fp8 and reference.fp8:
+        return gpu.fp8 / reference.fp8
+    return gpu.bf16 / reference.bf16
+
+
+def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> float:
+    """Seconds of forward and backward pass of `groups` matrices [N, K], each with M rows of its own."""
+    m, k, n = shape
+    rates = {(rows, 1, 1): rate for rows, rate in _expert_rates()["rowwise" if recipe.quantized else "bf16"].items()}
+    products = 6.0 * m * k * n / (interpolate(rates, (m, 1, 1)) * _share(gpu, recipe))
+    reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
+    # x and dy are read in BF16, written in eight bits and transposed; the weight is cast and transposed too
+    casts = 5.0 * (m * (k + n) + k * n) / gpu.copy_rate if recipe.quantized else 0.0
+    return groups * (max(products, reading) + casts)
+
+
+@functools.cache
+def _expert_rates() -> Mapping[str, Mapping[int, float]]:
+    """FLOP/s of both passes by recipe and rows of an expert."""
+    found = json.loads((files("octavo.plan") / "expert_rates.json").read_text())["rates"]
+    return {recipe: {int(rows): rate for rows, rate in row.items()} for recipe, row in found.items()}
+
+
+def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
+    """Seconds of forward and backward pass of a layer, or of its copies as one grouped layer."""
+    return linear_seconds(gpu, recipe, shape) if copies == 1 else grouped_seconds(gpu, recipe, shape, copies)
+
+
+def layer_speedup(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int = 1) -> float:
+    """The speed of a layer by `recipe`, as a multiple of that in BF16."""
+    return product_seconds(gpu, Recipe("bf16"), shape, copies) / product_seconds(gpu, recipe, shape, copies)

@@ -22,7 +22,7 @@ from octavo.plan.architecture import Architecture, Block, Layer
 from octavo.plan.attention import FORWARD, fp8_limit, fp8_speed
 from octavo.plan.communication import Links
 from octavo.plan.hardware import Gpu
-from octavo.plan.rates import linear_seconds
+from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.schemes import BF16, FUSED, MEASURED, SchemeSpeeds, find_speeds, refusal, weight_bytes
 from octavo.recipe import Recipe
 
@@ -200,11 +200,8 @@ def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
     """The layers that read the same input, as one GEMM: a third of both passes in BF16, over the scheme's speed."""
     first, outputs = group[0], sum(layer.outputs for layer in group)
     rows = max(server.prompt_tokens * first.active // first.copies, 1)
-    return first.copies * _bf16_seconds(server, rows, first.inputs, outputs) / _speed(server, first, rows)
-
-
-def _bf16_seconds(server: Server, rows: int, inputs: int, outputs: int) -> float:
-    return linear_seconds(server.gpu, Recipe("bf16"), (rows, inputs, outputs)) / 3
+    both = product_seconds(server.gpu, Recipe("bf16"), (rows, first.inputs, outputs), first.copies)
+    return both / 3 / _speed(server, first, rows)
 
 
 def _speed(server: Server, layer: Layer, rows: int) -> float:
@@ -249,8 +246,8 @@ def _layer_step_seconds(server: Server, layer: Layer) -> float:
     """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed."""
     rows = max(server.batch * layer.active // layer.copies, 1)
     reading = 2.0 * _touched(layer, server.batch) / server.gpu.copy_rate / READ_SHARE
-    multiplying = layer.copies * _bf16_seconds(server, rows, layer.inputs, layer.outputs)
-    return max(reading, multiplying) / _speed(server, layer, rows)
+    alone = linear_seconds(server.gpu, Recipe("bf16"), (rows, layer.inputs, layer.outputs)) / 3
+    return max(reading, layer.copies * alone) / _speed(server, layer, rows)
 
 
 def _touched(layer: Layer, batch: int) -> float:

@@ -17,7 +17,7 @@ from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
 from octavo.plan.attention import FORWARD, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
-from octavo.plan.rates import linear_seconds
+from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.setup import Setup
 from octavo.recipe import Recipe
 
@@ -115,7 +115,8 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
         for n in outputs:
             rows = setup.tokens * first.active // first.copies if first.active else setup.tokens // config.context
             k, n = (first.inputs // tp, n) if by_rows else (first.inputs, max(n // tp, 1))
-            quantized = setup.recipe.quantized and first.group != "router"
+            fits = first.copies == 1 or setup.recipe.fusable is not None  # no other recipe has a grouped GEMM
+            quantized = setup.recipe.quantized and first.group != "router" and fits
             found.append(Product(first.group, (max(rows, 1), k, n), first.copies, quantized))
     return found
 
@@ -128,7 +129,7 @@ def _linear_seconds(setup: Setup, block: Block) -> float:
 
 def _product_seconds(setup: Setup, product: Product) -> float:
     recipe = setup.recipe if product.quantized else Recipe("bf16")
-    return product.count * linear_seconds(setup.gpu, recipe, product.shape)
+    return product_seconds(setup.gpu, recipe, product.shape, product.count)
 
 
 def _cast_seconds(setup: Setup, block: Block) -> float:
@@ -164,7 +165,8 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
 
 
 def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
-    """Bytes a token of norms, residual sums, rotary positions and the activation: of both passes, and of the forward.
+    """Bytes a token of norms, residual sums, rotary positions, the activation, and the order of the rows of experts: of
+    both passes, and of the forward.
 
     The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
     """
@@ -172,8 +174,10 @@ def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
     rotary = 4 * (a.queries + a.keys) if setup.model.rotary else 0
     split = a.queries + a.keys + a.values
-    forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split
-    backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split
+    experts = max(layer.active for layer in block.group("down"))
+    sorting = 8 * experts * width if experts > 1 else 0  # rows to their experts and back
+    forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split + sorting
+    backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split + sorting
     return forward + backward, forward
 
 

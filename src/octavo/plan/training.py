@@ -93,8 +93,8 @@ class TrainingPlan:
         """The quantized GEMMs of each kind of block."""
         setup = self.setup
         products = [each for block in setup.model.blocks for each in block_products(setup, block) if each.quantized]
-        shapes = dict.fromkeys((each.layer, each.shape) for each in products)
-        return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape)) for layer, shape in shapes]
+        kinds = dict.fromkeys((each.layer, each.shape, each.count) for each in products)
+        return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape, n)) for layer, shape, n in kinds]
 
     @property
     def fp8_attention_speed(self) -> float | None:
