@@ -8,7 +8,7 @@ from linear_examples import QUANTIZED, K, N, T, converted, run
 from torch import nn
 
 import octavo
-from octavo.nn import SwiGLU
+from octavo.nn import Experts, SwiGLU
 from octavo.nn.promotion import e5m2_gradients, promote
 from octavo.recipe import PRESETS
 
@@ -123,3 +123,23 @@ def test_compiled_code_of_its_block_is_compiled_again() -> None:
         assert len(graphs) == first + 1
         with torch.compiler.set_stance("force_eager"):
             assert torch.equal(y, model(x))
+
+
+def test_experts_in_bf16_are_those_before_the_conversion() -> None:
+    torch.manual_seed(0)
+    experts, x, weight = Experts(4, 32, 48), torch.randn(20, 32), torch.rand(20, 2)
+    index = torch.rand(20, 4).topk(2).indices
+    expected = experts(x, index, weight)
+    octavo.convert(experts, "rowwise")
+    assert not torch.equal(experts(x, index, weight), expected)
+    with pytest.raises(ValueError, match="cannot move to e5m2"):
+        promote(experts, "e5m2")
+    promote(experts, "bf16")
+    assert torch.equal(experts(x, index, weight), expected)
+    octavo.restore(experts)
+    assert experts.recipe is None
+
+
+def test_experts_that_are_not_converted_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"octavo.convert has converted; got Experts"):
+        promote(Experts(4, 32, 48), "bf16")

@@ -19,7 +19,7 @@ import octavo.int8  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import quantize, quantize_matrices
 from octavo.ops.inductor import OPERATIONS
-from octavo.ops.statistics import WIDTH
+from octavo.ops.statistics import BRIEF_WIDTH, WIDTH
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 ROW = Cast().spec
@@ -83,7 +83,7 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for weight in (None, torch.rand(10, 2)):
         yield "combine", (x, row, weight)
     yield "combine_weight_gradient", (x[:10], x, row)
-    buffers = torch.zeros(WIDTH).double(), torch.zeros(3, 3).double()
+    buffers = torch.zeros(WIDTH).double(), torch.zeros(3, 3).double(), torch.zeros(3, BRIEF_WIDTH).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
 
 

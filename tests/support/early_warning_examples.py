@@ -1,9 +1,13 @@
 """Faults of the tiny runs of tests/train, and the events of rules that find them."""
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from octavo.telemetry.schema import Event
+from octavo.telemetry.storage import read_watch
+from octavo.train.early_warning import TrainingError
 
 DOWN, UP = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 
@@ -23,3 +27,19 @@ def breaks_in_fp8(trainer: Any, first: int = 13) -> None:
         return y * math.inf if module.recipe.quantized and trainer.state.step >= first - 1 else y
 
     layer_of(trainer.model).register_forward_hook(overflow)
+
+
+def run_with(trainer: Any, faults: Sequence[Callable[[Any], None]], after: int) -> list[Event]:
+    """Train, and plant the faults after so many steps; the events of the run."""
+    step = trainer.step
+
+    def faulty() -> Any:
+        if trainer.state.step == after:
+            for fault in faults:
+                fault(trainer)
+        return step()
+
+    trainer.step = faulty
+    with suppress(TrainingError):
+        trainer.run()
+    return list(read_watch(trainer.run_folder.path).events)

@@ -4,13 +4,10 @@ The steps before the planting are clean: the rules are silent there.
 """
 
 import math
-from contextlib import suppress
 
 import pytest
 import torch
-
-from octavo.telemetry.storage import read_watch
-from octavo.train.early_warning import TrainingError
+from early_warning_examples import run_with
 
 RUN = {"mlp_width": 256, "log_every": 100, "evaluate_every": 100, "save_every": 100}
 
@@ -108,19 +105,7 @@ def events(begin):
 
     def run(recipe, faults, after):
         rate = 1e-2 if faults == [loss_spike] else 1e-3  # a spike comes after a fall
-        trainer = begin(recipe=recipe, **RUN, steps=after + 10, learning_rate=rate)
-        step = trainer.step
-
-        def faulty():
-            if trainer.state.step == after:
-                for fault in faults:
-                    fault(trainer)
-            return step()
-
-        trainer.step = faulty
-        with suppress(TrainingError):
-            trainer.run()
-        return read_watch(trainer.run_folder.path).events
+        return run_with(begin(recipe=recipe, **RUN, steps=after + 10, learning_rate=rate), faults, after)
 
     return run
 

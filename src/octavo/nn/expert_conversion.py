@@ -65,8 +65,13 @@ def expert_rows(
 
 def computed_stacks(model: nn.Module) -> list[str]:
     """The names of the stacks of experts' matrices that run in FP8."""
-    found = {name: m for name, m in find_experts(model).items() if getattr(m, "recipe", None) is not None}
+    found = {name: m for name, m in converted_experts(model).items() if m.recipe.quantized}
     return [weight for name, module in found.items() for weight in stacks_of(name, module)]
+
+
+def converted_experts(model: nn.Module) -> dict[str, Any]:
+    """The modules of experts that have a recipe, by name."""
+    return {name: m for name, m in find_experts(model).items() if getattr(m, "recipe", None) is not None}
 
 
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:

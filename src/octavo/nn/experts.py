@@ -77,8 +77,8 @@ class Experts(nn.Module):
             w_in, w_out = wide(w_in), wide(w_out)
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
         rows = sort_by_expert(index, w_in.shape[0])
-        if self.recipe is None:
-            return plain_experts(x.to(dtype), weight, rows, w_in, w_out)
+        if self.recipe is None or not self.recipe.quantized:
+            return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
         return experts_mlp(x, weight, rows, w_in, w_out, call)

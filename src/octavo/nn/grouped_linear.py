@@ -77,8 +77,8 @@ class GroupedLinear(nn.Module):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
-        if self.recipe is None:
-            return plain_grouped_linear(x.to(dtype), self.weight, offsets)
+        if self.recipe is None or not self.recipe.quantized:
+            return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
         call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
         return grouped_linear(x, self.weight, offsets, call)
 

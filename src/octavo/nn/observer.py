@@ -16,6 +16,7 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
+from octavo.ops.brief_samples import clear
 from octavo.ops.expert_observation import observe_experts
 from octavo.ops.observation import observe
 from octavo.ops.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
@@ -46,6 +47,7 @@ class ExpertObserver(Observer):
 
     Attributes:
         sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.ops.expert_observation.observe_experts`).
+        brief: of each operand the numbers of a brief sample by expert, float64 [E, BRIEF_WIDTH].
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
@@ -53,6 +55,9 @@ class ExpertObserver(Observer):
         widths = {"x": 3, "w": 2, "dy": 2}
         self.sums = {
             name: torch.zeros(experts, width, dtype=torch.float64, device=device) for name, width in widths.items()
+        }
+        self.brief = {
+            name: clear(torch.empty(experts, BRIEF_WIDTH, dtype=torch.float64, device=device)) for name in widths
         }
 
 
@@ -79,7 +84,8 @@ def observe_group(
     if isinstance(observer, ExpertObserver):
         stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
-        observe_experts(stats, observer.sums[operand], kind, source, offsets, data, scale, cast.spec, **factors)
+        sums, brief = observer.sums[operand], observer.brief[operand]
+        observe_experts(stats, sums, brief, kind, source, offsets, data, scale, cast.spec, **factors)
 
 
 def observer_of(module: Any) -> Observer | None:

@@ -1,8 +1,8 @@
 """Adding the statistics of an operand of a grouped GEMM to buffers, in the steps that are sampled.
 
-As `octavo.ops.observation.observe`, for rows that belong to groups: the statistics of all sampled rows, and for each
-expert the sums from which its SQNR follows. There are at least `ROWS_OF_EXPERT` times as many sampled rows as experts.
-A brief sample leaves experts out.
+As `octavo.ops.observation.observe`, for rows that belong to groups. A full sample has the statistics of all sampled
+rows, and for each expert the sums from which its SQNR follows; at least `ROWS_OF_EXPERT` times as many rows as experts
+are sampled. A brief sample has the numbers of each expert by itself (`octavo.ops.expert_samples`).
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
-from octavo.numerics.scaling import SMALLEST_SCALE, scale_exponent
-from octavo.ops.observation import numbers_of_rows
-from octavo.ops.permutation import group_of_rows, group_shifts
+from octavo.numerics.scaling import SMALLEST_SCALE
+from octavo.ops.brief_samples import combine
+from octavo.ops.expert_samples import brief_statistics, rows_of_experts
+from octavo.ops.grouped_operand import GroupedOperand
 from octavo.ops.sampling import Sampling, is_recomputed, sampled_operation
 from octavo.ops.statistics import (
     FIELD,
     Found,
     add_statistics,
-    numbers_of,
     quantization_statistics,
     sampled_rows,
     scale_statistics,
@@ -31,10 +31,11 @@ from octavo.ops.statistics import (
 ROWS_OF_EXPERT = 4
 
 
-@sampled_operation("stats", "sums")
+@sampled_operation("stats", "sums", "brief")
 def observe_experts(
     stats: Tensor,
     sums: Tensor,
+    brief: Tensor,
     kind: str,
     source: Sequence[Tensor],
     offsets: Tensor,
@@ -47,11 +48,12 @@ def observe_experts(
     row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
-    """Add the statistics of an operand to `stats` [WIDTH + ...] and `sums`, if this step has a full sample.
+    """Add the statistics of an operand to `stats` [WIDTH + ...] and `sums`, or to `brief`, if this step is sampled.
 
     Args:
         sums: [E, 2], of the squares and of the squared errors of an expert's sampled rows; [E, 3] for x, whose first
             column counts all its rows.
+        brief: [E, BRIEF_WIDTH], the numbers of a brief sample by expert.
         kind, source: as in `observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of tokens where
             `slot` is given.
         offsets: int32 [E], where each group of rows ends. Each expert has as many rows of w.
@@ -60,56 +62,41 @@ def observe_experts(
         factor: [M, 1], multiplied into the rows of the source.
         column_scale, row_scale, shift_scale: as in `observe`; column_scale [E, N], a line for each expert.
     """
-    if not Sampling.full or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     if is_recomputed(kind):
         stats[FIELD["recomputed"]] = 1
         return
-    experts, rows, cast = len(offsets), len(data), parse_cast(spec)
-    index = sampled_rows(rows, max(Sampling.full, ROWS_OF_EXPERT * experts), stats.device)
-    groups = _groups(kind, offsets, rows)
-    inside, group = (groups[index] < experts).unsqueeze(1), groups[index].clamp(max=experts - 1)
-    numbers = numbers_of(data.view(torch.uint8)[index].view(data.dtype), torch.float32)
-    numbers = torch.where(inside, numbers, 0)  # a row of no expert has any bytes
-    unfolded = scale if row_scale is None else scale / row_scale
-    scales = unfolded[index] if column_scale is None else unfolded[index] / column_scale[group]
-    x, found = tensor_statistics(torch.where(inside, _rows(kind, source, index, slot, factor, numbers * scales), 0))
-    found |= quantization_statistics(x, numbers, scales, cast.fmt) | scale_statistics(unfolded)
+    operand = GroupedOperand(
+        kind, source, offsets, data, scale, parse_cast(spec), slot, factor, column_scale, row_scale, shift_scale
+    )
+    if Sampling.full:
+        _add_full(stats, sums, operand)
+    if Sampling.brief:
+        brief.copy_(combine(brief, brief_statistics(operand, *rows_of_experts(operand))))
+
+
+def _add_full(stats: Tensor, sums: Tensor, operand: GroupedOperand) -> None:
+    index = sampled_rows(operand.rows, max(Sampling.full, ROWS_OF_EXPERT * operand.experts), stats.device)
+    rows, cast, column_scale = operand.sample(index), operand.cast, operand.column_scale
+    x, found = tensor_statistics(rows.x)
+    unfolded = operand.unfolded
+    found |= quantization_statistics(x, rows.numbers, rows.scales, cast.fmt) | scale_statistics(unfolded)
     if column_scale is not None:
         found = without_columns(found, column_scale)
-    elif row_scale is None:
+    elif operand.row_scale is None:
         found |= _amax(found["scale"], cast)
-    if shift_scale is not None:
-        exponent = (scale_exponent(shift_scale) + scale_exponent(scale)).view(-1)
-        shift = group_shifts(exponent, groups, experts)[1][index].clamp(max=100).float().unsqueeze(1)
-        found |= shift_statistics(numbers, torch.exp2(shift) * (cast.fmt.smallest_subnormal / 2))  # a tie rounds to 0
-    if not source:  # of bytes alone the errors are unknown
+    if rows.least is not None:
+        found |= shift_statistics(rows.numbers, rows.least)
+    if not operand.source:  # of bytes alone the errors are unknown
         found |= dict.fromkeys(("saturated", "flushed", "noise"), torch.full_like(found["x2"], torch.nan))
     add_statistics(stats, found)
-    error = (x - numbers * scales).double() if source else torch.full_like(x, torch.nan, dtype=torch.float64)
+    unknown = torch.full_like(x, torch.nan, dtype=torch.float64)
+    error = (x - rows.numbers * rows.scales).double() if operand.source else unknown
     squares = torch.stack([x.double().square().sum(1), error.square().sum(1)], 1)
-    sums[:, -2:].index_add_(0, group, squares)
+    sums[:, -2:].index_add_(0, rows.group, squares)
     if sums.shape[1] == 3:
-        sums[:, 0] += offsets.diff(prepend=offsets.new_zeros(1))
-
-
-def _groups(kind: str, offsets: Tensor, rows: int) -> Tensor:
-    """The expert of each row; their number for a row of none."""
-    if kind == "w":
-        return torch.arange(rows, device=offsets.device) // (rows // len(offsets))
-    return group_of_rows(offsets, rows).long()
-
-
-def _rows(
-    kind: str, source: Sequence[Tensor], index: Tensor, slot: Tensor | None, factor: Tensor | None, otherwise: Tensor
-) -> Tensor:
-    """The sampled rows in high precision; `otherwise` where there is no source."""
-    if not source:
-        return otherwise
-    first, *rest = source
-    token = index if slot is None else slot[index] // (len(slot) // len(first))
-    rows = numbers_of_rows("x" if kind == "w" else kind, [first[token], *(t[index] for t in rest)])
-    return rows if factor is None else rows * factor[index]
+        sums[:, 0] += operand.sizes
 
 
 def _amax(scale: Tensor, cast: Cast) -> Found:

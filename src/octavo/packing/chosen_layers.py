@@ -91,7 +91,8 @@ def _experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]
         raise ValueError(f"{source.origin} has no stacked experts: leave --experts out")
     skip = (*source.skip, *options.skip)
     stacked = {name: source.specs[name].meta() for name in files.stacks}
-    stacked = {name: t for name, t in stacked.items() if not _matches(name.rpartition(".")[0], skip)}
+    modules = {name: name.rpartition(".")[0] for name in stacked}
+    stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
     shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}
     return {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
 

@@ -5,18 +5,24 @@ worst     the expert whose operand has the lowest SQNR in the sample, 10 log10(s
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.expert_conversion import find_experts, stacks_of
+from octavo.nn.experts import Experts
 from octavo.nn.observer import ExpertObserver
+from octavo.ops.statistics import BRIEF_WIDTH, sampled_rows
 from octavo.recipe import Recipe
+from octavo.telemetry.records import brief_operand_records
 from octavo.telemetry.schema import EXPERTS, OPERANDS
 
 Array = np.ndarray[Any, Any]
+ALIGNED_ROWS = 16  # of an expert's gate and up, in a brief sample
 
 
 class ExpertStack:
@@ -33,6 +39,15 @@ class ExpertStack:
     def weight(self) -> nn.Parameter:
         found: nn.Parameter = getattr(self.module, self.leaf)
         return found
+
+    @property
+    def count(self) -> int:
+        """The number of experts, of all ranks."""
+        return self.weight.shape[0]
+
+    @property
+    def is_gate_and_up(self) -> bool:
+        return self.leaf == Experts.matrices[0]
 
     @property
     def recipe(self) -> Recipe | None:
@@ -60,6 +75,63 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
         for name, module in find_experts(model).items()
         for weight in stacks_of(name, module)
     }
+
+
+def first_numbers(layers: int, stacks: Sequence[tuple[int, ExpertStack]]) -> dict[int, int]:
+    """The number of expert 0 of each stack, by the number of its layer.
+
+    The records of brief samples number single experts after the layers, in the order of the stacks.
+    """
+    ends = accumulate((stack.count for _, stack in stacks), initial=layers)
+    return {layer: first for (layer, _), first in zip(stacks, ends, strict=False)}
+
+
+def brief_tables(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
+    """The numbers of brief samples [3 * experts of all stacks, BRIEF_WIDTH]: of each expert x, w and dy."""
+    nothing = torch.empty(0, BRIEF_WIDTH, dtype=torch.float64, device=device)
+    each = (torch.stack([observer.brief[name] for name in OPERANDS], 1).flatten(0, 1) for observer in observers)
+    return torch.cat([nothing, *each])
+
+
+def brief_expert_records(step: int, firsts: Sequence[tuple[int, int]], tables: Array) -> Array:
+    """The `OPERAND` records of single experts in a brief sample.
+
+    Args:
+        firsts: of each stack that is recorded, the number of its expert 0, and its experts.
+        tables: of `brief_tables`.
+    """
+    numbers = np.concatenate([np.empty(0, int), *(np.arange(first, first + count) for first, count in firsts)])
+    operands = np.tile(np.arange(len(OPERANDS)), len(numbers))
+    return brief_operand_records(step, numbers.repeat(len(OPERANDS)), operands, tables)
+
+
+def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
+    """Of each expert the sum of |cosine| of rows of gate and up, and their number: float64 [experts of all stacks, 2].
+
+    A rank that holds a part of the experts leaves the others at 0.
+    """
+    table = torch.zeros(sum(stack.count for stack in stacks), 2, dtype=torch.float64, device=device)
+    end = 0
+    for stack in stacks:
+        begin, end = end + first_matrix(stack.weight), end + stack.count
+        w = getattr(stack.weight, "_local_tensor", stack.weight).detach()
+        if len(w):
+            index = sampled_rows(w.shape[1] // 2, ALIGNED_ROWS, w.device)
+            gate, up = (half[:, index].float() for half in w.chunk(2, 1))
+            cosine = F.cosine_similarity(gate, up, dim=2).abs().sum(1)
+            found = torch.stack([cosine, torch.full_like(cosine, len(index))], 1)
+            table[begin : begin + len(w)] = found.to(device, torch.float64)
+    return table
+
+
+def first_matrix(weight: Any) -> int:
+    """The number of the first matrix that this rank holds."""
+    for dim, placement in enumerate(getattr(weight, "placements", ())):
+        if placement.is_shard(0):
+            mesh = weight.device_mesh
+            count = int(weight.shape[0])
+            return min(count, int(mesh.get_local_rank(dim)) * -(-count // int(mesh.size(dim))))
+    return 0
 
 
 def expert_sums(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:

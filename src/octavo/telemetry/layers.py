@@ -90,6 +90,11 @@ class Layers:
         return [(layer, observer) for layer, observer in stacks if isinstance(observer, ExpertObserver)]
 
     @property
+    def stacks(self) -> list[tuple[int, ExpertStack]]:
+        """All stacks of experts' matrices, with the numbers of their layers."""
+        return [(i, module) for i, module in enumerate(self.modules) if isinstance(module, ExpertStack)]
+
+    @property
     def stats(self) -> list[Tensor]:
         """The statistics of all places."""
         observers = [place.module.observer for place in self.places]
@@ -145,6 +150,7 @@ class Layers:
             {operand: dtype if cast is None else cast.format for operand, cast in casts.items()},
             {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
             dict(_gemms(module, dtype, seen, fused)),
+            module.count if isinstance(module, ExpertStack) else 0,
         )
 
 
@@ -171,14 +177,11 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
 
 def _backends(module: Any, recipe: Recipe, device: torch.device) -> dict[str, Backend]:
     """The backends of y, dx and dw."""
-    if not isinstance(module, ExpertStack):
-        return gemm_backends(recipe, device)
-    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    return {
-        name: find_grouped_backend(device, (gemm.a.format, gemm.b.format))
-        for name, gemm in gemms.items()
-        if gemm is not None
-    }
+    backends, gemms = gemm_backends(recipe, device), {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
+    if isinstance(module, ExpertStack):
+        formats = {name: (gemm.a.format, gemm.b.format) for name, gemm in gemms.items() if gemm is not None}
+        backends |= {name: find_grouped_backend(device, pair) for name, pair in formats.items()}
+    return backends
 
 
 def recipe_of(module: Any) -> Recipe | None:

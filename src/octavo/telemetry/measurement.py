@@ -16,10 +16,17 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from octavo.ops.brief_samples import BriefStore
+from octavo.ops.brief_samples import BriefStore, clear
 from octavo.ops.sampling import Sampling
 from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
-from octavo.telemetry.experts import expert_records, expert_sums
+from octavo.telemetry.experts import (
+    brief_expert_records,
+    brief_tables,
+    expert_alignments,
+    expert_records,
+    expert_sums,
+    first_numbers,
+)
 from octavo.telemetry.gradients import WeightStatistics
 from octavo.telemetry.layers import Layers, gate_and_up
 from octavo.telemetry.records import (
@@ -39,7 +46,8 @@ from octavo.telemetry.transfer import Transfer
 class Sample:
     """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.telemetry.schema`).
 
-    Those of a brief sample are NaN where it has no number: `octavo.telemetry.records.brief_operand_records`.
+    Those of a brief sample are NaN where it has no number: `octavo.telemetry.records.brief_operand_records`. It has
+    records of single experts, numbered after the layers, and none of the stacks of their matrices.
     """
 
     step: int
@@ -69,6 +77,9 @@ class Measurement:
         self.full = self.brief = False
         layers.attach(self._device)
         self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
+        self._firsts = first_numbers(len(layers.modules), layers.stacks)
+        self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
+        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.is_gate_and_up]
         self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
         self._store = BriefStore(layers.stats)
         self._hooks = [
@@ -86,9 +97,11 @@ class Measurement:
         self.full, self.brief = full, brief
         if (full or brief) and self._cleared:
             torch._foreach_copy_(self._layers.stats, self._cleared)
-        if full:
-            for _, observer in self._layers.experts:
+        for _, observer in self._layers.experts:
+            if full:
                 torch._foreach_zero_(list(observer.sums.values()))
+            for table in observer.brief.values() if brief else ():
+                clear(table)
         self._weights.clear()
         self._store.clear()
         Sampling.request(self, self._rows if full else 0, brief=brief)
@@ -107,25 +120,22 @@ class Measurement:
         """
         nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
-        tables = []
+        observers = [observer for _, observer in self._layers.experts]
+        tables: list[tuple[torch.Tensor, int]] = []
+        kinds = [self._full] * self.full + [self._brief] * self.brief
         if self.full:
             tables += [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA))]
+            tables.append((expert_sums(observers, self._device), 0))
         if self.brief:
-            brief = self._store.add_to(stats[:, WIDTH:])
-            tables += [(brief, len(BRIEF_MAXIMA)), (self._weights.alignments(), 0)]
-        experts = self._layers.experts
-        stacks = [(layer, len(observer.sums["x"])) for layer, observer in experts]
-        tables.append((expert_sums([observer for _, observer in experts], self._device), 0))
-        kinds = [False] * self.full + [True] * self.brief
+            stacks = [stack for _, stack in self._gate_and_up]
+            alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
+            tables += [(self._store.add_to(stats[:, WIDTH:]), len(BRIEF_MAXIMA)), (alignments, 0)]
+            tables.append((brief_tables(observers, self._device), len(BRIEF_MAXIMA)))
         transfer = Transfer(tables, interval)
 
         def finish() -> tuple[list[Sample], int]:
             found, largest = transfer.wait()
-            *pairs, sums = found
-            of_experts = expert_records(step, stacks, sums)
-            samples = zip(pairs[::2], pairs[1::2], kinds, strict=True)
-            made = [self._sample(step, stats, layers, of_experts, brief=brief) for stats, layers, brief in samples]
-            return made, largest
+            return [kind(step, *found[3 * i : 3 * i + 3]) for i, kind in enumerate(kinds)], largest
 
         return finish
 
@@ -137,14 +147,20 @@ class Measurement:
             hook.remove()
         self._layers.detach()
 
-    def _sample(self, step: int, operand_stats: Any, layer_stats: Any, experts: Records, *, brief: bool) -> Sample:
+    def _full(self, step: int, operand_stats: Any, layer_stats: Any, sums: Any) -> Sample:
         layers, operands, places = self._layers.operands()
-        if brief:
-            stats = combined(operand_stats, places, len(BRIEF_MAXIMA))
-            records = brief_operand_records(step, layers, operands, stats)
-            return Sample(step, records, alignment_records(step, self._weights.pairs, layer_stats), brief=True)
         records = operand_records(step, layers, operands, combined(operand_stats, places, len(MAXIMA)))
-        return Sample(step, records, layer_records(step, self._layers.sizes(), layer_stats), experts)
+        of_layers = layer_records(step, self._layers.sizes(), layer_stats)
+        return Sample(step, records, of_layers, expert_records(step, self._recorded, sums))
+
+    def _brief(self, step: int, operand_stats: Any, alignments: Any, of_experts: Any) -> Sample:
+        layers, operands, places = self._layers.operands()
+        stats = combined(operand_stats, places, len(BRIEF_MAXIMA))
+        firsts = [(self._firsts[layer], count) for layer, count in self._recorded]
+        records = brief_operand_records(step, layers, operands, stats), brief_expert_records(step, firsts, of_experts)
+        numbers = [(self._firsts[layer] + e,) for layer, stack in self._gate_and_up for e in range(stack.count)]
+        aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
+        return Sample(step, np.concatenate(records), aligned, brief=True)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         if self.full:

@@ -124,17 +124,17 @@ def layer_records(step: int, sizes: Array, stats: Array) -> Array:
     return records
 
 
-def alignment_records(step: int, pairs: Sequence[tuple[int, int]], stats: Array) -> Array:
+def alignment_records(step: int, numbers: Sequence[Sequence[int]], stats: Array) -> Array:
     """The `LAYER` records of a brief sample: the alignment of gates and ups, and NaN for all else.
 
     Args:
-        pairs: [n], the numbers of the gate and up layers.
+        numbers: [n], those of a gate and an up layer, or that of an expert.
         stats: [n, 2], the sum of |cosine|, and the number of rows.
     """
-    records = _unknown(2 * len(pairs), LAYER)
-    records["step"], records["layer"] = step, np.array(pairs, int).ravel()
+    records = _unknown(sum(map(len, numbers)), LAYER)
+    records["step"], records["layer"] = step, [number for each in numbers for number in each]
     with np.errstate(invalid="ignore"):
-        records["alignment"] = np.repeat(stats[:, 0] / stats[:, 1], 2)
+        records["alignment"] = np.repeat(stats[:, 0] / stats[:, 1], list(map(len, numbers)))
     return records
 
 

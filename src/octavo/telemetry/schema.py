@@ -116,6 +116,7 @@ class WatchedLayer:
         formats: the format of each operand, "bf16" where it is not quantized: {"x": "e4m3", ...}.
         granularity: of the scales of each operand, "" where it is not quantized.
         gemms: how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing.
+        experts: of a stack of experts' matrices, their number; 0 for another layer.
     """
 
     name: str
@@ -125,6 +126,7 @@ class WatchedLayer:
     formats: dict[str, str]
     granularity: dict[str, str]
     gemms: dict[str, GemmRun]
+    experts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"shape": list(self.shape)}
@@ -150,6 +152,7 @@ class Event:
         message: one sentence.
         action: what the trainer did: None, "promote", "e5m2" or "rollback".
         undone: whether the run went back to an earlier step later, so that its model has not seen this one.
+        expert: the number of the expert that it is of, where the layer is a stack of experts' matrices.
     """
 
     step: int
@@ -161,6 +164,7 @@ class Event:
     message: str
     action: str | None = None
     undone: bool = False
+    expert: int | None = None
 
     def describe(self) -> str:
         """The rule, the layer and the message."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import nn
 
 from octavo.artifact.atomic_folder import write_error
 from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.run import RunFolder
+from octavo.nn.expert_conversion import converted_experts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.promotion import promote
 
@@ -92,6 +94,7 @@ class Actions:
                 promote(layers[promotion.layer], promotion.to)
 
 
-def recipe_layers(model: nn.Module) -> Mapping[str, RecipeLayer]:
-    """The converted layers of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, RecipeLayer)}
+def recipe_layers(model: nn.Module) -> Mapping[str, Any]:
+    """The converted layers of a model by name, and its converted modules of experts."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeLayer)}
+    return layers | converted_experts(model)

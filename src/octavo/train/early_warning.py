@@ -161,10 +161,11 @@ def _event_of(bad: StepNumbers, place: Place | None) -> Event:
     operand = place.tensor if place is not None and place.tensor in (*OPERANDS, "y") else None
     layer = None if place is None else place.layer
     message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
-    return Event(bad.step, "non_finite", layer, operand, None, None, message)
+    expert = None if place is None else place.expert
+    return Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
 
 
 def _found(place: Place | None) -> str:
     if place is None:
         return "every number is finite when the layers of the step run one by one"
-    return f"the first number that is not finite is in {place.tensor} of {place.layer}"
+    return f"the first number that is not finite is in {place}"

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.nn.delayed import histories
+from octavo.nn.expert_conversion import find_experts
+from octavo.nn.experts import Experts
+from octavo.telemetry.experts import first_matrix
 from octavo.train.blocks import eager
 from octavo.train.evaluation import own_random
 from octavo.train.ranks import gather
@@ -30,14 +34,16 @@ class Place:
         order: of the tensors of a step, as they are computed.
         layer: the name of a module.
         tensor: "w" (any of its parameters), "x", "y", "dy", "dx" or "dw".
+        expert: the number of the expert that it is of; None where that is not known.
     """
 
     order: int
     layer: str
     tensor: str
+    expert: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.tensor} of {self.layer}"
+        return f"{self.tensor} of {'' if self.expert is None else f'expert {self.expert} of '}{self.layer}"
 
 
 def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
@@ -51,14 +57,16 @@ def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], obj
         device: of the model.
         run: computes the forward and backward passes of the step.
     """
-    search = _Search()
+    search, experts = _Search(), find_experts(model)
     for name, parameter in model.named_parameters():
-        search.look(name.rpartition(".")[0], "w", parameter)
+        owner = name.rpartition(".")[0]
+        search.look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
     with eager(), own_random(device), _pending_amax_restored(model), search.hooks(model):
         model.zero_grad()
         run()
     for name, parameter in model.named_parameters():
-        search.look(name.rpartition(".")[0], "dw", parameter.grad)
+        owner = name.rpartition(".")[0]
+        search.look(owner, "dw", parameter.grad, _first_bad_matrix if owner in experts else None)
     model.zero_grad()
     places = [place for place in gather(search.found) if place is not None]
     return min(places, default=None)
@@ -71,14 +79,18 @@ class _Search:
         self.found: Place | None = None
         self._order = 0
 
-    def look(self, layer: str, tensor: str, value: Any) -> None:
-        """Look at a tensor, or at the part of a DTensor that lies on this rank."""
+    def look(self, layer: str, tensor: str, value: Any, find_expert: Callable[[Any], int] | None = None) -> None:
+        """Look at a tensor, or at the part of a DTensor that lies on this rank.
+
+        Args:
+            find_expert: gives the expert of a tensor of experts that is not finite.
+        """
         self._order += 1
         local = getattr(value, "_local_tensor", value)
         if self.found is not None or not isinstance(local, Tensor) or not local.is_floating_point():
             return
         if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
-            self.found = Place(self._order, layer, tensor)
+            self.found = Place(self._order, layer, tensor, find_expert(value) if find_expert else None)
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
@@ -105,7 +117,8 @@ class _Search:
 
     def _after(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, y: Any) -> None:
-            self.look(name, "y", y)
+            of_experts = isinstance(module, Experts) and len(args) > 1
+            self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
             self._watched(name, "dy", y)
 
         return hook
@@ -115,6 +128,24 @@ class _Search:
         if _differentiable(value):
             value.register_hook(lambda gradient: self.look(name, tensor, gradient))
         return value
+
+
+def _first_bad_matrix(stack: Any) -> int:
+    """The number of the first matrix of a stack [E, N, K] that is not finite."""
+    local: Tensor = getattr(stack, "_local_tensor", stack)
+    return first_matrix(stack) + int(local.detach().isfinite().flatten(1).all(1).logical_not().nonzero()[0])
+
+
+def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:
+    """The expert that most of the tokens have whose output y [T, K] is not finite; of several, that with fewest others.
+
+    Args:
+        index: [T, top_k], the experts of each token.
+    """
+    bad = y.detach().isfinite().all(1).logical_not()
+    total = index.flatten().bincount()
+    found = index[bad].flatten().bincount(minlength=len(total))
+    return int((found + 0.5 * found / total.clamp(min=1)).argmax())
 
 
 def _differentiable(value: Any) -> bool:

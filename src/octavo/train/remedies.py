@@ -3,13 +3,13 @@
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
 from octavo.artifact.atomic_folder import partial_folder
 from octavo.artifact.run import RunFolder
 from octavo.nn import FusedMLP, cast_once
-from octavo.nn.linear import RecipeLayer
 from octavo.nn.promotion import e5m2_gradients, promote
 from octavo.telemetry.schema import Event
 from octavo.train.actions import Actions, Promotion, Rollback, recipe_layers
@@ -116,19 +116,20 @@ class Remedies:
             self.actions.write(self._run)
 
 
-def _name_of(model: nn.Module, event: Event, layers: Mapping[str, RecipeLayer]) -> str | None:
-    """The converted layer that a remedy changes; None if there is none.
+def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str | None:
+    """The converted layer that a remedy changes; None if there is none. Of a stack of experts' matrices, its module.
 
     Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of down.
     """
-    layer: nn.Module | None = layers.get(event.layer or "")
+    name = event.layer or ""
+    layer: nn.Module | None = layers.get(name, layers.get(name.rpartition(".")[0]))
     if event.rule == "swiglu_alignment":
         mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
         layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)
     return next((name for name, each in layers.items() if each is layer), None)
 
 
-def _precision(event: Event, layer: RecipeLayer) -> str:
+def _precision(event: Event, layer: nn.Module) -> str:
     """The range of e5m2 is enough for gradients that e4m3 is too narrow for; all else takes BF16."""
     narrow = event.operand == "dy" and event.rule in _OF_SMALL_GRADIENTS and e5m2_gradients(layer) is not None
     return "e5m2" if narrow else "bf16"

@@ -84,7 +84,7 @@ def alignment(sample: Sample, history: History) -> Grid:
 
 def kurtosis_growth(sample: Sample, history: History) -> Grid:
     """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
-    growth = sample["kurtosis"] / np.fmax(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
+    growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
     return _of_operands(_later(history, _of_quantized(sample, growth)), "x", "w")
 
 
@@ -110,8 +110,8 @@ def zeros_in_a_row(sample: Sample, history: History) -> Grid:
     One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
     the operand is zero in all layers.
     """
-    zero = sample.all_zero
-    became = (history.samples >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~zero.all(axis=0)
+    zero, unknown = sample.all_zero, np.isnan(sample["amax"])
+    became = (history.known >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~(zero | unknown).all(axis=0)
     return np.where(zero, history.zeros + 1 + became, 0)
 
 
@@ -133,8 +133,8 @@ def nonfinite_gradient(sample: Sample, history: History) -> Grid:
 
 
 def _later(history: History, numbers: Grid) -> Grid:
-    """The numbers, after the first samples."""
-    return numbers if history.samples >= FIRST else np.full_like(numbers, np.nan)
+    """The numbers of what was in so many samples before. An expert without tokens is in none."""
+    return np.where(history.known >= FIRST, numbers, np.nan)
 
 
 def _of_operands(numbers: Grid, *operands: str) -> Grid:

@@ -101,6 +101,12 @@ class History:
         self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((RECENT, *shape), np.nan)
         self.zeros = np.zeros(shape)
 
+    @property
+    def known(self) -> Grid:
+        """[layers, 3], the number of the last samples in which the amax was a number."""
+        found: Grid = np.isfinite(self.amax).sum(0).astype(np.float64)
+        return found
+
     def add(self, sample: Sample) -> None:
         """Take a sample into the history."""
         for name, recent in (("amax", self.amax), ("kurtosis", self.kurtosis)):
