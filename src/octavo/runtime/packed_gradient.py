@@ -6,7 +6,8 @@ The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, tra
     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
                            out of the sum
-    weight-only, FNUZ      dx = dy[T,N] @ w[N,K], with w widened, of any scales
+    weight-only, INT8,     dx = dy[T,N] @ w[N,K], with w widened, of any scales
+    FNUZ
 
 s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
 (`octavo.nn.linear_function`).
