@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.extras import import_extra, open_local
+from octavo.extras import hub_hint, import_extra, open_local
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,3 +51,11 @@ def test_a_model_that_transformers_implements_is_opened_beside_an_auto_map(tmp_p
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": {"AutoConfig": "code.C"}}))
     assert open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"
+
+
+def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in hub_hint("Qwen/Qwen3-0.6B")
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/first", "./nowhere", "models", "/data/models/qwen", "a/b/c", tmp_path / "none"):
+        assert hub_hint(path) == ""

@@ -153,6 +153,11 @@ def test_unknown_words_are_answered_with_the_choices(words, choices):
     assert all(choice in str(error.value) for choice in choices)
 
 
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"takes a tensor, got list: pass torch.tensor\(x\)"):
+        octavo.quantize([1.0])
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
 def test_integers_and_float64_are_refused(dtype):
     with pytest.raises(ValueError, match=f"float32, bfloat16 or float16, got {dtype}"):

@@ -1,6 +1,7 @@
 """Packages that only some commands need. Octavo names each in an extra of its own (`pyproject.toml`)."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,11 @@ def open_local(auto: Any, folder: str | Path, **settings: Any) -> Any:
             f"{folder} needs Python code of its own (auto_map in its config.json or tokenizer_config.json), and octavo "
             "runs no code of a model folder. Use a model that transformers implements itself"
         ) from error
+
+
+def hub_hint(folder: str | Path) -> str:
+    """The command that downloads a model if a missing `folder` has a name as on Hugging Face's hub, ORG/NAME; or ""."""
+    org, _, name = str(folder).partition("/")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)) or Path(org).exists():
+        return ""
+    return f". For a model of Hugging Face's hub: hf download {folder} --local-dir models/{name}"

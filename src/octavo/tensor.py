@@ -27,8 +27,11 @@ def quantize(
         rounding: "nearest" or "stochastic" (its random numbers follow torch.manual_seed).
 
     Raises:
+        TypeError: `x` is no tensor.
         ValueError: an unknown name (the message lists the choices), or `x` holds inf or NaN.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass torch.tensor(x)")
     cast = Cast(format, parse_granularity(granularity), scale, rounding)
     bad = ~x.isfinite()
     if bad.any():

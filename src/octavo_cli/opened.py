@@ -42,11 +42,12 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     """
     from octavo.artifact.run import RunFolder
     from octavo.device import choose_device
+    from octavo.extras import hub_hint
     from octavo.runtime.folders import open_model
     from octavo.train.finished import open_run
 
     if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} holds no config.json: give a {_SOURCES}")
+        raise FileNotFoundError(f"{source} holds no config.json: give a {_SOURCES}{hub_hint(source)}")
     if RunFolder(source).has_model:
         run = open_run(source, step, device)
         title = f"{source}, step {run.step}, {run.config.recipe}"

@@ -14,6 +14,7 @@ from octavo.artifact.files import ArtifactError, check_match, model_tensors, rea
 from octavo.artifact.numbers import failing, is_finite
 from octavo.artifact.run import RunFolder, find_model
 from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
+from octavo.extras import hub_hint
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
@@ -118,6 +119,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
+            f"{hub_hint(path)}"
         )
     config = read_json(path / "config.json")  # of a run: the settings of its training
     described, checkpoint = find_model(path, step)

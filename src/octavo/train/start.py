@@ -12,6 +12,7 @@ from rich.console import Console
 from octavo.artifact.atomic_folder import locked_folder, write_error
 from octavo.artifact.run import RunFolder
 from octavo.calibration.folder import Calibration, hash_model
+from octavo.extras import hub_hint
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import seed_scales
@@ -86,6 +87,10 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             config = _absolute_paths(read_settings(run).replace(overrides))
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
+            if (step := run.step_of(newest)) > config.steps:
+                raise ConfigError(
+                    f"steps must be at least {step}, which the run {path} has done; got {config.steps}: give more --steps"
+                )
         check_same(config)
         trainer = prepare_run(config, run, lock, console, newest)
         trainer.actions.apply(trainer.model)
@@ -93,7 +98,8 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
             write_settings(config, run)
-        print_line(console, f"resumed from {newest}")
+        ended = f", the last of its {step} steps: --steps N goes on" if step == config.steps else ""
+        print_line(console, f"resumed from {newest}{ended}")
     except BaseException:
         lock.close()
         raise
@@ -114,8 +120,8 @@ def settle(config: Config) -> Config:
 def _fit_to_folder(config: Config) -> Config:
     """The settings with the absolute path of the model's folder, and a context, if not given, within its positions."""
     if not Path(config.model).is_dir():
-        names = ", ".join(BUILT_IN_MODELS)
-        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none")
+        names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
+        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
     folder = Path(config.model).resolve()
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return config.change(model=str(folder), **context)
