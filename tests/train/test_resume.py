@@ -107,7 +107,7 @@ def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path)
     assert list(records(tmp_path / "run")) == list(range(1, 11))
     assert [folder.name for folder in RunFolder(tmp_path / "run").checkpoints()] == ["step-00000010"]
     assert go_on(tmp_path / "run").config.steps == 10  # what was changed is written down
-    with pytest.raises(ConfigError, match="steps must be at least 10, which the run .* has done; got 9"):
+    with pytest.raises(ConfigError, match="steps must be at least the 10 that the run .* has done; got 9"):
         go_on(tmp_path / "run", "--steps", "9")
     assert go_on(tmp_path / "run").config.steps == 10
 

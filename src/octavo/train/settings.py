@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.extras import hub_hint
 from octavo.recipe import Recipe, get_recipe
 
 RECIPE = str | Recipe
@@ -108,7 +109,9 @@ def read_file(path: Path) -> dict[str, Any]:
         hint = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else ""
         if path.is_dir():
             hint = ": give a TOML file of settings, or the config.json of a run"
-        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}{hint}") from error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {error.strerror}{hint or hub_hint(path)}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
     try:

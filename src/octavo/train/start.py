@@ -88,9 +88,8 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
             if (step := run.step_of(newest)) > config.steps:
-                raise ConfigError(
-                    f"steps must be at least {step}, which the run {path} has done; got {config.steps}: give more --steps"
-                )
+                done = f"the {step} that the run {path} has done"
+                raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
         check_same(config)
         trainer = prepare_run(config, run, lock, console, newest)
         trainer.actions.apply(trainer.model)
