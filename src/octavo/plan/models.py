@@ -47,7 +47,8 @@ def find_architecture(model: str, config: Config) -> Architecture:
             advice = f'for a {model} of octavo train give a .toml file with model = "{model}" and its sizes; '
         raise ValueError(
             f"MODEL must be a preset, a run or a .toml file of octavo train, a Hugging Face folder, a config.json or a "
-            f"number of parameters such as 7B; got {model!r}: {advice}all presets: {', '.join(presets)}{hub_hint(model)}"
+            f"number of parameters such as 7B; got {model!r}: {advice}all presets: {', '.join(presets)}"
+            f"{hub_hint(model)}"
         )
     try:
         fields = json.loads(path.read_text())

@@ -107,11 +107,10 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         hint = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else ""
+        hint = hint or hub_hint(path)
         if path.is_dir():
             hint = ": give a TOML file of settings, or the config.json of a run"
-        raise ConfigError(
-            f"configuration file {path} cannot be read: {error.strerror}{hint or hub_hint(path)}"
-        ) from error
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
     try:
