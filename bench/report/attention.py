@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.gpu.modes import BASE, speedup
-from bench.report.tables import MISSING, Result, Row, markdown
+from bench.report.tables import MISSING, Result, Row, machine, markdown
 
 Rows = Iterable[Row]
 PASSES = {"forward": "forward", "both": "forward and backward"}
@@ -61,7 +61,9 @@ def attention_losses(results: dict[str, Result]) -> str:
     if "gpu_attention_loss" not in results:
         return "Not measured."
     found = results["gpu_attention_loss"]
-    return markdown(loss_rows(found))
+    size = "{layers} layers of width {width}, {heads} heads, sequences of {context:,}".format(**found["settings"])
+    runs = f"Each run has {found['tokens'] / 1e6:.0f} million tokens: {size}."
+    return f"{markdown(loss_rows(found))}\n\n{runs} {machine(found)}"
 
 
 def loss_rows(found: Result) -> Rows:
