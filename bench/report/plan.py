@@ -15,7 +15,8 @@ from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture, model_presets
 from octavo.plan.rates import grouped_seconds
 from octavo.plan.schemes import find_scheme
-from octavo.plan.serving import Server, plan_serving
+from octavo.plan.server import Server
+from octavo.plan.serving import plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.states import KNOWN_STATES, own_states
 from octavo.plan.training import TrainingPlan
@@ -119,6 +120,23 @@ def expert_errors(results: dict[str, Result]) -> Rows:
             what = f"{name}: {experts} of {width:,} x {hidden:,}, top {top_k}"
             planned = 1e3 * (2 * up + down + traffic)
             yield {"experts": what, "recipe": recipe, **compared("ms", planned, cell["ms"][mode], ".1f")}
+
+
+def tensor_parallel_errors(results: dict[str, Result]) -> Rows:
+    """One block of Llama-3-70B on two GPUs (bench/gpu/tensor_parallel.py), its weights BF16, without an optimizer."""
+    found = results["gpu_tensor_parallel_2_gpus"]
+    setting, modes = found["setting"], {row["mode"]: row["median"] for row in found["modes"]}
+    model = find_architecture("llama-3-70b", Config())
+    blocks = (replace(model.blocks[0], count=setting["layers"]),)
+    model = replace(model, blocks=blocks, vocabulary=0, head=0, embeddings=0, others=0)
+    options = {"compile.blocks": True, "optimizer.weights": "bf16", "parallel.tp": setting["world"]}
+    for mode, recipe in (("bf16", "bf16"), ("octavo: rowwise", "rowwise")):
+        config = Config(recipe=recipe).change(batch=1, context=setting["tokens"], **options)
+        used = replace(model, fused=recipe != "bf16")
+        plan = TrainingPlan(make_setup(used, config, find_gpu("h200"), setting["world"]))
+        seconds = plan.time.total - plan.time.optimizer
+        where = {"GPUs": str(setting["world"]), "recipe": recipe}
+        yield {**where, **compared("ms", 1e3 * seconds, modes[mode], ".1f")}
 
 
 def gpt2_errors(results: dict[str, Result]) -> Rows:

@@ -32,13 +32,14 @@ def test_the_table_has_each_scheme_and_the_times_of_each_layer():
     assert schemes.packing_schemes({}) == "Not measured yet."
 
 
-def test_other_results_add_tokens_and_schemes_and_replace_nothing():
+def test_other_results_add_tokens_and_replace_int8():
     ways = {"bf16": 12.0, "w8a8": 6.0, "weight-only": 8.0, "dequantized": 24.0}
     others = {
         "gpu_weight_only": {"gemms": [{"m": 1, "us": ways}, {"m": 64, "us": ways}]},
-        "gpu_int8": {"rows": [{"m": 1, "us": {"bf16": 10.0, "channel": 4.0, "int8": 8.0}}]},
+        "gpu_int8": {"rows": [{"m": m, "us": {"bf16": 10.0, "channel": 4.0, "int8": 8.0}} for m in (1, 512)]},
     }
-    found = json.loads(schemes.shipped({"gpu_schemes": RESULT} | others))["speeds"]
+    old = RESULT | {"rows": [*RESULT["rows"], row("o", 1, "int8", 80.0)]}
+    found = json.loads(schemes.shipped({"gpu_schemes": old} | others))["speeds"]
     assert found == {
         "1": {"channel": 2.0, "int8": 1.25, "mx": 2.0, "weight": 1.5},
         "64": {"channel": 2.0, "weight": 1.5},

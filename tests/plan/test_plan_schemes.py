@@ -82,6 +82,8 @@ def test_what_cannot_be_served_says_why():
     deepseek = find_architecture("deepseek-v3", Config())
     assert "no multiple of 128 x 128" in refusal(deepseek, find_scheme("block"), find_gpu("h200"))
     assert "no kernel for the scheme int8" in refusal(LLAMA, INT8, find_gpu("mi300x"))
+    mixtral = find_architecture("mixtral-8x7b", Config())
+    assert "can be packed in FP8, not int8" in refusal(mixtral, INT8, find_gpu("h200"))
     assert all(not refusal(LLAMA, scheme, find_gpu("h200")) for scheme in (None, *SCHEMES.values()))
     with pytest.raises(ValueError, match="cannot pack"):
         Case("deepseek-v3", gpus=8, scheme="block").serving()
@@ -95,6 +97,13 @@ def test_every_gpu_has_a_table_of_schemes(gpu):
     assert plans[0].scheme == "bf16"
     assert {plan.scheme for plan in plans} >= {"bf16", "channel", "weight"}
     assert all(plan.weights < 0.65 * plans[0].weights for plan in plans[1:])
+
+
+def test_the_speed_of_experts_is_that_of_dense_layers():
+    served = Case("mixtral-8x7b", gpus=2, scheme="channel").serving()
+    assert not served.measured
+    assert "experts as dense layers" in served.origins["packed layers"]
+    assert Case("llama-3-8b", scheme="channel").serving().measured
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():

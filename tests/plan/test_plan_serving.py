@@ -10,7 +10,8 @@ from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture
 from octavo.plan.schemes import find_scheme
-from octavo.plan.serving import Server, ServingPlan, cache_bytes, plan_serving
+from octavo.plan.server import Server, cache_bytes
+from octavo.plan.serving import ServingPlan, plan_serving
 from octavo.train.config import Config
 
 RESULTS = Path(__file__).parents[2] / "bench/results"

@@ -126,6 +126,10 @@ class Architecture:
         return not self.layer_norm
 
     @property
+    def has_experts(self) -> bool:
+        return any(layer.copies > 1 for block in self.blocks for layer in block.layers)
+
+    @property
     def parameters(self) -> int:
         return self.block_parameters + self.outside
 

@@ -18,7 +18,8 @@ from octavo.plan.gemms import chosen_recipe
 from octavo.plan.hardware import Gpu, find_gpu
 from octavo.plan.models import find_architecture, model_presets
 from octavo.plan.schemes import NAMES, find_scheme, refusal
-from octavo.plan.serving import Server, ServingPlan, plan_serving
+from octavo.plan.server import Server
+from octavo.plan.serving import ServingPlan, plan_serving
 from octavo.plan.setup import make_setup
 from octavo.plan.training import TrainingPlan
 from octavo.train.config import Config

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from octavo.artifact.packed.scheme import CHANNEL, SCHEMES, WEIGHT, Scheme, get_scheme
+from octavo.artifact.packed.scheme import CHANNEL, INT8, SCHEMES, WEIGHT, Scheme, get_scheme
 from octavo.nn.speedup.table import interpolate
 from octavo.ops.gpu_architecture import ARCHITECTURES
 from octavo.plan.architecture import Architecture, Layer
@@ -110,6 +110,8 @@ def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
         return ""
     if _gemm_on(scheme, gpu.architecture)[1] == "emulated":
         return f"{gpu.name} has no kernel for the scheme {scheme.name}: give --scheme channel"
+    if scheme is INT8 and model.has_experts:
+        return f"the experts of {model.name} can be packed in FP8, not int8: give --scheme channel"
     for layer in (each for block in model.blocks for each in packed_layers(block.layers)):
         if reason := scheme.misfit(layer.outputs, layer.inputs):
             return f"{model.name} has a layer that the scheme {scheme.name} cannot pack: {reason}"

@@ -13,79 +13,19 @@ from the data sheet.
 """
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
-from octavo.artifact.packed.scheme import CHANNEL, Scheme
-from octavo.kv_cache.fp8_prompts import SHORTEST
-from octavo.plan.architecture import Architecture, Block, Layer
-from octavo.plan.attention import FORWARD, fp8_limit, fp8_speed
+from octavo.plan.architecture import Block, Layer
+from octavo.plan.attention import FORWARD, fp8_speed
 from octavo.plan.communication import Links
-from octavo.plan.hardware import Gpu
 from octavo.plan.rates import linear_seconds, product_seconds
-from octavo.plan.schemes import BF16, FUSED, MEASURED, SchemeSpeeds, find_speeds, refusal, weight_bytes
+from octavo.plan.schemes import FUSED, MEASURED, weight_bytes
+from octavo.plan.server import Server, check_server
 from octavo.recipe import Recipe
 
 # Of the rate of a copy, that the GEMMs of one token reach in BF16 (the kernels of bench/results/gpu_serve.json).
 READ_SHARE = 0.887
 LAUNCHES, FUSED_LAUNCHES = 40e-6, 15e-6  # seconds a block
-CACHE_BYTES = {"bf16": 2, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A model as it is served.
-
-    Attributes:
-        scheme: of the packed linear layers of the blocks; None for a model in BF16.
-        gpus: that share each layer (tensor parallel).
-        batch: sequences that are generated at once.
-        context: tokens of each, prompt and new ones.
-        cache: dtype of keys and values, bf16 or fp8.
-        attention: of prompts, bf16 or fp8.
-    """
-
-    model: Architecture
-    scheme: Scheme | None
-    gpu: Gpu
-    gpus: int
-    batch: int
-    context: int
-    cache: str
-    attention: str
-
-    @cached_property
-    def speeds(self) -> SchemeSpeeds:
-        return find_speeds(self.scheme, self.gpu)
-
-    @property
-    def is_cast_fused(self) -> bool:
-        """Whether norms and activations write the inputs of GEMMs in eight bits."""
-        return self.scheme is CHANNEL and self.speeds.gemm not in ("weight-only", "dequantized")
-
-    @property
-    def scheme_name(self) -> str:
-        return BF16 if self.scheme is None else self.scheme.name
-
-    @property
-    def attention_limit(self) -> str:
-        """Why prompts do not attend in FP8, if they are to; "" if they do."""
-        if self.context < SHORTEST:
-            return f"prompts of {self.context:,} tokens are shorter than {SHORTEST:,}"
-        return fp8_limit(self.model, self.gpu)
-
-    @property
-    def is_fp8_attention(self) -> bool:
-        return self.attention == "fp8" and not self.attention_limit
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.batch * self.context
-
-    @property
-    def cache_bytes(self) -> float:
-        """Bytes of the keys and values of one token on one GPU."""
-        return cache_bytes(self.model, self.cache) / self.gpus
 
 
 @dataclass(frozen=True)
@@ -134,7 +74,7 @@ def plan_serving(server: Server) -> ServingPlan:
         ValueError: a model without a vocabulary, a size that is not possible, a scheme that cannot pack a layer of the
             model, or that the GPU has no kernel for.
     """
-    _check(server)
+    check_server(server)
     model, gpu, batch, context = server.model, server.gpu, server.batch, server.context
     weights = weight_bytes(model, server.scheme) / server.gpus
     each = server.cache_bytes
@@ -159,29 +99,9 @@ def plan_serving(server: Server) -> ServingPlan:
         decode_tokens_per_second=batch / step,
         largest_batch=max(int(free // (context * each)), 0),
         largest_context=max(min(int(free // (batch * each)), model.context), 0),
-        measured=gpu.architecture == MEASURED and not _missing(server),
+        measured=gpu.architecture == MEASURED and not model.has_experts and not _missing(server),
         origins=_origins(server),
     )
-
-
-def cache_bytes(model: Architecture, cache: str) -> float:
-    """Bytes of the keys and values of one token."""
-    return sum(block.count * block.attention.cache_features for block in model.blocks) * float(CACHE_BYTES[cache])
-
-
-def _check(server: Server) -> None:
-    model, gpus, batch, context = server.model, server.gpus, server.batch, server.context
-    if not model.vocabulary:
-        raise ValueError(f"--serve is for language models, and {model.name} has no vocabulary: leave it out")
-    if min(gpus, batch, context) < 1:
-        raise ValueError(f"--gpus, --batch and --context must be at least 1; got {gpus}, {batch} and {context}")
-    if context > model.context:
-        raise ValueError(f"--context must be at most the {model.context} tokens of {model.name}; got {context}")
-    heads = model.blocks[0].attention.heads
-    if heads % gpus:
-        raise ValueError(f"--gpus must divide the {heads} heads of {model.name}; got {gpus}")
-    if reason := refusal(model, server.scheme, server.gpu):
-        raise ValueError(reason)
 
 
 def _prefill_seconds(server: Server) -> float:
@@ -280,6 +200,8 @@ def _speed_origin(server: Server) -> str:
     if missing := _missing(server):
         unknown = f"since {server.scheme_name} was not measured there"
         pieces.append(f"for {' and '.join(missing)} that of {server.speeds.instead}, {unknown}")
+    if server.model.has_experts:
+        pieces.append("experts as dense layers with as many rows")
     if server.gpu.architecture != MEASURED:
         pieces.append(f"not measured on {server.gpu.name}")
     return "; ".join(pieces)
