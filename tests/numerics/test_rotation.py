@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 
 from octavo.numerics import TENSOR, Cast, hadamard
+from octavo.numerics.rotation import scattered_signs
 from octavo.ops import quantize
 
 
@@ -62,6 +63,15 @@ def test_the_gradient_is_the_rotation_of_the_gradient(n):
     x, dy = torch.randn(4, n, dtype=torch.float64, requires_grad=True), torch.randn(4, n, dtype=torch.float64)
     hadamard(x).backward(dy)
     assert np.allclose(x.grad.numpy(), dy.numpy() @ matrix(n), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [64, 1024, 8192])
+def test_scattered_signs_have_no_pattern(n):
+    """Their largest Walsh coefficient is that of random signs, about sqrt(2 ln n); a pattern would have sqrt(n)."""
+    signs = scattered_signs(n, torch.device("cpu"))
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    assert hadamard(signs[None]).abs().max() < 1.5 * math.sqrt(2 * math.log(n))
+    assert torch.equal(scattered_signs(n // 2, torch.device("cpu")), signs[: n // 2])
 
 
 def test_it_saves_the_other_rows_from_an_outlier_under_one_scale():

@@ -32,7 +32,7 @@ from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_f
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.rotation import hadamard, hadamard_gradient
+from octavo.numerics.rotation import hadamard, hadamard_gradient, scattered_signs
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
 from octavo.ops.checks import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
@@ -154,8 +154,9 @@ def _rotated_back(dw: Tensor, call: Call) -> Tensor:
 
 
 def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
-    """The transpose of `t` [T, R], rotated along T and quantized, as a rotated dw reads it."""
-    return quantize(hadamard(t.t().float()), cast)  # the stages of the rotation would round a bfloat16 each time
+    """The transpose of `t` [T, R], quantized as a rotated dw reads it: tokens times signs, and rotated along T."""
+    signed = t.t().float() * scattered_signs(t.shape[0], t.device)  # each stage would round a bfloat16
+    return quantize(hadamard(signed), cast)
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:

@@ -35,6 +35,19 @@ def hadamard_gradient(dy: Tensor, dim: int = -1) -> Tensor:
     return dx.view(dy.shape)
 
 
+def scattered_signs(n: int, device: torch.device) -> Tensor:
+    """+1 and -1 without a pattern, float32 [n], the same in each call: a bit of a hash of the index.
+
+    A rotation puts the sum of a vector into one number. Where a product lives from that sum, its error would be that of
+    one pair of numbers, instead of the mean over many. With these signs the sum spreads too, and in a product of two
+    vectors with the same signs they cancel. The hash is a part of MurmurHash3.
+    """
+    h = torch.arange(n, dtype=torch.int64, device=device)
+    for multiplier, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+        h = ((h ^ (h >> shift)) * multiplier) & 0x7FFFFFFF  # 31 bits, so that no product overflows
+    return ((h >> 16) & 1).float() * 2 - 1
+
+
 def _size(x: Tensor) -> int:
     """The largest power of two that divides the last dimension."""
     return max(x.shape[-1] & -x.shape[-1], 1)
