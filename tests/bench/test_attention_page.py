@@ -31,7 +31,9 @@ def results() -> dict[str, Any]:
 def test_the_page_holds_every_figure(results: dict[str, Any]) -> None:
     found = {"bf16": {"0": 1.5, "1": 1.6}, "bf16 + FP8 attention": {"0": 1.503, "1": 1.6032}}
     gap = {"mean": 0.002, "interval": [0.001, 0.003], "gaps": [0.002, 0.002]}
-    losses = {"machine": {}, "losses": found, "gaps": {"bf16 + FP8 attention": gap}}
+    size = {"layers": 6, "width": 512, "heads": 4, "context": 2048}
+    losses = {"machine": load()["gpu_attention"]["machine"], "settings": size, "tokens": 13_107_200, "losses": found}
+    losses["gaps"] = {"bf16 + FP8 attention": gap}
     text = pages.page("attention", load() | results | {"gpu_attention_loss": losses})
     assert "{" not in text
     assert "| 8,192 | forward | BF16, flash | 2.100 | 0.716x |" in text
@@ -40,6 +42,7 @@ def test_the_page_holds_every_figure(results: dict[str, Any]) -> None:
     assert f"| {SERVE_FP8_ATTENTION} | 60.0 | 1.633x | 15.1 dB |" in text
     assert "| bf16 + FP8 attention | 1.5030, 1.6032 | +0.20% | +0.10% to +0.30% |" in text
     assert "| bf16 | 1.5000, 1.6000 | – | – |" in text
+    assert "Each run has 13 million tokens: 6 layers of width 512, 4 heads, sequences of 2,048." in text
 
 
 def test_the_page_says_what_was_not_measured(results: dict[str, Any]) -> None:
