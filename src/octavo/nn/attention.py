@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of
-from octavo.recipe import Recipe
+from octavo.nn.mixed_class import parts_of
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -127,14 +126,3 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
-
-
-def to_fp8_attention(module: nn.MultiheadAttention, recipe: Recipe, name: str) -> None:
-    """Change `module`, which `is_convertible`, in place so that it computes its input projections by `recipe`.
-
-    It calls its output layer, which is converted as any linear layer.
-    """
-    attention: Any = module
-    if not isinstance(module, MultiheadAttention):
-        attention.__class__ = mix_classes(MultiheadAttention, type(module))
-    attention.prepare(recipe, name, module.out_proj.weight.device)

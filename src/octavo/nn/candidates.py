@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from octavo.nn.conv1d import shape_of, to_fp8_conv1d
+from octavo.nn.conv1d import Conv1D, shape_of
 from octavo.nn.conversion_report import Row
 from octavo.nn.expert_conversion import find_experts, restore_experts, stacks_of, to_fp8_experts
-from octavo.nn.linear import restore_layer, to_fp8_linear
+from octavo.nn.linear import convert_layer, restore_layer, to_fp8_linear
 from octavo.nn.only_if_faster import skip_uncalled
 from octavo.nn.product_conversion import (
     chosen_products,
@@ -67,7 +67,7 @@ class Candidates:
             elif isinstance(module, nn.Linear):
                 to_fp8_linear(module, recipe, name)
             else:
-                to_fp8_conv1d(module, recipe, name)
+                convert_layer(module, Conv1D, recipe, name)
         for name, module in self.experts.items():
             restore_experts(module)
             if not chosen.isdisjoint(stacks_of(name, module)):

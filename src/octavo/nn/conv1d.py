@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes
-from octavo.recipe import Recipe
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -39,11 +37,3 @@ class Conv1D(RecipeLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, self.weight.t(), self.bias, None)
-
-
-def to_fp8_conv1d(module: nn.Module, recipe: Recipe, name: str) -> None:
-    """Change `module`, a `Conv1D` called `name` in its model, in place into a layer that computes by `recipe`."""
-    layer: Any = module
-    if not isinstance(module, Conv1D):
-        layer.__class__ = mix_classes(Conv1D, type(module))
-    layer.prepare(recipe, name, layer.weight.device)

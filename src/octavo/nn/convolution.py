@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.mixed_class import mix_classes, parts_of
-from octavo.recipe import Recipe
+from octavo.nn.mixed_class import parts_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -69,11 +68,3 @@ class PatchConvolution(RecipeLayer):
             x = torch.unflatten(used, 2 + 2 * i, (count, size))
         counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
         return x.permute(0, *counts, 1, *sizes).flatten(1 + rank)
-
-
-def to_fp8_convolution(module: nn.Module, recipe: Recipe, name: str) -> None:
-    """Change `module`, for which `is_gemm`, in place into a layer that computes by `recipe`."""
-    layer: Any = module
-    if not isinstance(module, PatchConvolution):
-        layer.__class__ = mix_classes(PatchConvolution, type(module))
-    layer.prepare(recipe, name, layer.weight.device)

@@ -161,6 +161,17 @@ def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
     return converted
 
 
+def convert_layer(module: nn.Module, ours: type[RecipeLayer], recipe: Recipe, name: str) -> None:
+    """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
+
+    Its class becomes a subclass of `ours` and of its own, unless an earlier conversion made it so.
+    """
+    layer: Any = module
+    if not isinstance(module, ours):
+        layer.__class__ = mix_classes(ours, type(module))
+    layer.prepare(recipe, name, next(module.parameters()).device)
+
+
 def restore_layer(module: Any) -> bool:
     """Give a converted layer its own class back, and return whether `module` was one. Others stay as they are."""
     ours, *theirs = parts_of(type(module))

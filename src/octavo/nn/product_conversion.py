@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from octavo.nn.attention import input_weights, is_convertible, to_fp8_attention
+from octavo.nn.attention import MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Row
-from octavo.nn.convolution import gemm_shape, is_gemm, to_fp8_convolution
-from octavo.nn.linear import restore_layer
+from octavo.nn.convolution import PatchConvolution, gemm_shape, is_gemm
+from octavo.nn.linear import convert_layer, restore_layer
 from octavo.nn.selection import ATTENTION_OUTPUT, skipped_by_name
 from octavo.nn.weight_cache import shards
 from octavo.ops.checks import FLOATS
@@ -72,7 +72,6 @@ def convert_products(products: Mapping[str, nn.Module], recipe: Recipe, chosen: 
     """Convert the modules `chosen`, and restore the others."""
     for name, module in products.items():
         restore_layer(module)
-        if name in chosen and isinstance(module, nn.MultiheadAttention):
-            to_fp8_attention(module, recipe, name)
-        elif name in chosen:
-            to_fp8_convolution(module, recipe, name)
+        if name in chosen:
+            ours = MultiheadAttention if isinstance(module, nn.MultiheadAttention) else PatchConvolution
+            convert_layer(module, ours, recipe, name)
