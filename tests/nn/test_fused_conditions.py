@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import SwiGLU
+from octavo.nn.norm_linear import read_norm
 from octavo.recipe import rowwise
 
 UNFUSABLE = [name for name in octavo.PRESETS if name != "rowwise"]
@@ -129,3 +130,18 @@ def test_a_norm_of_another_kind_runs_by_itself(norm: nn.Module) -> None:
     for block in (NormThenLinears(norm, 64, (40, 17), (True, True)), NormThenMLP(norm, SwiGLU(64, 96))):
         octavo.convert(block)
         check_unfused(block)
+
+
+@pytest.mark.parametrize(
+    ("norm", "trained", "served"),
+    [
+        (nn.LayerNorm(8192), True, True),
+        (nn.LayerNorm(16384), False, True),
+        (nn.LayerNorm(16400), False, False),
+        (nn.RMSNorm(16384), True, True),
+        (nn.RMSNorm(16400), False, False),
+    ],
+)
+def test_long_norms_are_not_fused(norm: nn.Module, trained: bool, served: bool) -> None:
+    assert (read_norm(norm) is not None) is trained
+    assert (read_norm(norm, backward=False) is not None) is served

@@ -30,6 +30,7 @@ from octavo.recipe import FusableRecipe
 # Root-mean-square norms of transformers: weight * x / rms(x), eps in `variance_epsilon`.
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 LONGEST_NORM = 16384  # elements of a row: beyond, the registers of the fused norm spill, and PyTorch's norm is faster
+LONGEST_TRAINED_LAYER_NORM = 8192  # the backward pass holds the gradient of the bias too
 
 
 class NormLinear(nn.Module):
@@ -144,12 +145,16 @@ def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> 
     return Stack(weights, [linear.bias for linear in linears], cache.get(weights, call.recipe.w))
 
 
-def read_norm(norm: nn.Module) -> Norm | None:
-    """The norm as the fused functions take it; None if it is of an unknown kind, too long, or watched."""
+def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
+    """The norm as the fused functions take it; None if it is of an unknown kind, too long, or watched.
+
+    Without a backward pass, longer layer norms are fused.
+    """
     if watched(norm):
         return None
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-        if norm.weight is None or len(norm.normalized_shape) != 1 or norm.weight.numel() > LONGEST_NORM:
+        longest = LONGEST_TRAINED_LAYER_NORM if backward and isinstance(norm, nn.LayerNorm) else LONGEST_NORM
+        if norm.weight is None or len(norm.normalized_shape) != 1 or norm.weight.numel() > longest:
             return None
         if isinstance(norm, nn.LayerNorm):
             return NormSpec(norm.eps, center=True), norm.weight, norm.bias

@@ -34,7 +34,7 @@ class PackedNormLinear(NormLinear):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
-        norm, stack = read_norm(self.norm), child(self, "stack")
+        norm, stack = read_norm(self.norm, backward=False), child(self, "stack")
         if x.numel() == 0 or norm is None or not stack.holds(self.linears) or wants_gradient(x, residual, *norm[1:]):
             return None
         total, n = _normed(x, residual, norm, stack.input_cast)
@@ -65,7 +65,7 @@ class PackedMLP(FusedMLP):
         self, x: Tensor, norm: nn.Module | None, residual: Tensor | None
     ) -> tuple[Tensor, QTensor | Tensor] | None:
         """x + residual [T, K], and the input [T, F] of the last layer; None if the layers cannot run fused."""
-        known, stack = None if norm is None else read_norm(norm), child(self, "stack")
+        known, stack = None if norm is None else read_norm(norm, backward=False), child(self, "stack")
         unknown = norm is not None and known is None
         if x.numel() == 0 or unknown or not stack.holds(self.inner) or not _is_alone(self.outer):
             return None
