@@ -39,8 +39,8 @@ LLAMA = CONFIG.change(
     model="llama", context=2048, tied=True, vocabulary=50_257, steps=768, warmup=40, evaluate_batches=16
 )  # fmt: skip
 CONFIGS = {  # 131,072 tokens a step: 101 million in a run
-    "300m": LLAMA.change(
-        layers=24, width=1024, heads=16, kv_heads=16, mlp_width=2816, batch=16, accumulate=4,
+    "300m": LLAMA.change(  # 308 million parameters
+        layers=20, width=1024, heads=16, kv_heads=16, mlp_width=2816, batch=16, accumulate=4,
         learning_rate=6e-4, min_learning_rate=6e-5,
     ),
     "1b": LLAMA.change(
@@ -48,7 +48,7 @@ CONFIGS = {  # 131,072 tokens a step: 101 million in a run
         learning_rate=4e-4, min_learning_rate=4e-5,
     ),
 }  # fmt: skip
-CHARACTERS = 440_000_000
+CHARACTERS = 400_000_000  # 104 million tokens: no token comes twice
 SUFFIXES = ("py", "pyi", "rst", "md", "txt", "h", "hpp", "cuh", "js")
 EVALUATIONS = 16  # in a run
 
