@@ -76,6 +76,18 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
 
 
+def test_an_error_that_its_message_explains_has_no_traceback(monkeypatch):
+    def refuse():
+        raise ConfigError("width must be even")
+
+    monkeypatch.setattr(processes, "attempt_store", lambda: (None, 0, 1))
+    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="width must be even") as refused:
+        processes._join(refuse)
+    assert "refuse" not in [entry.name for entry in refused.traceback]
+    assert refused.value.__context__ is None
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_rank_0_alone_says_what_is_wrong(monkeypatch, rank):
     def refuse(main):

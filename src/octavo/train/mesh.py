@@ -72,7 +72,7 @@ def check_parallel(config: Config, degrees: Degrees) -> None:
         raise ConfigError(
             f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
             f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
-            f"got {config.batch}"
+            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
     if degrees.processes > 1 and config.precision == "fp16":
         raise ConfigError(

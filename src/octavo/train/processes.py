@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
+from octavo.artifact.atomic_folder import WriteError
+from octavo.artifact.files import ArtifactError
+from octavo.artifact.lock import LockedError
 from octavo.device import choose_device
+from octavo.text import DataError
 from octavo.train.config import Config, ConfigError
 from octavo.train.declaration import flatten, settings_of
 from octavo.train.ranks import gather, rank, same_outcome, world_size
@@ -24,8 +28,9 @@ Value = TypeVar("Value")
 def run_in_group(main: Callable[[], None]) -> None:
     """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone.
 
-    An error is recorded for torchrun, which ends the other processes and prints the traceback of the first error. So
-    rank 0 alone raises errors; other ranks end with exit code 1.
+    An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
+    alone raises errors; other ranks end with exit code 1. Errors in the settings, the text or a folder have no
+    traceback: the message says what to change.
 
     Raises:
         ConfigError: the environment lacks what torchrun sets.
@@ -66,7 +71,11 @@ def _join(main: Callable[[], None]) -> None:
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
     store, number, ranks = attempt_store()
     dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
-    main()
+    try:
+        main()
+    except (ConfigError, DataError, ArtifactError, WriteError, LockedError, FileExistsError) as error:
+        error.__context__ = None
+        raise error.with_traceback(None) from None
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 
 
