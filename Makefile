@@ -63,21 +63,12 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
 	.venv-integrations/bin/python -m pytest tests/integrations
 
+# Those of several GPUs are below; training runs of the GPT are started by hand (bench/gpu/gpt_parity.py).
+BENCHES := ceilings kernels stack layer moe serve generate start kv_cache weight_only schemes packed_experts int8 attention \
+	attention_loss vision compile_time watch recipes
+
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.ceilings
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.kernels
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.stack
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.layer
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.serve
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.generate
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.start
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.kv_cache
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.attention
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.attention_loss
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.vision
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.compile_time
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.watch
-	PYTHONPATH=src $(PYTHON) -m bench.gpu.recipes
+	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done
 
 GPUS ?= 2
 
@@ -86,6 +77,7 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.fsdp
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.network
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.tensor_parallel
+	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU
 	$(BIN)/python -m bench.cpu.step
