@@ -83,8 +83,6 @@ def plan_command(
         return
     if model.startswith("--"):
         raise ValueError(f"MODEL comes before the settings; got {model} first")
-    if kv_cache not in CACHES:
-        raise ValueError(f"--kv-cache must be one of {', '.join(CACHES)}; got {kv_cache!r}")
     budget = parse_count(tokens)
     if tokens and budget is None:
         raise ValueError(f"--tokens must be a number such as 300B or 1.5T; got {tokens!r}")
@@ -94,11 +92,6 @@ def plan_command(
         raise ValueError("--price gives the cost of --tokens: add it, such as --tokens 1T")
     if tokens and serve:
         raise ValueError("--tokens belongs to training: leave out --serve, or --tokens")
-    if attention not in ATTENTIONS:
-        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}; got {attention!r}")
-    for name, value in (("scheme", scheme), ("kv-cache", kv_cache), ("attention", attention)):
-        if value not in ("", "bf16") and not serve:
-            raise ValueError(f"--{name} belongs to serving: add --serve")
     case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
     cases = make_cases(case, compare)
     if serve:

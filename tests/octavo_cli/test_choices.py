@@ -8,7 +8,7 @@ from octavo.generation.prompt_attention import ATTENTIONS
 from octavo.gguf.export import WEIGHTS
 from octavo.kv_cache.layer import DTYPES
 from octavo.plan.hardware import known_gpus
-from octavo.plan.serving import CACHE_BYTES
+from octavo.plan.server import CACHE_BYTES
 from octavo.train.config import describe
 from octavo.train.settings import PRESETS as MODEL_PRESETS
 from octavo.train.tables import FORMER

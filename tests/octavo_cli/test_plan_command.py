@@ -103,7 +103,7 @@ def test_json_has_every_case():
     [
         (["gpt-5"], "MODEL must be a preset"),
         (["gpt2", "--tokens", "many"], "--tokens must be a number such as 300B"),
-        (["gpt2", "--kv-cache", "int4"], "--kv-cache must be one of bf16, fp8"),
+        (["gpt2", "--serve", "--kv-cache", "int4"], "--kv-cache must be one of bf16, fp8"),
         (["gpt2", "--gpu", "tpu"], "--gpu must be one of"),
         (["gpt2", "--tokens", "1B", "--price", "-1"], "--price must be 0 or more; got -1"),
         (["gpt2", "--price", "2"], "--price gives the cost of --tokens: add it, such as --tokens 1T"),
@@ -111,6 +111,8 @@ def test_json_has_every_case():
         (["gpt2", "--kv-cache", "fp8"], "--kv-cache belongs to serving: add --serve"),
         (["gpt2", "--scheme", "int8"], "--scheme belongs to serving: add --serve"),
         (["gpt2", "--attention", "fp8"], "--attention belongs to serving: add --serve"),
+        (["gpt2", "--compare", "kv-cache=bf16,fp8"], "--kv-cache belongs to serving: add --serve"),
+        (["gpt2", "--serve", "--compare", "kv-cache=bf16,int4"], "--kv-cache must be one of bf16, fp8; got 'int4'"),
         (["gpt2", "--serve", "--attention", "int8"], "--attention must be one of bf16, fp8"),
         (["gpt2", "--serve", "--scheme", "int4"], "--scheme must be one of bf16, channel"),
         (["7B", "--compare", "gpus=1,2"], "--compare needs a model: a number of parameters has one table"),

@@ -82,6 +82,13 @@ def test_each_case_of_a_comparison_has_its_value(compare, labels):
         assert found.get(name, "gpt2") == (value or label)
 
 
+@pytest.mark.parametrize("compare", ["scheme=bf16,int8", "kv-cache=bf16,fp8", "attention=bf16,fp8"])
+def test_a_comparison_of_servers(compare):
+    one, two = (case.serving() for _, case in make_cases(Case("llama-3-8b", ("--context", "8192")), compare))
+    name = {"kv-cache": "cache_a_token"}.get(compare.partition("=")[0], compare.partition("=")[0])
+    assert getattr(one, name) != getattr(two, name)
+
+
 @pytest.mark.parametrize("compare", ["recipe", "=bf16", "recipe=", "recipe=bf16,,rowwise", "gpus=many"])
 def test_a_comparison_of_another_form(compare):
     with pytest.raises(ValueError, match="--compare"):

@@ -34,6 +34,9 @@ _SIZES = (
 )  # fmt: skip
 
 
+_SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  # options, and fields of a case
+
+
 @dataclass(frozen=True)
 class Case:
     """A question to `octavo plan`.
@@ -58,6 +61,10 @@ class Case:
     attention: str = "bf16"
 
     def training(self) -> TrainingPlan:
+        usual = Case(self.model)
+        for name, field in _SERVING.items():
+            if getattr(self, field) != getattr(usual, field):
+                raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
         model, config = self._resolve()
@@ -104,7 +111,7 @@ class Case:
 def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
     """The cases of `compare`, NAME=VALUE,VALUE: each a label and a case that differs from `case` in that setting.
 
-    NAME is a setting of training, or model, gpu, gpus, network, scheme, cache or attention. An empty `compare` gives
+    NAME is a setting of training, or model, gpu, gpus, network, scheme, kv-cache or attention. An empty `compare` gives
     the case alone.
 
     Raises:
@@ -132,8 +139,8 @@ def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
 
 def _with(case: Case, name: str, value: str) -> Case:
     changes: dict[str, Any] = {}
-    if name in ("model", "gpu", "scheme", "cache", "attention"):
-        changes[name] = value
+    if name in ("model", "gpu", *_SERVING):
+        changes[_SERVING.get(name, name)] = value
     elif name in ("gpus", "network"):
         if not re.fullmatch(r"-?\d+", value):
             raise ValueError(f"--compare {name}= takes numbers such as 8,64; got {value!r}")

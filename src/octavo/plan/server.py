@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from octavo.artifact.packed.scheme import CHANNEL, Scheme
+from octavo.generation.prompt_attention import ATTENTIONS
 from octavo.kv_cache.fp8_prompts import SHORTEST
 from octavo.plan.architecture import Architecture
 from octavo.plan.attention import fp8_limit
@@ -79,6 +80,9 @@ def check_server(server: Server) -> None:
     model, gpus, batch, context = server.model, server.gpus, server.batch, server.context
     if not model.vocabulary:
         raise ValueError(f"--serve is for language models, and {model.name} has no vocabulary: leave it out")
+    for option, value, known in (("kv-cache", server.cache, CACHE_BYTES), ("attention", server.attention, ATTENTIONS)):
+        if value not in known:
+            raise ValueError(f"--{option} must be one of {', '.join(known)}; got {value!r}")
     if min(gpus, batch, context) < 1:
         raise ValueError(f"--gpus, --batch and --context must be at least 1; got {gpus}, {batch} and {context}")
     if context > model.context:
