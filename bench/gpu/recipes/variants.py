@@ -67,6 +67,12 @@ VARIANTS: dict[str, Variant] = {
     "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
     "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),
     "rowwise_rotated": Variant(replace(rowwise(), rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix"),
+    "rowwise_rotated_dx": Variant(
+        replace(rowwise(), rotate=("dx",)), "`rowwise`, dy and w rotated along the outputs instead"
+    ),
+    "rowwise_rotated_dw": Variant(
+        replace(rowwise(), rotate=("dw",)), "`rowwise`, dy and x rotated along the tokens, for dw alone"
+    ),
     "tensorwise": Variant(tensorwise(), "a scale a tensor, gradients in E5M2"),
     "tensorwise_e4m3": Variant(tensorwise("e4m3"), "a scale a tensor, gradients in E4M3"),
     "tensorwise_stochastic": Variant(stochastic(tensorwise()), "`tensorwise`, gradients rounded stochastically"),
