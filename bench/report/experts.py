@@ -8,7 +8,8 @@ from statistics import harmonic_mean
 from bench.gpu.modes import speedup
 from bench.report.tables import MISSING, Result, Row, machine, markdown, times
 
-SHIPPED = Path(__file__).parents[2] / "src" / "octavo" / "plan" / "expert_rates.json"
+_PACKAGE = Path(__file__).parents[2] / "src" / "octavo"
+SHIPPED, SHIPPED_SPEEDS = _PACKAGE / "plan" / "expert_rates.json", _PACKAGE / "runtime" / "expert_speeds.json"
 # The ways of accumulating of y, dx and dw.
 PASSES = {"bf16": ("y, bf16", "dx, bf16", "dw, bf16"), "rowwise": ("y, fast", "dx, fast", "dw, promoted")}
 NAMES = {"mixtral": "Mixtral's", "small experts": "small experts"}
@@ -78,7 +79,27 @@ def shipped(results: dict[str, Result]) -> str:
     return json.dumps({"machine": facts, "rates": rates}, indent=2) + "\n"
 
 
+def shipped_speeds(results: dict[str, Result]) -> str:
+    """The file that octavo.runtime.scheme_speeds reads: the speed of packed experts over BF16."""
+    result = results["gpu_packed_experts"]
+    layers = [
+        {
+            "shape": {name: layer["shape"][name] for name in ("experts", "width", "mlp_width")},
+            "speeds": {str(cell["tokens"]): _speeds(cell["ms"]) for cell in layer["cells"]},
+        }
+        for layer in result["shapes"].values()
+    ]
+    facts = {key: result["machine"][key] for key in ("gpu", "torch", "measured")}
+    return json.dumps({"machine": facts, "layers": layers}, indent=2) + "\n"
+
+
+def _speeds(ms: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {way: round(ms["bf16"]["median"] / found["median"], 3) for way, found in ms.items() if way != "bf16"}
+
+
 def ship(results: dict[str, Result]) -> None:
-    """Write the rates into the package, once they are measured."""
+    """Write the rates and the speeds into the package, once they are measured."""
     if "gpu_moe" in results:
         SHIPPED.write_text(shipped(results))
+    if "gpu_packed_experts" in results:
+        SHIPPED_SPEEDS.write_text(shipped_speeds(results))

@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.halves, self.all = GroupedLinear(2, width, width), GroupedLinear(1, width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        score = self.gate(x).softmax(-1)
+        score = self.gate(x).sigmoid()
         weight, index = torch.topk(torch.cat([score[:, :1], 0 * score[:, 1:2], score[:, 2:]], 1), 2, -1)
         offsets = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32, device=x.device)
         return x + self.all(self.halves(self.experts(x, index, weight), offsets), offsets[1:])

@@ -102,9 +102,11 @@ def fill(
     _check_scales(model, folder)
     target = torch.device(device)
     use_formats_of(model, target)
-    schemes = Counter(scheme_on(scheme, target) for scheme in packing.schemes.values())
+    of_experts = set(experts.names)
+    linears = {name: scheme for name, scheme in packing.schemes.items() if name not in of_experts}
+    schemes = Counter(scheme_on(scheme, target) for scheme in linears.values())
     slower = slower_note(schemes, target) or widened_note(schemes, target)
-    for note in filter(None, (weight_only_note(schemes, target), slower)):
+    for note in filter(None, (weight_only_note(schemes, target), slower, experts.slower_note())):
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)

@@ -17,6 +17,7 @@ from octavo.hf.meta_model import MetaModel
 from octavo.nn.expert_conversion import find_experts
 from octavo.nn.experts import Experts
 from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
+from octavo.runtime.scheme_speeds import slower_experts_note
 from octavo.words import plural
 
 
@@ -122,6 +123,14 @@ class ExpertLoading:
                 f"{reason}",
                 stacklevel=3,
             )
+
+    def slower_note(self) -> str:
+        """That experts were measured to be slower than BF16 on the device; "" if not, or if nothing is known."""
+        for stack, scheme in self._stacks.items():  # the first of a module is that of gate and up
+            weight: Any = self._model.get_submodule(stack).weight
+            if note := slower_experts_note(scheme, (weight.shape[1], weight.shape[2]), self._device):
+                return note
+        return ""
 
     def stack(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of each `PackedExperts`, from the matrices in `tensors`, which are removed there."""

@@ -22,7 +22,6 @@ from octavo.nn.experts import check_routing, plain_experts
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear import compute_dtype
 from octavo.numerics import ROW, TENSOR, Cast, QTensor
-from octavo.numerics.codec import cast as cast_to
 from octavo.ops import (
     Rows,
     activation_quantize,
@@ -32,6 +31,7 @@ from octavo.ops import (
     group_of_rows,
     grouped_mm,
     quantize,
+    requantize,
     sort_by_expert,
 )
 from octavo.ops.grouped_gemm import ALIGNMENT
@@ -112,11 +112,14 @@ class PackedGroupedLinear(PackedModule):
 
     def _quantized(self, x: Tensor, offsets: Tensor, cast: Cast) -> QTensor:
         """x [M, K] by row: by its own amax, or by the scale of its expert."""
+        scale = self.scale_of_rows(offsets, x.shape[0])
+        return quantize(x, cast) if scale is None else requantize([x], scale, ROW_X)
+
+    def scale_of_rows(self, offsets: Tensor, rows: int) -> Tensor | None:
+        """The scale [M, 1] of each row of the input, that of its expert; None if it is not stored."""
         if self.input_scale is None:
-            return quantize(x, cast)
-        expert = group_of_rows(offsets, x.shape[0]).clamp(max=len(offsets) - 1)
-        scale = self.input_scale[expert].unsqueeze(1)
-        return QTensor(cast_to(x.float() * (1 / scale), cast.fmt), scale, cast.fmt, ROW)
+            return None
+        return self.input_scale[group_of_rows(offsets, rows).clamp(max=len(offsets) - 1)].unsqueeze(1)
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
