@@ -29,11 +29,11 @@ print(json.dumps({"changed": changed, "cuda": torch.cuda.is_initialized(), "modu
 """
 TIME = """
 import time
-begin = time.perf_counter()
+begin = time.process_time()  # of the processor: other programs may take turns with this one
 import torch
-middle = time.perf_counter()
+middle = time.process_time()
 import octavo
-print(middle - begin, time.perf_counter() - middle)
+print(middle - begin, time.process_time() - middle)
 """
 # What only the command line, Hugging Face's formats, plots and FP8 competitors need.
 LEFT_ALONE = (
