@@ -1,10 +1,11 @@
 """Training steps as `octavo plan` predicts them and as `octavo train` runs them: memory and time of six configurations.
 
-BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, in six blocks of Llama-3-8B's shape.
-The plan was not tuned on any of them. Each configuration is trained by processes of its own: two of one GPU at a time
-where there are two GPUs. A step is whole, with clipping and AdamW, and its time is the median of the last steps.
+BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
+shape, or a Llama of a billion parameters. No constant of the plan is fitted to them. Each configuration is trained by
+processes of its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and
+its time is the median of the last steps.
 
-    python -m bench.gpu.plan [--only 1]                   about four minutes on two GPUs
+    python -m bench.gpu.plan [--model 1b] [--only 1]      about four minutes on two GPUs
 """
 
 import argparse
@@ -34,17 +35,18 @@ from octavo.train.ranks import rank
 from octavo.train.start import start_run
 
 STEPS, WARM = 16, 6  # of a run, and those before the clock starts
-CONFIG = Config(model="llama", layers=6, width=4096, heads=32, kv_heads=8, mlp_width=14336, tied=False).change(
-    **{"context": 4096, "batch": 2, "compile.blocks": True, "steps": 1000}
-)
-MODE = "activation_checkpointing.mode"
-CONFIGURATIONS: list[tuple[int, dict[str, Any]]] = [  # GPUs, and settings
-    (1, {"recipe": "bf16", MODE: "none"}),
-    (1, {"recipe": "rowwise", MODE: "none"}),
-    (1, {"recipe": "bf16", MODE: "full"}),
-    (1, {"recipe": "rowwise", MODE: "selective"}),
-    (2, {"recipe": "bf16", MODE: "none", "batch": 4}),
-    (2, {"recipe": "rowwise", MODE: "full", "batch": 4}),
+LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})
+MODELS = {
+    "8b": LLAMA.change(layers=6, width=4096, mlp_width=14336, tied=False, context=4096, batch=2),
+    "1b": LLAMA.change(layers=16, width=2048, mlp_width=8192, tied=True, context=2048, batch=4),
+}
+CONFIGURATIONS = [  # GPUs, recipe, and activation checkpointing
+    (1, "bf16", "none"),
+    (1, "rowwise", "none"),
+    (1, "bf16", "full"),
+    (1, "rowwise", "selective"),
+    (2, "bf16", "none"),
+    (2, "rowwise", "full"),
 ]
 AIMS = {"memory": 0.05, "time": 0.10}  # the largest relative errors that the plan should have
 
@@ -53,6 +55,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--only", type=int, help="configurations on so many GPUs")
     parser.add_argument("--worker", metavar="FILE", help="train the configuration in this file, as a process of it")
     options = parser.parse_args()
@@ -62,11 +65,17 @@ def main() -> None:
     there = torch.cuda.device_count()
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     rows: list[Row] = []
-    for row in measure([(gpus, CONFIG.change(**settings)) for gpus, settings in chosen], there, gpu_here()):
-        rows.append(row)
+    configs = [(each[0], configured(options.model, *each)) for each in chosen]
+    for row in measure(configs, there, gpu_here()):
+        rows.append({"model": options.model, **row})
         print(line(row), flush=True)
-        path = record.write("gpu_plan", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows})
+        path = record.write(f"gpu_plan_{options.model}", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows})
     print(path)
+
+
+def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config:
+    base = MODELS[model]
+    return base.change(recipe=recipe, batch=base.batch * gpus, **{"activation_checkpointing.mode": checkpointing})
 
 
 def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> Iterator[Row]:
@@ -154,11 +163,12 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
 
 def planned_again(row: Row) -> Row:
     """A row of results with the figures of the plan as it is now, which may not be those of the day of the run."""
-    for gpus, settings in CONFIGURATIONS:
-        if (gpus, settings["recipe"], settings[MODE]) == (row["gpus"], row["recipe"], row["checkpointing"]):
-            found = row if "error" in row else {"peak_bytes": row["peak_bytes"], "seconds": [row["seconds"]]}
-            return compared(CONFIG.change(**settings), gpus, known_gpus()[row["gpu"]], found)
-    raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
+    wanted = row["gpus"], row["recipe"], row["checkpointing"]
+    if wanted not in CONFIGURATIONS:
+        raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
+    found = row if "error" in row else {"peak_bytes": row["peak_bytes"], "seconds": [row["seconds"]]}
+    again = compared(configured(row["model"], *wanted), row["gpus"], known_gpus()[row["gpu"]], found)
+    return {"model": row["model"], **again}
 
 
 def line(row: Row) -> str:

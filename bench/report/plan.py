@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
-from bench.gpu.plan import planned_again
+from bench.gpu.plan import MODELS, planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.experts import NAMES
 from bench.report.scaling import rows_of, runs
@@ -168,8 +168,9 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 
 def configurations(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, which nothing was fitted to."""
-    for row in map(planned_again, results.get("gpu_plan", {}).get("rows", [])):
-        first = {"GPUs": str(row["gpus"]), "recipe": row["recipe"], "checkpointing": row["checkpointing"]}
+    found = [row for model in MODELS for row in results.get(f"gpu_plan_{model}", {}).get("rows", [])]
+    for row in map(planned_again, found):
+        first = {name: str(row[name]) for name in ("model", "gpus", "recipe", "checkpointing")}
         if "error" in row:
             yield first | {"error": row["error"]}
             continue
