@@ -1,5 +1,9 @@
 """Experts on a Hopper GPU: accuracy against BF16, the same bits compiled and eager, and no wait for the device."""
 
+import copy
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 from gpu_memory import no_waits, poison
@@ -87,3 +91,31 @@ def test_a_watch_records_them_without_waiting_and_changes_nothing():
     assert (sample.experts["idle"] == 1).all()
     assert (sample.experts["load"] > 1).all()
     assert (sample.experts["sqnr"] > 15).all()
+
+
+def brief(module: Experts, values: tuple[Tensor, ...]) -> np.ndarray:
+    """The records of the operands in a brief sample, which takes no wait for the device."""
+    with octavo.watch(module, interval=100) as watch:
+        with no_waits() if values[0].is_cuda else nullcontext():
+            module(*values[:3]).backward(values[3])
+        watch.step()
+        [(operands, _)] = watch.take()
+    return np.sort(operands, order=("layer", "operand"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rules_judge_experts_by_the_numbers_of_a_cpu(shape):
+    module, values = example(shape)
+    octavo.convert(module, "rowwise")
+    results(module, *values)
+    poison()
+    found = brief(module, values)
+    host = tuple(t.detach().cpu().requires_grad_(t.requires_grad) for t in values)
+    expected = brief(copy.deepcopy(module).cpu(), host)
+    assert (found[["layer", "operand"]] == expected[["layer", "operand"]]).all()
+    assert len(found) > 2 * SHAPES[shape][0]
+    assert not found["nonfinite"].any()
+    same = found["operand"] == 1
+    for name in ("amax", "scale", "kurtosis", "flushed"):
+        assert found[name][same] == pytest.approx(expected[name][same], rel=1e-3), name
+        assert found[name] == pytest.approx(expected[name], rel=0.2, abs=1e-3), name
