@@ -139,6 +139,26 @@ def tensor_parallel_errors(results: dict[str, Result]) -> Rows:
         yield {**where, **compared("ms", 1e3 * seconds, modes[mode], ".1f")}
 
 
+def image_errors(results: dict[str, Result]) -> Rows:
+    """Blocks of ViT-H/14 (bench/gpu/vision.py): timm's, whose weights are BF16, without an optimizer."""
+    found = results["gpu_vision"]["shapes"]["ViT-H/14"]
+    shape = found["shape"]
+    model = find_architecture("vit-h-14", Config())
+    blocks = (replace(model.blocks[0], count=shape["layers"]),)
+    model = replace(model, blocks=blocks, head=0, embeddings=0, others=0)
+    options = {"compile.blocks": True, "optimizer.weights": "bf16"}
+    for mode, recipe in (("bf16", "bf16"), ("ours", "rowwise")):
+        config = Config(recipe=recipe).change(batch=shape["batch"], context=shape["tokens"], **options)
+        plan = TrainingPlan(make_setup(replace(model, fused=recipe != "bf16"), config, find_gpu("h200"), 1))
+        memory = plan.memory.peak - plan.memory.optimizer - plan.memory.fp8_copies
+        ms = 1e3 * (plan.time.total - plan.time.optimizer)
+        yield {
+            "recipe": recipe,
+            **compared("ms", ms, statistics.median(found["rounds"][mode]), ".1f"),
+            **compared("peak GB", memory / 1e9, found["peak_bytes"][mode] / 1e9, ".2f"),
+        }
+
+
 def gpt2_errors(results: dict[str, Result]) -> Rows:
     """Whole steps of GPT-2 of 124 million parameters on an H200: small matrices, and a vocabulary of 50,257."""
     for recipe in ("bf16", "rowwise"):

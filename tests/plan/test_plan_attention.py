@@ -1,11 +1,12 @@
 """Planned attention in FP8: where it runs, and its measured speed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from octavo.plan.attention import fp8_limit, fp8_speed
+from octavo.plan.attention import attention_seconds, fp8_limit, fp8_speed
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
 from octavo.plan.training import TrainingPlan
@@ -43,6 +44,17 @@ def test_a_step_with_attention_in_fp8():
     assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024 + 4096)
     assert "FP8" in narrow.origins["attention"]
     assert wide.origins["attention"] == "measured"
+
+
+def test_attention_computes_whole_tiles():
+    """Of 7 FLOPs a pair and an element: two thirds of the keys of 256 tokens for 128 of them, and all if not causal."""
+    gpu, causal = find_gpu("h100"), plan().setup.model.blocks[0]
+    every = replace(causal, attention=replace(causal.attention, causal=False))
+    flops = 7 * 2 * 4096  # of a pair, with queries and outputs of 4,096 elements
+    for context, whole in ((256, 256), (257, 384), (100, 128)):
+        pairs = sum(128 * (tile + 1) * 128 for tile in range(whole // 128))
+        assert attention_seconds(causal, gpu, context, context) == pytest.approx(flops * pairs / gpu.attention_rate)
+        assert attention_seconds(every, gpu, context, context) == pytest.approx(flops * whole**2 / gpu.attention_rate)
 
 
 def test_recomputation_repeats_the_forward_pass_in_fp8():

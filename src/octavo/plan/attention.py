@@ -1,4 +1,8 @@
-"""The attention of a plan, in BF16 or in FP8: where it runs in FP8, and by how much that is faster.
+"""The attention of a plan, in BF16 or in FP8: its time, where it runs in FP8, and by how much that is faster.
+
+The forward pass is two GEMMs and the backward pass five, each of 2 FLOPs for a query, a key and an element of a head:
+14 T S H FLOPs for T tokens of texts of S, with H elements in all heads. Kernels compute whole tiles of TILE tokens. In
+causal attention a query sees (S + TILE) / 2 keys.
 
 BF16 runs at the rate of `octavo.plan.hardware`. The speed of FP8 over BF16 was measured by the length of a text
 (bench.gpu.attention, casts included; `make docs` writes attention_speeds.json) with 32 heads of queries and 8 of keys.
@@ -16,11 +20,19 @@ from octavo.nn.speedup.table import interpolate
 from octavo.ops import fp8_attention_limit
 from octavo.ops.attention_fp8 import GRADIENT_TILE
 from octavo.ops.gpu_architecture import ARCHITECTURES
-from octavo.plan.architecture import Architecture
+from octavo.plan.architecture import Architecture, Block
 from octavo.plan.hardware import Gpu
 from octavo.plan.setup import Setup
 
+TILE = 128  # tokens
 FORWARD = 0.25  # of the time of both passes in BF16, measured there from 4,096 tokens on; its FLOPs are 2/7
+
+
+def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> float:
+    """Seconds of both passes in BF16, of `tokens` tokens in texts of `context`."""
+    a, whole = block.attention, -(-context // TILE) * TILE
+    keys = (whole + TILE) / 2 if a.causal else whole
+    return 7 * tokens * whole / context * keys * (a.queries + a.output) / gpu.attention_rate
 
 
 def fp8_limit(model: Architecture, gpu: Gpu) -> str:

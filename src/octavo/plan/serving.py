@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from octavo.plan.architecture import Block, Layer
-from octavo.plan.attention import FORWARD, fp8_speed
+from octavo.plan.attention import FORWARD, attention_seconds, fp8_speed
 from octavo.plan.communication import Links
 from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.schemes import FUSED, MEASURED, weight_bytes
@@ -129,9 +129,8 @@ def _speed(server: Server, layer: Layer, rows: int) -> float:
 
 
 def _attention_seconds(server: Server, block: Block) -> float:
-    a, context = block.attention, server.context
-    products = 7 * server.prompt_tokens * context * (a.queries + a.output) / 2
-    seconds = products * FORWARD / server.gpu.attention_rate
+    context = server.context
+    seconds = FORWARD * attention_seconds(block, server.gpu, server.prompt_tokens, context)
     if not server.is_fp8_attention:
         return seconds
     return seconds / fp8_speed("forward from an FP8 KV cache" if server.cache == "fp8" else "forward", context)

@@ -1,8 +1,7 @@
 """The time of a training step, by part: a roofline with measured ceilings.
 
 linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
-attention       7 T S H FLOPs for S tokens before each of T (half of that if it is causal) at the measured rate; in FP8
-                that time over the measured speed of FP8
+attention       its FLOPs at the measured rate (`octavo.plan.attention`); in FP8 over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
 memory          bytes that norms, rotary positions, activations and residual sums move, at the rate of a copy
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
@@ -15,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
-from octavo.plan.attention import FORWARD, fp8_speed, is_fp8
+from octavo.plan.attention import FORWARD, attention_seconds, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
 from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.setup import Setup
@@ -156,9 +155,8 @@ def _products_again(setup: Setup, block: Block) -> float:
 
 def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
     """Seconds of both passes, and of the forward pass."""
-    a, context = block.attention, setup.config.context
-    products = 7 * setup.tokens * context * (a.queries + a.output) / 2
-    both = products * (1.0 if a.causal else 2.0) / setup.degrees.tp / setup.gpu.attention_rate
+    context = setup.config.context
+    both = attention_seconds(block, setup.gpu, setup.tokens, context) / setup.degrees.tp
     if not is_fp8(setup):
         return both, both * FORWARD
     return both / fp8_speed("forward and backward", context), both * FORWARD / fp8_speed("forward", context)
