@@ -38,7 +38,7 @@ def read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[s
     for name, value in found.items():
         path = f"{where}.{name}" if where else name
         if name not in kinds:
-            raise ValueError(f"unknown field {path}{nearest(name, kinds)}: the fields are {', '.join(kinds)}")
+            raise ValueError(f"unknown field {path}{_advice(name, kinds)}: the fields are {', '.join(kinds)}")
         if kinds[name] is float and type(value) is int:
             found[name] = value = float(value)
         # type() and not isinstance(): a bool is an int in Python, but never here.
@@ -46,6 +46,22 @@ def read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[s
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{path} must be {_TYPE_NAMES[kinds[name]]}; got {_shown(value)}")
     return found
+
+
+def _advice(name: str, kinds: Iterable[str]) -> str:
+    """Where a field with this name belongs, or the field here with a name much like it."""
+    others = {owner: names for owner, names in _owners().items() if not set(names) & set(kinds)}
+    owner = next((owner for owner, names in others.items() if name in names), None)
+    return nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
+
+
+def _owners() -> dict[str, Iterable[str]]:
+    return {
+        "the recipe": ("rotate", "emulate", "y", "dx", "dw"),
+        "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
+        "an operand": _kinds(Cast),
+        "a history": _kinds(History),
+    }
 
 
 def read_casts(values: object, operands: tuple[str, ...], others: Mapping[str, type], where: str) -> dict[str, Any]:
