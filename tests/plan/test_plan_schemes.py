@@ -15,6 +15,7 @@ from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture
 from octavo.plan.schemes import find_scheme, find_speeds, refusal, weight_bytes
 from octavo.runtime.packed_linear import PackedLinear
+from octavo.runtime.scheme_speeds import measured_expert_speeds
 from octavo.train.config import Config
 
 LLAMA = find_architecture("llama-3-8b", Config())
@@ -99,11 +100,20 @@ def test_every_gpu_has_a_table_of_schemes(gpu):
     assert all(plan.weights < 0.65 * plans[0].weights for plan in plans[1:])
 
 
-def test_the_speed_of_experts_is_that_of_dense_layers():
-    served = Case("mixtral-8x7b", gpus=2, scheme="channel").serving()
-    assert not served.measured
-    assert "experts as dense layers" in served.origins["packed layers"]
-    assert Case("llama-3-8b", scheme="channel").serving().measured
+def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
+    gpu = find_gpu("h200")
+    for shape, speeds in measured_expert_speeds():
+        experts = Layer("up", shape["width"], 2 * shape["mlp_width"], copies=8, active=2)
+        for tokens, by_scheme in speeds.items():
+            for name, speed in by_scheme.items():
+                assert find_speeds(SCHEMES[name], gpu, experts).at(tokens) == pytest.approx(speed)
+
+
+def test_experts_that_were_not_measured_are_named():
+    channel, mx = (Case("mixtral-8x7b", gpus=2, scheme=name).serving() for name in ("channel", "mx"))
+    assert channel.measured
+    assert not mx.measured
+    assert "for experts that of channel, since mx was not measured there" in mx.origins["packed layers"]
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():

@@ -1,7 +1,8 @@
 """The packing schemes of a served model: the bytes of packed weights, and the speed of their GEMMs over that of BF16.
 
 The speed was measured by the number of tokens, of the linear layers of Llama-3-8B together on an H200, with the
-quantization of their inputs (`octavo.runtime.scheme_speeds`). Between two numbers of tokens it is interpolated; beyond
+quantization of their inputs (`octavo.runtime.scheme_speeds`). Experts have the speed of the measured layer of experts
+whose matrices are the most alike in size. Between two numbers of tokens it is interpolated; beyond
 them it is that of the nearest. Two schemes stand in for one that was not measured, or that has another GEMM on the GPU
 of the plan:
 
@@ -20,7 +21,7 @@ from octavo.plan.architecture import Architecture, Layer
 from octavo.plan.hardware import Gpu
 from octavo.runtime.fnuz import scheme_on
 from octavo.runtime.gemm_path import find_gemm
-from octavo.runtime.scheme_speeds import measured_speeds
+from octavo.runtime.scheme_speeds import measured_expert_speeds, measured_speeds
 
 BF16 = "bf16"
 NAMES = (BF16, *SCHEMES)
@@ -60,17 +61,18 @@ def find_scheme(name: str) -> Scheme | None:
     return None if name == BF16 else get_scheme(name)
 
 
-def find_speeds(scheme: Scheme | None, gpu: Gpu) -> SchemeSpeeds:
-    """The speeds of `scheme` on `gpu`; the scheme None is BF16."""
+def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -> SchemeSpeeds:
+    """The speeds of `scheme` on `gpu`, of dense layers or of `experts`; the scheme None is BF16."""
     if scheme is None:
         return SchemeSpeeds(BF16, {1: 1.0}, 1, BF16)
     cast, gemm = _gemm_on(scheme, gpu.architecture)
     if not cast and gemm == "dequantized":
-        return SchemeSpeeds("dequantized", {1: WIDENED, **_points(WEIGHT.name, least=512)}, None, WEIGHT.name)
+        wide = {m: speed for m, speed in _points(WEIGHT.name, None).items() if m >= 512}
+        return SchemeSpeeds("dequantized", {1: WIDENED, **wide}, None, WEIGHT.name)
     instead = CHANNEL if cast else WEIGHT
-    own = _points(scheme.name) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
-    gemm = gemm if cast else "weight-only"
-    return SchemeSpeeds(gemm, _points(instead.name) | own, min(own, default=None), instead.name)
+    own = _points(scheme.name, experts) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
+    others = _points(instead.name, experts) or _points(instead.name, None)
+    return SchemeSpeeds(gemm if cast else "weight-only", others | own, min(own, default=None), instead.name)
 
 
 def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
@@ -80,8 +82,14 @@ def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
     return cast is not None, backend.name
 
 
-def _points(scheme: str, least: int = 0) -> dict[int, float]:
-    return {m: found[scheme] for m, found in measured_speeds().items() if scheme in found and m >= least}
+def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
+    """The measured speeds of a scheme by the number of tokens."""
+    table = measured_speeds()
+    if experts is not None:
+        size = experts.inputs * experts.outputs
+        alike = [(abs(math.log(size / (s["width"] * s["mlp_width"]))), found) for s, found in measured_expert_speeds()]
+        _, table = min(alike, key=lambda pair: pair[0])
+    return {m: found[scheme] for m, found in table.items() if scheme in found}
 
 
 def weight_bytes(model: Architecture, scheme: Scheme | None) -> float:

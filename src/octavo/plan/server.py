@@ -6,7 +6,7 @@ from functools import cached_property
 from octavo.artifact.packed.scheme import CHANNEL, Scheme
 from octavo.generation.prompt_attention import ATTENTIONS
 from octavo.kv_cache.fp8_prompts import SHORTEST
-from octavo.plan.architecture import Architecture
+from octavo.plan.architecture import Architecture, Layer
 from octavo.plan.attention import fp8_limit
 from octavo.plan.hardware import Gpu
 from octavo.plan.schemes import BF16, SchemeSpeeds, find_speeds, refusal
@@ -39,6 +39,27 @@ class Server:
     @cached_property
     def speeds(self) -> SchemeSpeeds:
         return find_speeds(self.scheme, self.gpu)
+
+    @cached_property
+    def expert_speeds(self) -> SchemeSpeeds | None:
+        """Of the experts, if the model has any: all have one shape, or its transpose."""
+        layers = (layer for block in self.model.blocks for layer in block.layers if layer.copies > 1)
+        experts = next(layers, None)
+        return None if experts is None else find_speeds(self.scheme, self.gpu, experts)
+
+    def speed(self, layer: Layer, tokens: int) -> float:
+        """The speed of a layer as a multiple of that in BF16, for so many tokens, routed ones counted once."""
+        if layer.group == "router":
+            return 1.0
+        return (self.speeds if layer.copies == 1 or self.expert_speeds is None else self.expert_speeds).at(tokens)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """The parts of the speeds that were not measured for this scheme."""
+        tokens = {"prompts": self.prompt_tokens, "new tokens": self.batch}
+        found = [name for name, count in tokens.items() if not self.speeds.is_measured(count)]
+        experts = self.expert_speeds is not None and not all(map(self.expert_speeds.is_measured, tokens.values()))
+        return [*found, "experts"] if experts else found
 
     @property
     def is_cast_fused(self) -> bool:

@@ -99,7 +99,7 @@ def plan_serving(server: Server) -> ServingPlan:
         decode_tokens_per_second=batch / step,
         largest_batch=max(int(free // (context * each)), 0),
         largest_context=max(min(int(free // (batch * each)), model.context), 0),
-        measured=gpu.architecture == MEASURED and not model.has_experts and not _missing(server),
+        measured=gpu.architecture == MEASURED and not server.unmeasured,
         origins=_origins(server),
     )
 
@@ -121,11 +121,7 @@ def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
     first, outputs = group[0], sum(layer.outputs for layer in group)
     rows = max(server.prompt_tokens * first.active // first.copies, 1)
     both = product_seconds(server.gpu, Recipe("bf16"), (rows, first.inputs, outputs), first.copies)
-    return both / 3 / _speed(server, first, rows)
-
-
-def _speed(server: Server, layer: Layer, rows: int) -> float:
-    return 1.0 if layer.group == "router" else server.speeds.at(rows)
+    return both / 3 / server.speed(first, server.prompt_tokens)
 
 
 def _attention_seconds(server: Server, block: Block) -> float:
@@ -166,7 +162,7 @@ def _layer_step_seconds(server: Server, layer: Layer) -> float:
     rows = max(server.batch * layer.active // layer.copies, 1)
     reading = 2.0 * _touched(layer, server.batch) / server.gpu.copy_rate / READ_SHARE
     alone = linear_seconds(server.gpu, Recipe("bf16"), (rows, layer.inputs, layer.outputs)) / 3
-    return max(reading, layer.copies * alone) / _speed(server, layer, rows)
+    return max(reading, layer.copies * alone) / server.speed(layer, server.batch)
 
 
 def _touched(layer: Layer, batch: int) -> float:
@@ -196,17 +192,11 @@ def _origins(server: Server) -> dict[str, str]:
 
 def _speed_origin(server: Server) -> str:
     pieces = ["the speed over BF16 that Llama-3-8B's layers have on an H200"]
-    if missing := _missing(server):
+    if server.model.has_experts:
+        pieces.append("experts as the measured layer of the nearest size")
+    if missing := server.unmeasured:
         unknown = f"since {server.scheme_name} was not measured there"
         pieces.append(f"for {' and '.join(missing)} that of {server.speeds.instead}, {unknown}")
-    if server.model.has_experts:
-        pieces.append("experts as dense layers with as many rows")
     if server.gpu.architecture != MEASURED:
         pieces.append(f"not measured on {server.gpu.name}")
     return "; ".join(pieces)
-
-
-def _missing(server: Server) -> list[str]:
-    """The tokens for which the scheme was not measured."""
-    tokens = {"prompts": server.prompt_tokens, "new tokens": server.batch}
-    return [name for name, count in tokens.items() if not server.speeds.is_measured(count)]
