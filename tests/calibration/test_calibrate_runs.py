@@ -83,6 +83,17 @@ def test_a_run_has_the_statistics_of_its_model(name: str, tmp_path: Path, data: 
     assert all(torch.equal(one[key], other[key]) for key in one if key.endswith("input_scale"))
 
 
+def test_a_run_is_packed_with_scales_of_keys_and_values(tmp_path: Path, data: list[str]) -> None:
+    model, hf, settings = examples()["llama"]
+    run = write_run(tmp_path / "run", model, hf, **settings)
+    calibrate(run, data, tmp_path / "calibrated", prompts=PROMPTS)
+    report = pack(run, tmp_path / "packed", kv_cache="fp8", calibration=tmp_path / "calibrated")
+    assert set(report.packed.values()) == {"channel"}
+    names = load_file(report.folder / "model.safetensors").keys()
+    assert sum(name.endswith((".k_scale", ".v_scale")) for name in names) == 2 * 2
+    assert verify(report.folder, run).ok
+
+
 def test_a_calibration_is_of_one_checkpoint(tmp_path: Path, data: list[str]) -> None:
     model, hf, settings = examples()["llama"]
     run = write_run(tmp_path / "run", model, hf, **settings)

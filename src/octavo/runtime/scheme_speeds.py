@@ -76,7 +76,7 @@ def _slower(speeds: Mapping[int, Mapping[str, float]], scheme: Scheme) -> str:
 
 @functools.cache
 def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]]:
-    """Of each measured layer of experts its sizes, and the speed over BF16 by the number of tokens and the scheme."""
+    """The sizes of each measured layer of experts, and its speed over BF16 by the number of tokens and the scheme."""
     found: dict[str, Any] = json.loads((files("octavo.runtime") / "expert_speeds.json").read_text())
     return [(layer["shape"], _by_tokens(layer["speeds"])) for layer in found["layers"]]
 

@@ -143,7 +143,10 @@ class Watch:
         self._measurement.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
-        """The records of operands and layers of each brief sample since the last call, up to 16."""
+        """The records of operands and layers of each brief sample since the last call, up to 16.
+
+        The experts of a stack are numbered after all layers (`octavo.telemetry.rules.SampleRules`).
+        """
         self._receive()
         taken = [(sample.operands, sample.layer_records) for sample in self._new]
         self._new.clear()

@@ -106,7 +106,7 @@ def brief_expert_records(step: int, firsts: Sequence[tuple[int, int]], tables: A
 
 
 def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
-    """Of each expert the sum of |cosine| of rows of gate and up, and their number: float64 [experts of all stacks, 2].
+    """The sum of |cosine| of rows of gate and up, and their number, by expert: float64 [experts of all stacks, 2].
 
     A rank that holds a part of the experts leaves the others at 0.
     """
