@@ -25,7 +25,11 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if file is None or str(file) == "-":
         name, content = "standard input", sys.stdin.buffer.read()
     else:
-        name, content = str(file), file.read_bytes()
+        name = str(file)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"--file {file} cannot be read: {error.strerror}") from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -189,6 +189,11 @@ def test_files_that_hold_no_prompts(octavo, tmp_path, piped, content, message):
         assert err.startswith("error: " + ("standard input" if not place else str(place[1])))
 
 
+def test_a_file_that_is_not_there(octavo, tmp_path):
+    code, _, err = octavo("generate", tmp_path, "--file", tmp_path / "none")
+    assert (code, err) == (1, f"error: --file {tmp_path / 'none'} cannot be read: No such file or directory\n")
+
+
 def test_a_terminal_is_not_waited_for(octavo, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     code, _, err = octavo("generate", tmp_path)
