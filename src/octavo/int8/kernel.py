@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.ops.device_math import add
 from octavo.ops.gemm.kernel import largest_block_k
-from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, COMBINE_STEPS, MAX_SPLIT_K
+from octavo.ops.gemm.split_k import COMBINE_BLOCK_N, choose_split, cut, empty_product
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, power_of_two_above, shared_memory
@@ -60,14 +60,12 @@ def int8_mm(
     a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
-        y = y.zero_() if bias is None else y.copy_(bias.expand(m, n))
-        return y if residual is None else y + residual
+        return empty_product(y, bias, residual)
     if tiling is None and uses_cublas(m, n, k):
         _scale_sums(a, scale_a, b, scale_b, bias, residual, y)
         return y
     block_m, block_n, block_k, stages, warps, split_k = tiling or choose(m, n, k, a.device)
-    k_per_split = cdiv(cdiv(k, block_k), split_k) * block_k
-    split_k = cdiv(k, k_per_split)
+    k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(y, (split_k, m, n), torch.int32) if split_k > 1 else None
     launcher(_tile_kernel, (cdiv(m, block_m) * cdiv(n, block_n), split_k))(
         a, b, scale_a, scale_b, bias, residual, y, partials, m, n,
@@ -120,14 +118,9 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
         roomy = shared_memory(device) >= 160 * 1024 and m > 128
         block_m, block_n, stages, warps = 128, 256 if roomy else 128, 3, 8
         block_k = largest_block_k(k, 128)
-    programs = multiprocessors(device)
-    tiles, steps = cdiv(m, block_m) * cdiv(n, block_n), cdiv(k, block_k)
-
-    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in tiles
-        combine = COMBINE_STEPS if split_k > 1 else 0
-        return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
-
-    return Tiling(block_m, block_n, block_k, stages, warps, min(range(1, MAX_SPLIT_K + 1), key=time))
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
+    split_k = choose_split(tiles, cdiv(k, block_k), multiprocessors(device))
+    return Tiling(block_m, block_n, block_k, stages, warps, split_k)
 
 
 @triton.jit
