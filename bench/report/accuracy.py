@@ -20,9 +20,7 @@ def losses(results: dict[str, Result]) -> Iterable[Row]:
 
 
 def packing(results: dict[str, Result]) -> Iterable[Row]:
-    result = results["packing_quality"]
-    older = {"INT8, channel and token": result["int8"]} if "int8" in result else {}  # before it was a scheme
-    for name, row in {**result["schemes"], **older}.items():
+    for name, row in results["packing_quality"]["schemes"].items():
         yield {
             "scheme": name,
             **quality(row),
