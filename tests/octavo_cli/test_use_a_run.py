@@ -251,7 +251,7 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
         (["convert-layout", "fp8", "out", "--layout", "fp8"], "a run of octavo train, not a packed folder"),
         (["inspect", "fp8"], "fp8 is a run of octavo train, not a packed folder"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
-        (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
+        (["unpack", "nowhere", "out"], "nowhere/config.json is missing: give a folder that octavo pack wrote"),
         (["pack", "bf16", "static", "--scheme", "static"], "give --calibration, made by octavo calibrate"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -58,7 +58,9 @@ def test_the_command_says_so_and_packs_a_layer_that_is_named(run, tmp_path):
 def test_a_run_that_moved_all_its_layers_is_refused(run, tmp_path):
     leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
     promote(run, *(promotion(f"model.layers.{i}.{leaf}") for i in range(2) for leaf in leaves))
-    with pytest.raises(ValueError, match=r"every layer .* to BF16: pack an earlier step, or name layers in --layer"):
+    with pytest.raises(
+        ValueError, match=r"every layer .* to BF16: pack an earlier step .--step., or name layers in --layer"
+    ):
         pack(run, tmp_path / "packed")
 
 

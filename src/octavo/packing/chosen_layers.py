@@ -52,8 +52,8 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     names = [layer.name for layer in linears if not layer.reason and layer.name not in promoted]
     if promoted and not names and not experts:
         raise ValueError(
-            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step, or "
-            "name layers in --layer to pack them all the same"
+            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
+            "(--step), or name layers in --layer to pack them all the same"
         )
     chosen = _schemes([*names, *experts], default, options.layers)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))

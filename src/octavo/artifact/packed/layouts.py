@@ -166,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     refuse_run(folder)
     where, beside = folder / "config.json", folder / modelopt.SIDE_FILE
     if not where.is_file():
-        raise FileNotFoundError(f"{where} is missing: give the folder of a model")
+        raise FileNotFoundError(f"{where} is missing: give a folder that octavo pack wrote")
     config = read_json(where)
     if isinstance(older := config.pop("compression_config", None), dict):
         config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})

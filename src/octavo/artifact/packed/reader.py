@@ -48,8 +48,6 @@ class PackedTensors:
 
     def __init__(self, folder: str | PathLike[str]) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {self.folder}: give a folder that octavo pack wrote")
         self.config = read_config(self.folder)
         self.reader = ShardReader(self.folder)
         found: Any = self.config.get("quantization_config")
