@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.artifact.packed.scheme import SCHEMES
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture
@@ -145,3 +146,9 @@ def test_a_gpu_without_fp8_gemms_serves_weights_in_eight_bits():
     assert bf16.prefill_seconds < fp8.prefill_seconds < 1.1 * bf16.prefill_seconds
     assert serve("weight", 1, 8192, gpu="a100").step_seconds == fp8.step_seconds
     assert not fp8.measured
+
+
+def test_norms_and_activations_cast_the_inputs_of_the_schemes_that_are_fused():
+    model, gpu = find_architecture("llama-3-8b", Config()), find_gpu("h200")
+    servers = {name: Server(model, find_scheme(name), gpu, 1, 1, 1024, "bf16", "bf16") for name in SCHEMES}
+    assert [name for name, server in servers.items() if server.is_cast_fused] == ["channel", "int8"]

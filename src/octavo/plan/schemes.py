@@ -26,7 +26,6 @@ from octavo.runtime.scheme_speeds import measured_expert_speeds, measured_speeds
 BF16 = "bf16"
 NAMES = (BF16, *SCHEMES)
 MEASURED = "hopper"  # the architecture of the GPU that the speeds were measured on
-FUSED = (CHANNEL.name, WEIGHT.name)  # schemes whose layers share kernels with norms and activations (docs/serving.md)
 # A weight that is widened in memory for each call is read in one byte, written in two and read in two.
 WIDENED = 2 / 5
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from octavo.artifact.packed.scheme import CHANNEL, Scheme
+from octavo.artifact.packed.scheme import CHANNEL, INT8, Scheme
 from octavo.generation.prompt_attention import ATTENTIONS
 from octavo.kv_cache.fp8_prompts import SHORTEST
 from octavo.plan.architecture import Architecture, Layer
@@ -64,7 +64,7 @@ class Server:
     @property
     def is_cast_fused(self) -> bool:
         """Whether norms and activations write the inputs of GEMMs in eight bits."""
-        return self.scheme is CHANNEL and self.speeds.gemm not in ("weight-only", "dequantized")
+        return self.scheme in (CHANNEL, INT8) and self.speeds.gemm not in ("weight-only", "dequantized")
 
     @property
     def scheme_name(self) -> str:

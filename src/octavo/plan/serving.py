@@ -15,11 +15,12 @@ from the data sheet.
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from octavo.artifact.packed.scheme import FUSED
 from octavo.plan.architecture import Block, Layer
 from octavo.plan.attention import FORWARD, attention_seconds, fp8_speed
 from octavo.plan.communication import Links
 from octavo.plan.rates import linear_seconds, product_seconds
-from octavo.plan.schemes import FUSED, MEASURED, weight_bytes
+from octavo.plan.schemes import MEASURED, weight_bytes
 from octavo.plan.server import Server, check_server
 from octavo.recipe import Recipe
 

@@ -115,8 +115,8 @@ def fuse(model: nn.Module) -> None:
 
 
 def _is_alone(layer: nn.Module) -> bool:
-    """Whether `layer` can take its input from a fused operation: it is packed by channel, and has no hooks."""
-    return isinstance(layer, PackedLinear) and layer.by_channel and not watched(layer)
+    """Whether `layer` can take its input from a fused operation: its scheme is fused, and it has no hooks."""
+    return isinstance(layer, PackedLinear) and layer.is_fusable and not watched(layer)
 
 
 def _normed(x: Tensor, residual: Tensor | None, norm: Norm, cast: Cast | None) -> tuple[Tensor, QTensor | Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
-from octavo.artifact.packed.scheme import CHANNEL, INT8, STATIC, STATIC_INPUTS, WEIGHT, Scheme
+from octavo.artifact.packed.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme
 from octavo.int8 import int8_mm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
@@ -88,10 +88,9 @@ class PackedLinear(PackedModule):
             self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
 
     @property
-    def by_channel(self) -> bool:
-        """Whether the fused operations take the scheme, `channel`, `int8` or `weight`: x is cast by row or not at all,
-        and no scale varies along the sum."""
-        return self.scheme.name in (CHANNEL.name, INT8.name, WEIGHT.name)
+    def is_fusable(self) -> bool:
+        """Whether the fused operations take the scheme."""
+        return self.scheme.name in FUSED
 
     @property
     def input_cast(self) -> Cast | None:

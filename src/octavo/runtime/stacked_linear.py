@@ -79,9 +79,9 @@ class PackedStack(PackedModule):
 
 
 def stackable(layers: Sequence[nn.Module]) -> list[PackedLinear] | None:
-    """The layers, if all are of one scheme that is fused (`PackedLinear.by_channel`), of the same number of inputs, and
+    """The layers, if all are of one scheme that is fused (`PackedLinear.is_fusable`), of the same number of inputs, and
     not stacked yet; else None."""
-    found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.by_channel]
+    found = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.is_fusable]
     same = len(found) == len(layers) and len({(layer.in_features, layer.scheme.name) for layer in found}) == 1
     return found if same and not any(isinstance(layer, PackedShare) for layer in found) else None
 

@@ -136,6 +136,8 @@ WEIGHT_ONLY = tuple(
 )
 
 SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT, INT8)}
+# Those that fused kernels take: inputs are cast by row or not at all, and no scale varies along the sum.
+FUSED = (CHANNEL.name, INT8.name, WEIGHT.name)
 # Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
 # the inputs get a scale for each token.
 SCHEME_OF = {
