@@ -38,6 +38,7 @@ def test_cells_of_another_commit_are_measured_again(monkeypatch: pytest.MonkeyPa
     assert layer.measured_before() == []
 
 
+@pytest.mark.slow
 def test_workers_measure_each_job_and_report_what_failed() -> None:
     workers = Workers(partial(partial, abs), 2)  # prepares the job -3 as abs(-3), to be called when it is measured
     assert list(workers.measure([-3, -4])) == [(-3, 3), (-4, 4)]

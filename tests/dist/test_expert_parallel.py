@@ -54,6 +54,7 @@ def on_a_rank(rank: int, world: int, recipe: str) -> dict[str, Any]:
     return {name: t.float().numpy() for name, t in found.items()}  # a tensor would be shared memory of this process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "least"), [("bf16", 44), ("rowwise", 26)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_compute_what_one_process_computes(world, recipe, least):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from fsdp_examples import batch, counted, equal, sharded, train
 from fsdp_expert_examples import gathered_equal, model_of, stacks_of
 from ranks import run_ranks
@@ -63,6 +64,7 @@ def both(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_experts_are_gathered_as_bytes() -> None:
     for found in run_ranks(2, both):
         assert all(found["trained"].values()), found

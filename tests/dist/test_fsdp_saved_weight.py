@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from fsdp_examples import WIDTH, batch, blocks, equal, train
 from ranks import run_ranks
@@ -71,6 +72,7 @@ def in_compiled_code(rank: int) -> dict[str, Any]:
         return {"kept": saved, "equal": equal(train(whole), train(model))}
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_no_weight_and_equal_one_rank() -> None:
     for results in run_ranks(2, in_compiled_code):
         assert results == {"kept": [], "equal": True}

@@ -97,6 +97,7 @@ def settings(rank: int) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.slow
 def test_training_equals_one_rank_in_every_setting() -> None:
     for same in run_ranks(2, settings):
         assert all(same.values()), same

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
@@ -112,6 +113,7 @@ def compiled(rank):
     return all(torch.equal(results[0][name], g) for name, g in results[1].items()), eight_bits
 
 
+@pytest.mark.slow
 def test_compiled_layers_save_their_own_rows():
     for equal, eight_bits in run_ranks(2, compiled):
         assert equal

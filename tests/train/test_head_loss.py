@@ -146,6 +146,7 @@ def split_vocabulary(rank):
     )
 
 
+@pytest.mark.slow
 def test_a_vocabulary_split_over_ranks_gives_the_same():
     for errors in run_ranks(2, split_vocabulary):
         assert max(max(each) for each in errors) < 2e-6

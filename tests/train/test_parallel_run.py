@@ -114,6 +114,7 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank_with_one_message(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_and_replicas_train_as_one_within_rounding(tmp_path, text):
     settings = {"kv_heads": 2, "clip": 1}
     mesh = {"parallel": {"tp": 2, "dp_replicate": 2, "dp_shard": 1}}

@@ -103,6 +103,7 @@ AFTER = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_expert_is_named_within_ten_steps(begin, fault):
     after = AFTER.get(fault, 42)
@@ -116,6 +117,7 @@ def test_the_expert_is_named_within_ten_steps(begin, fault):
     assert f"expert {EXPERT}" in events[0].describe()
 
 
+@pytest.mark.slow
 def test_the_rules_are_silent_in_a_clean_run(begin):
     assert run_with(begin(**RUN, steps=130), [], 0) == []
 

@@ -134,6 +134,7 @@ def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, 
         assert (rule, name, operand) in {(event.rule, event.layer, event.operand) for event in found}, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_rules_are_silent_in_a_clean_run(events, recipe):
     assert events(recipe, [], 140) == []
