@@ -74,7 +74,8 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     yield "grouped_mm", (a.data, b.data, a.scale, b.scale, offsets, torch.bfloat16, "emulated", False)
-    h, x_t = (matrix((n, 20), torch.bfloat16).to(torch.float8_e4m3fn) for n in (48, 32))
+    # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
+    h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
     yield "grouped_mm_dw", (h, x_t, b.scale, offsets, torch.float32, "emulated", True)
     slot, row = torch.randperm(20).to(torch.int32), torch.randperm(20).to(torch.int32).view(10, 2) - 1
     factors = torch.rand(3, 32), torch.arange(20, dtype=torch.int32) % 3, torch.rand(20, 1)

@@ -172,7 +172,7 @@ class Recipe:
     @property
     def quantized(self) -> bool:
         """Whether any of the three GEMMs runs on eight-bit operands."""
-        return bool(self._casts)
+        return len(self._casts) > 0  # torch 2.11 cannot trace bool() of a list
 
     @property
     def fusable(self) -> FusableRecipe | None:
