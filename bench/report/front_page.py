@@ -54,6 +54,7 @@ def gains(results: dict[str, Result]) -> list[Gain]:
             "performance.md#the-layer-stack",
         ),
         *sharded(results),
+        *other_models(results),
         Gain(
             # measured before our GPT-2 had three layers for q, k and v
             f"Train a GPT of width {parity['settings']['width']}, q, k and v as one layer, {gpu(parity)}{small}",
@@ -92,6 +93,29 @@ def sharded(results: dict[str, Result]) -> Iterator[Gain]:
         )
         what = f"Train blocks of Llama-3-70B's shape, tensor parallel on two {gpu(result)}s"
         yield Gain(what, ours, ratio(ours, torchao), accuracy, f"{link}#tensor-parallelism")
+
+
+def other_models(results: dict[str, Result]) -> Iterator[Gain]:
+    """The rows of experts and of vision transformers, once they are measured."""
+    if "gpu_moe" in results:
+        layer = results["gpu_moe"]["mixtral"]
+        worst = min(layer["one_layer_db"].values())
+        what = f"Train a layer of {layer['shape']['experts']} experts of Mixtral's shape, {gpu(results['gpu_moe'])}"
+        accuracy = f"SQNR of y, dx and dw {worst:.1f} dB"
+        yield Gain(what, *to_others(layer), accuracy, "performance.md#experts")
+    if "gpu_vision" in results:
+        blocks = results["gpu_vision"]["shapes"]["ViT-H/14"]
+        what = f"Train {blocks['shape']['layers']} blocks of ViT-H/14, {gpu(results['gpu_vision'])}"
+        y, dx, dw = blocks["db"]["ours"]
+        accuracy = f"SQNR of y {y:.1f} dB, dx {dx:.1f} dB, dw {dw:.1f} dB"
+        yield Gain(what, *to_others(blocks), accuracy, "vision.md")
+
+
+def to_others(found: Result) -> tuple[float, float | None]:
+    """Ours over BF16, and over the fastest mode of torchao."""
+    speeds = found["speedup"]
+    torchao = [speed for mode, speed in speeds.items() if mode.startswith("torchao")]
+    return speeds["ours"], ratio(speeds["ours"], max(torchao, default=None))
 
 
 def speeds_of(result: Result) -> dict[str, float]:
