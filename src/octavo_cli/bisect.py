@@ -44,7 +44,8 @@ def bisect_command(
     resolved if it differs from 0 by more than its spread between seeds; a gap that is not resolved ends the search.
 
     Settings of octavo train can follow. Each short run is remembered: the same command continues after Ctrl-C, and more
-    --seeds add to those that are there. Without CONFIG, --from takes the settings of the run.
+    --seeds add to those that are there. Without CONFIG, --from takes the settings of the run. Without both, at least
+    one setting must be given: a search of the default run takes long.
 
     Examples:
 
@@ -93,11 +94,16 @@ def _bisect(
 
 def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> Config:
     from octavo.artifact.run import RunFolder
-    from octavo.train.config import Config
+    from octavo.train.config import Config, ConfigError
     from octavo.train.run_settings import read_settings
 
     if path is None and checkpoint is not None:
         return read_settings(RunFolder(checkpoint.parent)).replace(words)
+    if path is None and not words:
+        raise ConfigError(
+            "octavo bisect needs the FP8 run to search, and none is given: give its settings as CONFIG, --from a run, "
+            "or settings of octavo train (octavo bisect small.toml --data book.txt)"
+        )
     return Config.load(path, words)
 
 

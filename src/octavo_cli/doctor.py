@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 def doctor_command(
     recipe: Annotated[
-        list[str] | None, option("RECIPE", "A preset or a .json file; can be repeated. Default: every preset.")
+        list[str] | None,
+        option("RECIPE", "A preset, or a .json or .toml file. Repeatable. Default: every preset."),
     ] = None,
     gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,

@@ -9,11 +9,12 @@ from octavo_cli.choices import RECIPES
 
 
 def recipe_command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a .json file to check.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a file to check.")],
 ) -> None:
     """Print a recipe as JSON, or check a file.
 
-    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE.
+    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. Of a
+    TOML file of settings the table [recipe] is read.
 
     Examples:
 

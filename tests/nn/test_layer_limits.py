@@ -1,5 +1,7 @@
 """Uses of PyTorch that the layers do not support raise an error that says what to do."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,21 @@ def fused() -> Normed:
 
 each = pytest.mark.parametrize("make", [layer, fused])
 REFUSED = "octavo's layers do not support .*octavo.restore"
+
+
+def test_an_input_of_another_width_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(24, 8))
+    octavo.convert(model)
+    what = "the layer '1', a Linear with a weight [8, 24], takes an input [..., 24], got [3, 16]: the last"
+    with pytest.raises(ValueError, match=re.escape(what)):
+        model(torch.randn(3, 32))
+    with pytest.raises(ValueError, match=r"the layer 'first', a Linear .*, takes an input .* got \[3, 8\]"):
+        fused()(torch.randn(3, 8))
+    alone = nn.Linear(32, 16)
+    octavo.convert(alone)
+    for shape in ((3, 8), (0, 8), ()):
+        with pytest.raises(ValueError, match=r"^a Linear with a weight \[16, 32\] takes an input"):
+            alone(torch.randn(shape))
 
 
 @each

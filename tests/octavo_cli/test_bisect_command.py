@@ -83,6 +83,14 @@ def test_more_seeds_are_advised_only_for_a_gap_that_is_searched():
     )
 
 
+def test_a_command_without_a_run_starts_none(here):
+    for options in ((), ("--seeds", "2")):
+        result = CliRunner().invoke(app, ["bisect", *options])
+        assert result.exit_code == 1
+        assert "give its settings as CONFIG, --from a run, or settings of octavo train" in str(result.exception)
+    assert not (here / "runs").exists()
+
+
 def test_from_takes_the_settings_of_the_run(here):
     call("train", "tiny.toml", "--data", "text.txt", "--recipe", "delayed", "--out", "run")
     for source in ("run", str(RunFolder(here / "run").newest())):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from octavo.numerics import TENSOR, Cast, History
-from octavo.recipe import PRESETS, delayed, get_recipe
+from octavo.recipe import PRESETS, Gemm, Recipe, delayed, get_recipe
 from octavo.train.config import Config, ConfigError
 
 SIZES = "--layers 1 --width 32 --heads 2 --kv-heads 1 --mlp-width 64 --context 16 --batch 2 --warmup 1 --device cpu"
@@ -39,6 +39,23 @@ def test_a_file_is_checked_and_printed_whole(octavo, here):
     code, out, err = octavo("recipe", "bad.json")
     assert (code, out) == (1, "")
     assert "recipe file bad.json: unknown field y.x.granularty (did you mean 'granularity'?)" in err
+
+
+def test_the_table_of_a_toml_file_is_read(octavo, here):
+    (here / "own.toml").write_text('steps = 3\n[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
+    code, out, err = octavo("recipe", "own.toml")
+    tensor = Cast(granularity=TENSOR)
+    assert (code, err, Recipe.from_dict(json.loads(out))) == (0, "", Recipe("own", y=Gemm(tensor, tensor)))
+    assert Config(recipe="own.toml").recipe == get_recipe("own.toml")
+    for text, essential in (
+        ("steps = 3", "in its table [recipe], got none"),
+        ('recipe = "rowwise"', "in its table [recipe], got recipe = 'rowwise'"),
+        ("[recipe", "recipe file own.toml is not valid TOML"),
+    ):
+        (here / "own.toml").write_text(text)
+        code, out, err = octavo("recipe", "own.toml")
+        assert (code, out) == (1, "")
+        assert essential in err
 
 
 def test_a_run_keeps_its_recipe_without_the_file(octavo, here):
@@ -77,7 +94,7 @@ def test_settings_take_a_file_a_table_and_a_recipe(here):
 @pytest.mark.parametrize(
     ("text", "essential"),
     [
-        ("recipe = 3", "recipe in bad.toml must be a recipe's name, a .json file or its fields; got 3 (int)"),
+        ("recipe = 3", "recipe in bad.toml must be a recipe's name, a .json or .toml file or its fields; got 3 (int)"),
         ('recipe = ["rowwise"]', "got ['rowwise'] (list)"),
         ("[recipe]\nrotat = true", "recipe in bad.toml: unknown field rotat (did you mean 'rotate'?)"),
         ('recipe = "gone.json"', "recipe in bad.toml: recipe file gone.json cannot be read"),

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from octavo import convert, update_scales
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.run import RunFolder
+from octavo.calibration import calibrate
+from octavo.evaluation import PromptOptions
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.numerics import History
@@ -137,6 +139,31 @@ def test_the_scales_are_those_of_the_checkpoint(runs: dict[tuple[str, str], Path
     assert float(masters["model.layers.0.mlp.up_proj.weight"].abs().max()) > 448 * float(
         stored["model.layers.0.mlp.up_proj.weight_scale"]
     )  # what outgrew its scale saturates, as in training
+
+
+def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    """The layers of a run keep the bytes and scales of training, unless both a scheme and a calibration are given."""
+    run = runs["llama", "delayed"]
+    (tmp_path / "text.txt").write_text("folio quarto octavo duodecimo " * 40)
+    prompts = PromptOptions(samples=2, context=16)
+    found = calibrate(run, [str(tmp_path / "text.txt")], tmp_path / "calibrated", prompts=prompts)
+    pack(run, tmp_path / "own")
+    with pytest.raises(ValueError, match="--kv-cache stores scales of keys and values: give --calibration"):
+        pack(run, tmp_path / "none", kv_cache="fp8")
+    calibrated = {"calibration": tmp_path / "calibrated", "kv_cache": "fp8"}
+    report = pack(run, tmp_path / "cache", **calibrated)
+    pack(run, tmp_path / "asked", scheme="static", **calibrated)
+    own, cache, asked = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "cache", "asked"))
+    for name, tensor in own.items():
+        assert torch.equal(tensor.view(torch.uint8), cache[name].view(torch.uint8)), name
+    scales = {f"model.layers.{i}.self_attn.{x}" for i in range(2) for x in "kv"}
+    assert cache.keys() - own.keys() == {f"{name}_scale" for name in scales}
+    assert all(float(cache[f"{name}_scale"]) == float(found.scale(name, "amax")) for name in scales)
+    record = json.loads((tmp_path / "cache" / "octavo.json").read_text())["calibration"]
+    assert (record["rule"], record["kv_cache"], record["prompts"]) == ("history", "fp8", 2)
+    for name in report.packed:
+        assert float(asked[f"{name}.input_scale"]) == float(found.scale(name, "amax"))
+        assert not torch.equal(asked[f"{name}.input_scale"], own[f"{name}.input_scale"])
 
 
 def test_fused_layers_keep_the_scales_of_training_unless_asked(

@@ -31,6 +31,15 @@ def test_a_row_scaled_w_in_dx_forbids_a_history_for_dy():
     assert Recipe("fine", y=Gemm(Cast(), Cast(granularity=TENSOR)), dx=tensor).dx == tensor
 
 
+@pytest.mark.parametrize("operands", [("e4m3", Cast()), (Cast(), "e4m3")])
+def test_a_gemm_takes_casts(operands):
+    name = "ab"[operands.index("e4m3")]
+    with pytest.raises(TypeError, match=rf"got 'e4m3' \(str\) for {name}: give a Cast, such as Cast\('e4m3'\)"):
+        Gemm(*operands)
+    with pytest.raises(TypeError, match=r"recipe mine: dx must be a Gemm, or None for BF16, got 'e4m3' \(str\)"):
+        Recipe("mine", dx="e4m3")
+
+
 @pytest.mark.parametrize("x", [Cast(), POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
 @pytest.mark.parametrize("dy", [POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
 def test_a_row_scaled_dw_takes_any_scale_of_x_and_powers_of_two_of_dy(x, dy):

@@ -53,8 +53,8 @@ def convert(
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
-        recipe: a preset's name, the .json file of a recipe, a `Recipe`, or "auto": `rowwise` if the device of `model`
-            has its GEMMs, else the nearest recipe that runs there (the report names it).
+        recipe: a preset's name, the .json or .toml file of a recipe, a `Recipe`, or "auto": `rowwise` if the device of
+            `model` has its GEMMs, else the nearest recipe that runs there (the report names it).
         skip: globs of names of layers, or of modules of experts or attention, to leave as they are, in addition to
             `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMMs of the recipe, compute them slowly in float32 instead of raising an error.

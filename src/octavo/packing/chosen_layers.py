@@ -59,7 +59,7 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
     _check_experts(of_experts, experts, source, options)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
-    static = _static_scales(source, chosen, options)
+    static = _static_scales(source, schemes, of_experts, options)
     skipped = promoted | {layer.name: layer.reason for layer in linears if layer.reason}
     if static is not None:
         unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
@@ -136,14 +136,17 @@ def _schemes(names: Sequence[str], default: str, layers: Mapping[str, str]) -> d
     }
 
 
-def _static_scales(source: Source, schemes: Mapping[str, Scheme], options: PackOptions) -> StaticScales | None:
-    static = [name for name, scheme in schemes.items() if scheme.static]
-    if not static and options.kv_cache is None:
+def _static_scales(
+    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
+) -> StaticScales | None:
+    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
+    if not layers and not experts and options.kv_cache is None:
         if options.calibration is not None:
             load_calibration(options.calibration, source)  # nothing of it is stored, but a wrong folder is an error
         return None
     if options.input_scales is not None:
-        return given_scales(options, source, static)
-    if source.recipe == "delayed" and options.calibration is None and options.kv_cache is None:
-        return trained_scales(source, static)
-    return calibrated_scales(options, source, static)
+        return given_scales(options, source, [*layers, *experts])
+    # Without --scheme a run keeps the scales that it was trained with.
+    if source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
+        return trained_scales(options, source, layers, experts)
+    return calibrated_scales(options, source, [*layers, *experts])

@@ -18,17 +18,17 @@ class PackOptions:
 
     Attributes:
         scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128, weight or
-            int8. None
-            takes the scheme of a run's recipe (`octavo.artifact.packed.scheme.SCHEME_OF`), and channel for a model
-            folder.
+            int8. None takes the scheme of a run's recipe (`octavo.artifact.packed.scheme.SCHEME_OF`), and channel for a
+            model folder.
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block),
             autofp8 (static or tensor).
         skip: globs of layers that stay in BF16, beside output heads, routers and the layers that the run skipped. Of
             layers that readers run as one GEMM (`octavo.hf.fused_groups`) `skip` takes all or none, and `layers` gives
             them one scheme.
-        calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it;
-            for static a run that was trained with the recipe `delayed` needs none.
+        calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it.
+            A run that was trained with the recipe `delayed` has scales of its own for static, which it keeps unless
+            both `scheme` and `calibration` are given.
         rule: of the scales from the calibration: amax (also None), percentile (99.99) or mse.
         weights: the rule of the scales of weights: amax or mse (`octavo.packing.mse_search`).
         pow2: round the scales of weights up to powers of two.

@@ -1,8 +1,9 @@
 """Scales that are stored because no forward pass computes them.
 
 They are the scales of inputs for the scheme `static`, and of a cache of keys and values in e4m3. They come from a
-calibration. A run that was trained with the recipe `delayed` needs none: its checkpoint holds, for each operand of each
-layer, the scale of the next forward pass. Packed with these scales, the model computes what training computed.
+calibration. A run that was trained with the recipe `delayed` needs none for its layers: its checkpoint holds, for each
+operand of each layer, the scale of the next forward pass. Packed with these scales, the model computes what training
+computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,17 +74,28 @@ def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) ->
         raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
     inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
     cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
-    weights = trained_scales(source, layers).weights if source.recipe == "delayed" else {}
+    weights = _histories(source, layers)[1] if source.recipe == "delayed" else {}
     return StaticScales(inputs, cached.keys_and_values, {**cached.record, "rule": FROZEN}, weights)
 
 
-def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
-    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`.
+def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], experts: Sequence[str]) -> StaticScales:
+    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`; from a
+    calibration those of the inputs of `experts`, and with `options.kv_cache` of keys and values.
 
     Raises:
         FileNotFoundError, ArtifactError: the checkpoint has no scales at all, a damaged one, or one of a layer that no
-            step has used.
+            step has used; and the errors of `calibrated_scales`.
+        ValueError: those of `calibrated_scales`.
     """
+    inputs, weights = _histories(source, layers)
+    if options.kv_cache is None and not experts:
+        return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
+    found = calibrated_scales(options, source, experts)
+    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, {**found.record, "rule": HISTORY}, weights)
+
+
+def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`."""
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
     inputs, weights = {}, {}
@@ -94,7 +106,7 @@ def trained_scales(source: Source, layers: Sequence[str]) -> StaticScales:
             inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
-    return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
+    return inputs, weights
 
 
 def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:

@@ -22,11 +22,26 @@ class Gemm:
     Args:
         a, b: the casts of the two operands: x and w in y, dy and w in dx, dy and x in dw.
         fast_accumulation: let the tensor core keep its partial sums at about 14 bits instead of promoting them.
+
+    Raises:
+        TypeError: an operand is no `Cast`, such as the name of a format.
+
+    Example:
+        >>> octavo.Recipe("mine", y=octavo.Gemm(octavo.Cast("e4m3"), octavo.Cast("e4m3")))  # dx and dw in BF16
     """
 
     a: Cast
     b: Cast
     fast_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        for operand, cast in (("a", self.a), ("b", self.b)):
+            if not isinstance(cast, Cast):
+                fix = f"Cast({cast!r}), whose scales are by row" if isinstance(cast, str) else 'Cast("e4m3")'
+                raise TypeError(
+                    f"a Gemm takes the casts of its two operands, got {cast!r} ({type(cast).__name__}) for {operand}: "
+                    f"give a Cast, such as {fix}"
+                )
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class Recipe:
         emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
 
     Raises:
+        TypeError: y, dx or dw is neither a `Gemm` nor None.
         ValueError: no GEMM takes these casts together, or `rotate` names something else.
     """
 
@@ -52,6 +68,12 @@ class Recipe:
     emulate: bool = False
 
     def __post_init__(self) -> None:
+        for name in GEMMS:
+            if not isinstance(gemm := getattr(self, name), Gemm | None):
+                raise TypeError(
+                    f"recipe {self.name}: {name} must be a Gemm, or None for BF16, got {gemm!r} "
+                    f"({type(gemm).__name__}): give Gemm(Cast(...), Cast(...))"
+                )
         if any(cast.format == "int8" for cast in self._casts):
             raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
         if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in self._casts):

@@ -1,6 +1,7 @@
 """The presets, the names of recipes, and recipes in files."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,7 @@ def fnuz(recipe: Recipe) -> Recipe:
     return replace(recipe, name=f"{recipe.name}_fnuz", **changes)
 
 
+RECIPE_FILES = (".json", ".toml")  # the endings of their names
 PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
     for f in (
@@ -108,7 +110,9 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 
 
 def get_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """The preset of that name, or the recipe in a .json file; a `Recipe` is returned as it is.
+    """The preset of that name, or the recipe in a file; a `Recipe` is returned as it is.
+
+    A .json file has the fields of a recipe. A .toml file is one of settings, and has them in its table `[recipe]`.
 
     Raises:
         ValueError: no preset has this name, and the message lists them; or the file has no recipe or cannot be read,
@@ -119,13 +123,13 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
         return recipe
     if not isinstance(recipe, str | Path):
         call = f": call it, {recipe.__name__}()" if recipe in PRESETS.values() else ""
-        raise TypeError(f"recipe must be a preset's name, a .json file or a Recipe, got {recipe!r}{call}")
-    if str(recipe).endswith(".json"):
+        raise TypeError(f"recipe must be a preset's name, a file or a Recipe, got {recipe!r}{call}")
+    if str(recipe).endswith(RECIPE_FILES):
         return _read(Path(recipe))
     if recipe not in PRESETS:
         raise ValueError(
             f"unknown recipe {str(recipe)!r}{nearest(str(recipe), PRESETS)}: choose one of {', '.join(PRESETS)}, or "
-            "give the .json file of a recipe"
+            "give the .json or .toml file of a recipe"
         )
     return PRESETS[str(recipe)]()
 
@@ -148,12 +152,19 @@ def _forward(recipe: Recipe) -> object:
 
 def _read(path: Path) -> Recipe:
     """The recipe in the file `path`; without a field `name` it is called by the file's."""
+    is_toml = path.suffix == ".toml"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text).get("recipe", {}) if is_toml else json.loads(text)
     except OSError as error:
         raise ValueError(f"recipe file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"recipe file {path} is not valid JSON: {error}") from error
+        raise ValueError(f"recipe file {path} is not valid {'TOML' if is_toml else 'JSON'}: {error}") from error
+    if is_toml and (not values or not isinstance(values, dict)):
+        raise ValueError(
+            f"recipe file {path}: a TOML file must have the fields of a recipe in its table [recipe], got "
+            f"{f'recipe = {values!r}' if values else 'none'}"
+        )
     try:
         found = Recipe.from_dict(values, path.stem)
     except ValueError as error:

@@ -15,10 +15,11 @@ from typing import Any
 
 from octavo.extras import hub_hint
 from octavo.recipe import Recipe, get_recipe
+from octavo.recipe.presets import RECIPE_FILES
 
 RECIPE = str | Recipe
 TYPE_NAMES: dict[Any, str] = {
-    RECIPE: "a recipe's name, a .json file or its fields",
+    RECIPE: "a recipe's name, a .json or .toml file or its fields",
     str: "a string",
     int: "an integer",
     float: "a finite number",
@@ -77,12 +78,12 @@ def plain(value: object) -> object:
 
 
 def _read_recipe(key: str, value: object, source: str) -> str | Recipe:
-    """The name of a recipe as it is, and the recipe that a .json file or a table of fields describes."""
+    """The name of a recipe as it is, and the recipe that a file or a table of fields describes."""
     try:
         if isinstance(value, Mapping):
             return Recipe.from_dict(value)
         if isinstance(value, str):
-            return get_recipe(value) if value.endswith(".json") else value
+            return get_recipe(value) if value.endswith(RECIPE_FILES) else value
     except ValueError as error:
         raise ConfigError(f"{key} in {source}: {error}") from error
     if isinstance(value, Recipe):
