@@ -45,11 +45,15 @@ REFUSED = "octavo's layers do not support .*octavo.restore"
 def test_an_input_of_another_width_names_the_layer() -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(24, 8))
     octavo.convert(model)
-    what = "the layer '1', a Linear with a weight [8, 24], takes an input [..., 24], got [3, 16]: the last"
+    what = "the layer '1', a Linear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give"
     with pytest.raises(ValueError, match=re.escape(what)):
         model(torch.randn(3, 32))
     with pytest.raises(ValueError, match=r"the layer 'first', a Linear .*, takes an input .* got \[3, 8\]"):
         fused()(torch.randn(3, 8))
+    mixture = nn.Sequential(octavo.nn.GroupedLinear(2, 16, 8))
+    octavo.convert(mixture)
+    with pytest.raises(ValueError, match=r"the layer '0', a GroupedLinear .*, takes an input .* got \[3, 8\]"):
+        mixture[0](torch.randn(3, 8), torch.tensor([1, 3], dtype=torch.int32))
     alone = nn.Linear(32, 16)
     octavo.convert(alone)
     for shape in ((3, 8), (0, 8), ()):

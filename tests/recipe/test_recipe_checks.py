@@ -40,6 +40,11 @@ def test_a_gemm_takes_casts(operands):
         Recipe("mine", dx="e4m3")
 
 
+def test_a_cast_takes_a_granularity():
+    with pytest.raises(TypeError, match=r"granularity must be a Granularity, got 'row' \(str\): give ROW"):
+        Cast("e4m3", "row")
+
+
 @pytest.mark.parametrize("x", [Cast(), POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
 @pytest.mark.parametrize("dy", [POW2_ROW, Cast("e5m2", scale="pow2")], ids=str)
 def test_a_row_scaled_dw_takes_any_scale_of_x_and_powers_of_two_of_dy(x, dy):

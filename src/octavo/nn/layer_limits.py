@@ -30,7 +30,7 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     Args:
         layer: with a `recipe` (one without casts takes every dtype) and a `name`. Compiled code must not read the name:
             torch.compile would guard on it and compile each block of a model again.
-        x, weights: the input [..., K], and the weights of the layers. The first, [N, K] or a stack, is multiplied by x.
+        x, weights: the input [..., K], and the weights of the layers. The first, [N, K] or [E, N, K], multiplies x.
 
     Raises:
         TypeError: a dtype that cannot be quantized.
@@ -60,17 +60,17 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
                 f"the layer {layer.name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
-    if weights and weights[0].ndim == 2:  # the operations of a stack compare its width
+    if weights:
         _check_width(layer, x, weights[0])
 
 
 def _check_width(layer: Any, x: Tensor, w: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+    if x.ndim == 0 or x.shape[-1] != w.shape[-1]:
         kind = f"{type(layer).__name__} with a weight {list(w.shape)}"
         name = f"the layer {layer.name!r}, a {kind}," if layer.name else f"a {kind}"
         raise ValueError(
-            f"{name} takes an input [..., {w.shape[1]}], got {list(x.shape)}: the last dimension of the input must be "
-            "the in_features of the layer"
+            f"{name} takes an input [..., {w.shape[-1]}], got {list(x.shape)}: give it an input whose last dimension "
+            f"is {w.shape[-1]}"
         )
 
 

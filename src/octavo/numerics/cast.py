@@ -32,6 +32,7 @@ class Cast:
             operations take it, since the schema of an operation has no type for a Cast.
 
     Raises:
+        TypeError: the granularity is no `Granularity`, such as a name.
         ValueError: an unknown name, a relative_floor outside 0 to 1, or a history without granularity tensor.
     """
 
@@ -46,6 +47,11 @@ class Cast:
 
     def __post_init__(self) -> None:
         eight_bit_format(self.format)
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(
+                f"granularity must be a Granularity, got {self.granularity!r} ({type(self.granularity).__name__}): "
+                "give ROW, TENSOR, group(128) or block(128, 128) of octavo.numerics"
+            )
         if self.scale not in SCALE_KINDS:
             raise ValueError(f"unknown kind of scale {self.scale!r}: choose one of {', '.join(SCALE_KINDS)}")
         if self.rounding not in ROUNDINGS:
