@@ -38,8 +38,8 @@ def test_a_tiny_model_has_times_and_sizes_that_are_not_zero(tmp_path):
     settings.write_text('model = "llama"\nlayers = 2\nwidth = 64\nheads = 2\n')
     rows = figures(run(str(settings)))
     assert rows["parameters"] == ["0.00032 B"]
-    for name in ("ms linear layers", "ms of a step", "GB weights"):
-        assert 0 < float(rows[name][0]) < 0.1
+    assert 0 < float(rows["GB weights"][0]) < 0.01
+    assert 0.1 < float(rows["ms linear layers"][0]) < float(rows["ms of a step"][0]) < 1
 
 
 def test_the_presets_of_training_have_a_plan():

@@ -52,6 +52,7 @@ def held(kind: str, recipe: str, mode: str, layers: int, *, fp8_attention: bool 
 
 def saved(kind: str, recipe: str, layers: int) -> int:
     """Bytes that the compiled blocks of a model, its norm and its head save."""
+    torch.compiler.reset()  # which counts the compilations of blocks in other models too
     model, tokens = prepared(kind, recipe, "none", layers, compiled=True), torch.randint(VOCABULARY, (1, TOKENS))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     storages = {}
@@ -63,6 +64,8 @@ def saved(kind: str, recipe: str, layers: int) -> int:
         return tensor
 
     with torch.autocast("cpu", torch.bfloat16):
+        model(tokens)  # the histories of `delayed` begin
+        octavo.update_scales(model)
         model(tokens)  # compiles, which hooks would hinder
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             model(tokens)
@@ -111,6 +114,20 @@ def test_compiled_blocks_save_each_input_once(kind, recipe):
     found = (saved(kind, recipe, 3) - saved(kind, recipe, 1)) / 2
     casts = 2 * described(kind).weights if recipe == "bf16" else 0  # the BF16 copies of the FP32 weights
     assert planned(kind, recipe, "none", compiled=True) * TOKENS + casts == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_save_an_input_once_for_each_history():
+    recipes = ("delayed", "tensorwise")
+    delayed, tensorwise = ((saved("llama", each, 3) - saved("llama", each, 1)) / 2 for each in recipes)
+    more = planned("llama", "delayed", "none", compiled=True) - planned("llama", "tensorwise", "none", compiled=True)
+    assert delayed - tensorwise == pytest.approx(more * TOKENS, rel=0.01)
+
+
+def test_layers_with_histories_of_their_own_share_no_input():
+    more = planned("llama", "delayed", "none", compiled=True) - planned("llama", "tensorwise", "none", compiled=True)
+    assert more == (2 + 1) * WIDTH  # q, k and v; gate and up
 
 
 def described(kind: str) -> Block:

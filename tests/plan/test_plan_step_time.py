@@ -1,6 +1,7 @@
 """Planned times against measured steps of bench/results, and against what must follow from the settings."""
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,41 @@ def test_the_rate_is_that_of_the_table_at_a_measured_shape():
     assert 1e3 * linear_seconds(gpu, get_recipe("bf16"), shape) == pytest.approx(row["bf16_ms"])
     assert 1e3 * linear_seconds(gpu, get_recipe("rowwise"), shape) == pytest.approx(row["fp8_ms"])
     assert layer_speedup(gpu, get_recipe("rowwise"), shape) == pytest.approx(row["bf16_ms"] / row["fp8_ms"])
+
+
+def test_the_time_of_smaller_layers_than_measured_is_extrapolated():
+    gpu, rowwise = find_gpu("h100"), get_recipe("rowwise")
+    half, least, double = (linear_seconds(gpu, rowwise, (32768, k, 4096)) for k in (512, 1024, 2048))
+    assert half == pytest.approx(least - (double - least) / 2)
+    assert half > least / 2  # a lower rate
+    narrow, corner = (linear_seconds(gpu, rowwise, (32768, 512, n)) for n in (1024, 512))
+    assert narrow / 2 < corner < narrow
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("size", [1, 64, 512])
+def test_the_rate_of_smaller_layers_than_measured_is_no_higher(recipe, size):
+    gpu, used = find_gpu("h100"), get_recipe(recipe)
+    least = linear_seconds(gpu, used, (8192, 1024, 1024))
+    assert linear_seconds(gpu, used, (8192, size, 1024)) >= least * size / 1024 * (1 - 1e-9)
+    assert linear_seconds(gpu, used, (8192, 1024, size)) >= least * size / 1024 * (1 - 1e-9)
+
+
+def test_the_gradients_of_biases_read_the_gradients_of_outputs():
+    setup = Case("gpt2", ("--recipe", "rowwise"), "h100").training().setup
+    block = setup.model.blocks[0]
+    without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
+    more = traffic_bytes(setup, block)[0] - traffic_bytes(setup, without)[0]
+    assert more == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # the fused MLP writes that of its hidden features in BF16
+    assert traffic_bytes(setup, block)[1] == traffic_bytes(setup, without)[1]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_the_measured_steps_of_gpt2(recipe):
+    runs = json.loads((RESULTS / "gpt_parity.json").read_text())["runs"]
+    measured = statistics.median(run["tokens_per_second"] for run in runs if run["mode"] == recipe)
+    settings = ("--recipe", recipe, "--batch", "64", "--context", "1024", "--loss.logits", "whole")
+    assert Case("gpt2", settings).training().tokens_per_second == pytest.approx(measured, rel=0.1)
 
 
 def test_a_gpu_without_measurements_gets_the_share_of_the_h100():

@@ -12,6 +12,7 @@ save that of the attention's output projection only. In BF16 that input is the o
 Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
 Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
 again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
+Compiled code saves the input of several layers once, but not where each of them casts it by a history of its own.
 Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
 """
 
@@ -27,7 +28,7 @@ def block_bytes(
 
     Args:
         residual: bytes an element of the residual stream.
-        compiled: whether `torch.compile` compiles the block: it saves the input of several layers once.
+        compiled: whether `torch.compile` compiles the block.
         fp8_attention: whether attention runs in FP8.
     """
     views = is_fused(model, recipe) and not model.rotary and not fp8_attention
@@ -85,8 +86,13 @@ def _input_bytes(
         return element_bytes(elements, recipe) if name == "o" else 4.0  # norm outputs and h: only their scales
     if name == "o" and (not converted or recipe.dw is None):
         return 2.0 * elements if fp8_attention else 0.0
-    times = 1 if compiled else len(group)
+    times = 1 if compiled and not _has_history(recipe) else len(group)
     return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
+
+
+def _has_history(recipe: Recipe) -> bool:
+    """Whether each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
+    return recipe.dw is not None and recipe.dw.b.history is not None
 
 
 def element_bytes(elements: int, recipe: Recipe) -> float:

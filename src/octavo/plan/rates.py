@@ -2,6 +2,8 @@
 
 `octavo.nn.speedup` ships measured times of a linear layer's forward and backward pass, over a grid of (M, K, N), in
 BF16 and by recipe, quantization included. Between the points of the grid the *rate* 6 M K N / seconds is interpolated.
+For layers with fewer inputs or outputs than the grid has, the *time* is extrapolated on a line through the two smallest
+sizes: FLOPs and bytes are linear in K and in N, and launches are constant. So a smaller layer has a lower rate.
 A GPU without measurements gets the share of its data sheet's peak that the H100 reaches at the same shape.
 
 Of grouped GEMMs the rates of two shapes were measured (bench.gpu.moe; `make docs` writes expert_rates.json): 4,096 rows
@@ -40,11 +42,30 @@ def has_measured(gpu: Gpu, recipe: Recipe) -> bool:
 
 def linear_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
     """Seconds of forward and backward pass of a linear layer at (M, K, N), its quantization included."""
-    m, k, n = shape
     reference = known_gpus()[REFERENCE]
     assert reference.grid is not None
     grid = _grid(reference.grid, recipe.name) or _grid(reference.grid, "blockwise")
-    return 6.0 * m * k * n / (interpolate(grid, shape) * _share(gpu, recipe))
+    return _seconds(grid, shape) / _share(gpu, recipe)
+
+
+def _seconds(grid: Mapping[Shape, float], shape: Shape) -> float:
+    m, k, n = shape
+    k_least, k_next = _two_smallest(grid, 1)
+    if k < k_least:
+        return _below(_seconds(grid, (m, k_least, n)), _seconds(grid, (m, k_next, n)), k / k_least, k_next / k_least)
+    n_least, n_next = _two_smallest(grid, 2)
+    if n < n_least:
+        return _below(_seconds(grid, (m, k, n_least)), _seconds(grid, (m, k, n_next)), n / n_least, n_next / n_least)
+    return 6.0 * m * k * n / interpolate(grid, shape)
+
+
+def _two_smallest(grid: Mapping[Shape, float], axis: int) -> list[int]:
+    return sorted({shape[axis] for shape in grid})[:2]
+
+
+def _below(least: float, following: float, size: float, next_size: float) -> float:
+    """Seconds at `size` < 1, on the line through `least` at 1 and `following` at `next_size`, at no higher rate."""
+    return max(least - (following - least) / (next_size - 1) * (1 - size), least * size)
 
 
 def _share(gpu: Gpu, recipe: Recipe) -> float:

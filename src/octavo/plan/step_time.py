@@ -3,7 +3,8 @@
 linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
 attention       its FLOPs at the measured rate (`octavo.plan.attention`); in FP8 over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
-memory          bytes that norms, rotary positions, activations and residual sums move, at the rate of a copy
+memory          bytes that norms, rotary positions, activations, residual sums and the gradients of biases move, at the
+                rate of a copy
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
                 output of a block's last GEMM is no input of any gradient, and is not computed again
 optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
@@ -163,10 +164,12 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
 
 
 def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
-    """Bytes a token of norms, residual sums, rotary positions, the activation, and the order of the rows of experts: of
-    both passes, and of the forward.
+    """Bytes a token of norms, residual sums, rotary positions, the activation, the gradients of biases, and the order
+    of the rows of experts: of both passes, and of the forward.
 
-    The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
+    The casts of a converted layer are in its measured time, although a fused module makes them in these passes. The
+    measured layers have no biases. The gradient of a bias is a sum that reads dy; a fused MLP, whose dy of the layers
+    before the activation is in eight bits, writes it in BF16 too.
     """
     r, width, a = setup.residual, setup.model.width, block.attention
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
@@ -176,6 +179,9 @@ def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
     sorting = 8 * experts * width if experts > 1 else 0  # rows to their experts and back
     forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split + sorting
     backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split + sorting
+    backward += 2 * sum(layer.outputs * layer.active for layer in block.layers if layer.bias)
+    if is_fused(setup.model, setup.recipe):
+        backward += 2 * sum(layer.outputs * layer.active for layer in block.group("up") if layer.bias)
     return forward + backward, forward
 
 
