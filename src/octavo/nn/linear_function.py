@@ -30,7 +30,6 @@ from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_folded, transposed, weight_transposed
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import hadamard, hadamard_gradient, scattered_signs
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
@@ -184,7 +183,7 @@ def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor,
 
 def _by_row(gemm: Gemm | None) -> bool:
     """Whether the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
-    return gemm is not None and gemm.b.granularity == ROW
+    return gemm is not None and gemm.b.by_row
 
 
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -253,7 +252,7 @@ def _dw(
         x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
     if "dw" in recipe.rotate:
         dy_t = _quantize_rotated(dy, gemm.a)
-    elif g is not None and gemm.b.granularity == ROW:
+    elif g is not None and gemm.b.by_row:
         dy_t = dw_operand(g, s_x, s_w)
     elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:
         dy_t = transposed(g)

@@ -4,7 +4,6 @@ Such a scale cannot leave the sum. It is folded into the other operand, and its 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ def weight_transposed(
     if data is not None:
         return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
     data = requantize_transposed(weights, s_w, cast, after)
-    if cast.granularity == ROW:
+    if cast.by_row:
         return scale_folded(data)
     return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
 
@@ -63,7 +62,7 @@ def quantize_folded(dy: Tensor, s_w: Tensor | None, m: Tensor | None, cast: Cast
 
 def dx_operand(g: QTensor, m: Tensor | None) -> QTensor:
     """g for dx, whose scale has no factor m: the scale of g divided by m."""
-    return g if m is None else replace(g, scale=quotient(g.scale, m))
+    return g if m is None else QTensor(g.data, quotient(g.scale, m), g.format, g.granularity)
 
 
 def dw_operand(g: QTensor, s_x: Tensor, s_w: Tensor | None) -> QTensor:

@@ -27,7 +27,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.parallel import parallel_of
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import quantize, quantize_stack
 
@@ -89,7 +88,7 @@ class WeightCache:
 
 
 def _cast(weights: Sequence[Tensor], cast: Cast) -> QTensor:
-    if cast.granularity == ROW:
+    if cast.by_row:
         return quantize_stack(weights, cast)
     (w,) = weights  # only row scales stack
     return quantize(w, cast)

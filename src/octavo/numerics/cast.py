@@ -30,6 +30,7 @@ class Cast:
     Attributes:
         spec: format, granularity, scale and relative_floor in one string, which `parse_cast` reads. The registered
             operations take it, since the schema of an operation has no type for a Cast.
+        by_row: whether the granularity is row. torch.compile takes long to trace a comparison of granularities.
 
     Raises:
         TypeError: the granularity is no `Granularity`, such as a name.
@@ -43,6 +44,7 @@ class Cast:
     relative_floor: float = 0.0
     history: History | None = None
     spec: str = field(init=False, repr=False)
+    by_row: bool = field(init=False, repr=False)
     _key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class Cast:
             )
         spec = f"{self.format} {self.granularity.name} {self.scale} {float(self.relative_floor)}"
         object.__setattr__(self, "spec", spec)  # the dataclass is frozen
+        object.__setattr__(self, "by_row", self.granularity == ROW)
         history = () if self.history is None else tuple(vars(self.history).values())
         numbers = [value if isinstance(value, str) else float(value) for value in history]
         object.__setattr__(self, "_key", f"{spec} {self.rounding} {numbers}")
@@ -87,7 +90,7 @@ class Cast:
     @property
     def bytes_serve_both(self) -> bool:
         """Whether the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
-        return self.granularity == ROW or self.granularity.transposes
+        return self.by_row or self.granularity.transposes
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,8 +34,7 @@ def check_row_cast(operation: str, cast: Cast) -> None:
 
     A cast with a history has granularity tensor, so it is refused too.
     """
-    by_row = cast.granularity is ROW or cast.granularity == ROW  # a comparison of dataclasses is slow
-    if not by_row or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
+    if not cast.by_row or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
         raise ValueError(
             f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
             f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW, TENSOR
+from octavo.numerics.granularity import TENSOR
 from octavo.ops.gpu_architecture import NVIDIA, GpuArchitecture, Place
 
 FORMATS = frozenset(("e4m3", "e5m2"))  # those that Triton's conversions round and saturate as PyTorch's do
@@ -85,7 +85,7 @@ def fits(cast: Cast, columns: int) -> bool:
     """Whether the registers of a program hold the rows (of `columns` elements) or the blocks of this cast."""
     if cast.granularity == TENSOR:
         return not cast.relative_floor
-    if cast.granularity == ROW:
+    if cast.by_row:
         return columns <= LONGEST_ROW and not (cast.relative_floor and cast.scale == "e8m0")
     rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
     return not cast.relative_floor and power_of_two_above(rows) * power_of_two_above(cols) <= LONGEST_ROW

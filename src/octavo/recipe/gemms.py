@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW
 from octavo.recipe.fields import read_casts, read_fields
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
@@ -55,6 +54,10 @@ class Recipe:
             quantized, any of "y", "dx" and "dw" (`octavo.recipe`).
         emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
 
+    Attributes:
+        fusable: the three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or
+            None.
+
     Raises:
         TypeError: y, dx or dw is neither a `Gemm` nor None.
         ValueError: no GEMM takes these casts together, or `rotate` names something else.
@@ -66,6 +69,7 @@ class Recipe:
     dw: Gemm | None = None
     rotate: tuple[str, ...] = ()
     emulate: bool = False
+    fusable: FusableRecipe | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in GEMMS:
@@ -76,17 +80,18 @@ class Recipe:
                 )
         if any(cast.format == "int8" for cast in self._casts):
             raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
-        if any(cast.granularity == ROW and cast.scale == "e8m0" for cast in self._casts):
+        if any(cast.by_row and cast.scale == "e8m0" for cast in self._casts):
             raise ValueError(
                 f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
                 "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
             )
-        if self.dx is not None and self.dx.b.granularity == ROW:
+        if self.dx is not None and self.dx.b.by_row:
             self._check_row_dx(self.dx)
         self._check_rotation()
-        if self.dw is not None and self.dw.b.granularity == ROW and "dw" not in self.rotate:
+        if self.dw is not None and self.dw.b.by_row and "dw" not in self.rotate:
             self._check_row_dw(self.dw)
         self._check_histories()
+        object.__setattr__(self, "fusable", self._find_fusable())  # the dataclass is frozen
 
     def _check_rotation(self) -> None:
         named = self.rotate if isinstance(self.rotate, Sequence) and not isinstance(self.rotate, str) else None
@@ -130,7 +135,7 @@ class Recipe:
 
     def _check_row_dw(self, dw: Gemm) -> None:
         dy, x = dw.a, dw.b
-        if x != self.x or dy != self.dy or dy.granularity != ROW or not dy.power_of_two:
+        if x != self.x or dy != self.dy or not dy.by_row or not dy.power_of_two:
             raise ValueError(
                 f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy "
                 "with power-of-two scales, since these are folded into the exponents of dy's bytes"
@@ -196,16 +201,15 @@ class Recipe:
         """Whether any of the three GEMMs runs on eight-bit operands."""
         return len(self._casts) > 0  # torch 2.11 cannot trace bool() of a list
 
-    @property
-    def fusable(self) -> FusableRecipe | None:
-        """The three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or None.
+    def _find_fusable(self) -> FusableRecipe | None:
+        """See `fusable`.
 
         All three must have row scales rounded to nearest, and nothing may be rotated. The fused modules quantize x and
         dy in the pass that computes a row, where the other rows are not known: only w may have a relative floor.
         """
         if self.y is None or self.dx is None or self.dw is None or self.rotate:
             return None
-        by_row = all(cast.granularity == ROW and cast.rounding == "nearest" for cast in self._casts)
+        by_row = all(cast.by_row and cast.rounding == "nearest" for cast in self._casts)
         if not by_row or self.dw.a.relative_floor or self.dw.b.relative_floor:
             return None
         return FusableRecipe(self.y.a, self.y.b, self.dx.a, self.y, self.dx, self.dw, self.emulate)

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.checks import check_tensor
+from octavo.ops.checks import check_tensor, eager_check
 from octavo.ops.gemm.backend import Backend, find_backend, returned_dtype
 from octavo.ops.gemm.cublaslt import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.gemm.reference import scaled_mm_reference
@@ -47,13 +47,17 @@ def scaled_mm(
         ValueError: the shapes do not match, or the residual has another dtype.
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
-    if a.data.ndim != 2 or b.data.ndim != 2 or a.data.shape[1] != b.data.shape[1]:
-        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    if residual is not None:
-        check_tensor("residual", residual, (a.data.shape[0], b.data.shape[0]), out_dtype)
+    _check(a.data, b.data, out_dtype, residual)
     scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
     y: Tensor = _scaled_mm(a.data, b.data, out_dtype, *scales, bias, residual, fast_accumulation, emulate)
     return y
+
+
+@eager_check
+def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype, residual: Tensor | None) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
 
 
 def _backend(
@@ -128,6 +132,18 @@ def _scaled_mm(
 
 
 @_scaled_mm.register_fake
-def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
+def _(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    granularity_a: str,
+    scale_a: Tensor,
+    granularity_b: str,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *rest: Any,
+) -> Tensor:
     register_lowerings()  # a graph with operations of ours is being traced: each has a GEMM
+    _check(a, b, out_dtype, residual)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.formats import Format
-from octavo.numerics.granularity import ROW, TENSOR
+from octavo.numerics.granularity import TENSOR
 from octavo.ops.device_math import (
     INFINITY_BITS,
     NAN_BITS,
@@ -46,7 +46,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
-    if cast.granularity == ROW:
+    if cast.by_row:
         _rows(x, 0, data, scale, cast, column_scale, row_scale, matrices=matrices)
     elif cast.granularity == TENSOR:
         _tensor(x, data, scale, cast)

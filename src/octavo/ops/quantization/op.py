@@ -44,7 +44,7 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
     """
     for x in tensors:
         check_matrix("quantize_stack", x)
-    if cast.granularity != ROW or cast.rounding != "nearest":
+    if not cast.by_row or cast.rounding != "nearest":
         raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
     data, scale = _quantize_stack(list(tensors), cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
@@ -60,7 +60,7 @@ def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
     """
     if w.ndim != 3 or w.dtype not in FLOATS:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
-    if cast.granularity != ROW or cast.rounding != "nearest":
+    if not cast.by_row or cast.rounding != "nearest":
         raise ValueError(f"quantize_matrices takes a cast by row, rounded to nearest, got {cast}")
     data, scale = _quantize_matrices(w, cast.spec)
     return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
@@ -77,7 +77,7 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
     """
     for x in tensors:
         check_matrix("row_scales", x)
-    if cast.granularity != ROW:
+    if not cast.by_row:
         raise ValueError(f"row_scales takes a cast by row, got {cast}")
     result: Tensor = _row_scales(list(tensors), cast.spec)
     return result
@@ -117,7 +117,7 @@ def _has_kernel(x: Tensor, cast: Cast, seed: Tensor | None) -> bool:
     """Whether a kernel quantizes `x`; stochastic rounding and very long rows are left to the reference, and so is int8
     in another granularity than rows."""
     if cast.format == "int8":
-        return cast.granularity == ROW and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
+        return cast.by_row and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
     return seed is None and converts(x, cast.format) and fits(cast, x.shape[1])
 
 
@@ -126,7 +126,7 @@ def _quantizes(
 ) -> bool:
     cast = parse_cast(spec)
     plain = column_scale is None and row_scale is None
-    return _has_kernel(x, cast, seed) and (plain or cast.granularity == ROW)
+    return _has_kernel(x, cast, seed) and (plain or cast.by_row)
 
 
 @operation("quantize", _quantizes)

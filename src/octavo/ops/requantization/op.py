@@ -9,7 +9,7 @@ from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.formats import eight_bit_format
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.checks import check_row_cast
+from octavo.ops.checks import check_row_cast, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.requantization.reference import (
     requantize_norm_reference,
@@ -32,7 +32,7 @@ def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
     """
     if scale.shape != (_transposed_shape(tensors)[1], 1):
         raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
-    if cast.granularity != ROW or cast.rounding != "nearest":
+    if not cast.by_row or cast.rounding != "nearest":
         raise ValueError(f"requantize takes a cast by row, rounded to nearest, got {cast}")
     return QTensor(_requantize(list(tensors), cast.spec, scale), scale, cast.fmt, ROW)
 
@@ -53,10 +53,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, 
     Raises:
         ValueError: the scales have another shape.
     """
-    k, total = _transposed_shape(tensors)
-    if scale.shape != cast.granularity.scale_shape((total, k)):
-        shapes = [list(x.shape) for x in tensors]
-        raise ValueError(f"need the scales of {shapes} by {cast.granularity.name}, got scales {list(scale.shape)}")
+    _check_transposed(tensors, scale, cast)
     result: Tensor = _requantize_transposed(list(tensors), cast.spec, scale.float(), after)
     return result
 
@@ -83,6 +80,14 @@ def requantize_norm(
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
     result: Tensor = _requantize_norm(x, cast.format, scale, mean, rstd, weight, bias)
     return result
+
+
+@eager_check
+def _check_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> None:
+    k, total = _transposed_shape(tensors)
+    if scale.shape != cast.granularity.scale_shape((total, k)):
+        shapes = [list(x.shape) for x in tensors]
+        raise ValueError(f"need the scales of {shapes} by {cast.granularity.name}, got scales {list(scale.shape)}")
 
 
 def _transposed_shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
@@ -128,6 +133,7 @@ def _requantize_transposed(tensors: list[Tensor], spec: str, scale: Tensor, afte
 
 @_requantize_transposed.register_fake
 def _(tensors: list[Tensor], spec: str, scale: Tensor, *rest: Any) -> Tensor:
+    _check_transposed(tensors, scale, parse_cast(spec))
     return scale.new_empty(_transposed_shape(tensors), dtype=parse_cast(spec).fmt.dtype)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.checks import check_tensor
+from octavo.ops.checks import check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.transposition.reference import transpose_reference
 from octavo.ops.triton_support import has_kernels
@@ -32,13 +32,18 @@ def transpose(
     Raises:
         ValueError: for another shape or dtype.
     """
+    _check(data, shift, place)
+    result: Tensor = _transpose(data, shift, after, place)
+    return result
+
+
+@eager_check
+def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
     if data.ndim != 2 or data.element_size() != 1:
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
         raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
-    result: Tensor = _transpose(data, shift, after, place)
-    return result
 
 
 def _transposes(data: Tensor, *rest: Any) -> bool:
@@ -56,4 +61,5 @@ def _transpose(data: Tensor, shift: Tensor | None, after: Tensor | None, place: 
 
 @_transpose.register_fake
 def _(data: Tensor, shift: Tensor | None, after: Tensor | None, place: Tensor | None) -> Tensor:
+    _check(data, shift, place)
     return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))
