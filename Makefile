@@ -58,6 +58,9 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch -r tests/integrations.txt -e ".[hf]"
+	# torchvision for CUDA, which timm requires, does not load beside a torch for the CPU. The tests of timm are skipped then.
+	.venv-integrations/bin/python -c "import torchvision" 2>/dev/null \
+		|| .venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
