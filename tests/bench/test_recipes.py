@@ -26,6 +26,8 @@ from octavo.text import read_text
 from octavo.train.data import build_corpus
 from octavo.train.evaluation import next_token_loss
 
+pytestmark = pytest.mark.slow
+
 CONFIG = losses.CPU.change(
     layers=1, width=64, heads=2, kv_heads=2, mlp_width=128, context=16, vocabulary=256, batch=4, steps=4, warmup=1,
     evaluate_batches=2,
@@ -114,7 +116,6 @@ def test_a_run_that_is_there_is_not_repeated(trained: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
-@pytest.mark.slow
 def test_workers_share_the_recipes(trained: Path, tmp_path: Path) -> None:
     (tmp_path / losses.TOKENS).write_bytes((trained / losses.TOKENS).read_bytes())
     names = [BASE, "rowwise", "tensorwise"]

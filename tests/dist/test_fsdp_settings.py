@@ -19,6 +19,8 @@ from octavo.dist import fp8_all_gather
 from octavo.models import LlamaConfig, build
 from octavo.nn.gathered_weight import GatheredWeight
 
+pytestmark = pytest.mark.slow
+
 Step = Callable[[nn.Module, int], Tensor]
 
 
@@ -97,7 +99,6 @@ def settings(rank: int) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.slow
 def test_training_equals_one_rank_in_every_setting() -> None:
     for same in run_ranks(2, settings):
         assert all(same.values()), same

@@ -24,6 +24,8 @@ import octavo
 from octavo.dist import tensor_parallel
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
+pytestmark = pytest.mark.slow
+
 # kind, recipe, whether each rank has a part of the sequence, whether the model is converted first
 ROWWISE = [
     ("llama", "rowwise", True, True),

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.dist import fp8_all_gather, tensor_parallel
 
+pytestmark = pytest.mark.slow
+
 
 def cut(rank, mesh):
     model = converted("llama", "rowwise")
@@ -113,7 +115,6 @@ def compiled(rank):
     return all(torch.equal(results[0][name], g) for name, g in results[1].items()), eight_bits
 
 
-@pytest.mark.slow
 def test_compiled_layers_save_their_own_rows():
     for equal, eight_bits in run_ranks(2, compiled):
         assert equal

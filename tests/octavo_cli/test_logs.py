@@ -20,6 +20,7 @@ def test_only_the_known_messages_are_hidden(octavo, caplog):
     assert len(caplog.messages) == 4
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_in_silence():
     pytest.importorskip("torchao")
     code = "from octavo_cli.logs import hide_logs; hide_logs(); import torchao.optim"

@@ -154,6 +154,7 @@ def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
 NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
 
 
+@pytest.mark.slow
 def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
     report, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
     assert loose.skip == []  # a budget that holds at once

@@ -17,6 +17,8 @@ from octavo.evaluation.metrics import EmbeddingQuality
 from octavo.packing import pack, pack_within
 from octavo.runtime import load_packed
 
+pytestmark = pytest.mark.slow
+
 MLPS = ("*.intermediate.dense", "encoder.layer.?.output.dense")
 
 

@@ -14,6 +14,8 @@ from early_warning_examples import run_with
 from octavo.packing import pack
 from octavo.telemetry import read_watch
 
+pytestmark = pytest.mark.slow
+
 EXPERT = 2
 RUN = {
     "model": "mixture", "experts": {"count": 4, "top_k": 2}, "batch": 4, "mlp_width": 256, "learning_rate": 1e-3,
@@ -103,7 +105,6 @@ AFTER = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_expert_is_named_within_ten_steps(begin, fault):
     after = AFTER.get(fault, 42)
@@ -117,7 +118,6 @@ def test_the_expert_is_named_within_ten_steps(begin, fault):
     assert f"expert {EXPERT}" in events[0].describe()
 
 
-@pytest.mark.slow
 def test_the_rules_are_silent_in_a_clean_run(begin):
     assert run_with(begin(**RUN, steps=130), [], 0) == []
 
