@@ -92,6 +92,7 @@ def trained(rank: int) -> tuple[list[float], list[str]]:
     return torch.stack([loss, after]).tolist(), names
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers():
     tokens = torch.arange(32).view(2, 16)
     expected = [mixtral()(row[None], labels=row[None]).loss.item() for row in tokens]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsdp_examples import batch, blocks, equal, sharded, train
@@ -104,6 +105,7 @@ def changed(rank: int, folder: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_changed_weight_is_quantized_again_and_the_state_is_plain(tmp_path: Path) -> None:
     for results in run_ranks(2, changed, tmp_path):
         assert all(results.values()), results

@@ -117,6 +117,7 @@ def test_an_outlier_in_a_gradient_spares_the_other_tokens_and_outputs() -> None:
     assert sqnr(exact_dw[others], run(linear, x, dy)[2][others]) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gemms", [("dx",), ("dw",), GEMMS], ids="-".join)
 def test_compiled_code_computes_the_same(gemms: tuple[str, ...]) -> None:
     linear = converted(rotated(rowwise(), *gemms), bias=True)

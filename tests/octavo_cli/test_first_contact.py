@@ -158,6 +158,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--help", "formats"])
 def test_a_reader_that_goes_away_ends_a_command_quietly(words):
     """The reader is gone before the first byte, as `head` is before the last of a long table."""

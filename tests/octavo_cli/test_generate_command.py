@@ -58,6 +58,7 @@ def test_each_prompt_of_a_batch_has_the_text_of_transformers(octavo, llama):
     assert found["source"] == str(llama)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 99])
 @pytest.mark.parametrize("place", ["lines", "json lines", "standard input", "-"])
 def test_prompts_come_from_a_file_in_batches_of_any_size(octavo, llama, tmp_path, piped, place, batch):

@@ -44,6 +44,7 @@ def search(w: Tensor, cast: Cast) -> SearchedScale:
     return search_scale(w, quantize(w, cast).scale.float(), cast)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
 def test_no_scale_of_the_grid_is_better(name: str, dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how.values()))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_reader_opens_packed_experts(sources, tmp_path, kind, how):

@@ -114,6 +114,7 @@ def sharded_gradients(rank):
     return by_layout
 
 
+@pytest.mark.slow
 def test_the_head_of_a_sharded_model_is_read_where_it_is_gathered():
     expected = gradients(llama(), ChunkedLoss("lm_head", chunk=10))
     for by_layout in run_ranks(2, sharded_gradients):

@@ -129,6 +129,7 @@ def test_the_learning_rate_is_set_of_all_parameters(optimizer):
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [{"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=lambda o: "-".join(o.values())
 )

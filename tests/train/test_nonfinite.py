@@ -31,6 +31,7 @@ def trainer(begin, request):
     made.lock.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
 def test_the_layer_is_named_wherever_it_is(trainer):
     assert found(trainer) is None

@@ -120,6 +120,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "faults"), GROUPS, ids=[" ".join(f.__name__ for f in faults) for _, faults in GROUPS]
 )

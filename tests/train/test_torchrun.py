@@ -64,6 +64,7 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
     assert trainer.run().step == 5
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
     (tmp_path / "run.toml").write_text(SETTINGS)
     words = [str(tmp_path / "run.toml"), "--data", str(text), "--out", str(tmp_path / "run")]
