@@ -18,11 +18,8 @@ from octavo.ops import (
     activation_quantize_scaled,
     activation_scales,
     norm_quantize_inference,
-    quantize,
 )
 from octavo.packing import pack
-from octavo.runtime.packed_linear import swap_linears
-from octavo.runtime.stacked_linear import PackedStack
 
 NAMES = ("llama with biases", "qwen3")
 
@@ -49,24 +46,6 @@ def test_norms_and_activations_are_fused_and_layers_stacked(folders: dict[str, P
     for each in (model, apart):
         each.float()  # in which a norm's output is not rounded on its way to the quantizer
     assert distance(logits(model), logits(apart)) < 2e-3
-
-
-def test_a_stack_gives_the_numbers_of_its_layers() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
-    state = {}
-    for name, linear in model.items():
-        q = quantize(linear.weight.detach(), INT8.weight)
-        state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
-        state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
-    swap_linears(model, dict.fromkeys(model, INT8))
-    model.load_state_dict(state, assign=True)
-    x = torch.randn(9, 48)
-    apart = [layer(x) for layer in model.values()]
-    stack = PackedStack(list(model.values()))
-    assert stack.input_cast == INT8.inputs
-    assert torch.equal(stack(quantize(x, INT8.inputs), torch.float32), torch.cat(apart, 1))
-    assert all(torch.equal(layer(x), alone) for layer, alone in zip(model.values(), apart, strict=True))
 
 
 def integers(x: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from tiny_models import same_bits, same_bytes
 from torch import nn
 
 import octavo
-from octavo.artifact.packed.scheme import CHANNEL
+from octavo.artifact.packed.scheme import CHANNEL, INT8, Scheme
 from octavo.ops import quantize
 from octavo.runtime.packed_linear import swap_linears
 from octavo.runtime.stacked_linear import PackedShare, PackedStack
@@ -34,20 +34,22 @@ def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(folders: 
     assert "stack" not in " ".join(state)
 
 
-def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias() -> None:
+@pytest.mark.parametrize("scheme", [CHANNEL, INT8], ids=lambda scheme: scheme.name)
+def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
     state = {}
     for name, linear in model.items():
-        q = quantize(linear.weight.detach(), CHANNEL.weight)
+        q = quantize(linear.weight.detach(), scheme.weight)
         state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
         state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
-    swap_linears(model, dict.fromkeys(model, CHANNEL))
+    swap_linears(model, dict.fromkeys(model, scheme))
     model.load_state_dict(state, assign=True)
     x = torch.randn(9, 48)
     apart = [layer(x) for layer in model.values()]
     stack = PackedStack(list(model.values()))
-    y = stack(quantize(x, CHANNEL.inputs), torch.float32)
+    assert stack.input_cast == scheme.inputs
+    y = stack(quantize(x, scheme.inputs), torch.float32)
     assert torch.equal(y, torch.cat(apart, 1))
     assert all(torch.equal(layer(x), alone) for layer, alone in zip(model.values(), apart, strict=True))
     assert model.state_dict().keys() == state.keys()
