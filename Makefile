@@ -54,11 +54,11 @@ test-vllm: .venv-vllm/installed  ## open packed folders in vLLM's CPU build, in 
 test-compressor: .venv-compressor/installed  ## open folders that llm-compressor writes, in an environment of its own
 	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
 
+# torchvision for CUDA, which timm requires, does not load beside a torch for the CPU. The tests of timm are skipped then.
 .venv-integrations/installed: pyproject.toml constraints.txt tests/integrations.txt
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch -r tests/integrations.txt -e ".[hf]"
-	# torchvision for CUDA, which timm requires, does not load beside a torch for the CPU. The tests of timm are skipped then.
 	.venv-integrations/bin/python -c "import torchvision" 2>/dev/null \
 		|| .venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
