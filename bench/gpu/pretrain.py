@@ -36,15 +36,15 @@ from octavo.train.data import Corpus
 from octavo.train.loop import Trainer
 
 LLAMA = CONFIG.change(
-    model="llama", context=2048, tied=True, vocabulary=50_257, steps=768, warmup=40, evaluate_batches=16
+    model="llama", context=2048, vocabulary=50_257, steps=768, warmup=40, evaluate_batches=16
 )  # fmt: skip
 CONFIGS = {  # 131,072 tokens a step: 101 million in a run
-    "300m": LLAMA.change(  # 308 million parameters
-        layers=20, width=1024, heads=16, kv_heads=16, mlp_width=2816, batch=16, accumulate=4,
+    "300m": LLAMA.change(  # 309 million parameters, a third of them in the embedding and the head
+        layers=16, width=1024, heads=16, kv_heads=16, mlp_width=2816, tied=False, batch=16, accumulate=4,
         learning_rate=6e-4, min_learning_rate=6e-5,
     ),
     "1b": LLAMA.change(
-        layers=16, width=2048, heads=32, kv_heads=8, mlp_width=8192, batch=8, accumulate=8,
+        layers=16, width=2048, heads=32, kv_heads=8, mlp_width=8192, tied=True, batch=8, accumulate=8,
         learning_rate=4e-4, min_learning_rate=4e-5,
     ),
 }  # fmt: skip
@@ -119,7 +119,8 @@ def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path
         others = sum(states.values()) - states[mode]
         facts = {"machine": record.facts(), "model": model, "mode": mode, "seed": seed, "settings": settings(config)}
         corpus = {"fingerprint": data.corpus.fingerprint, "train_tokens": len(data.corpus.train)}
-        facts |= {"corpus": corpus, "converted": converted}
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        facts |= {"corpus": corpus, "converted": converted, "parameters": parameters}
         with cast_once(trainer.model):
             trainer.step()  # compiles
             trainer.evaluate()

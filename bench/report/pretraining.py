@@ -87,7 +87,9 @@ def pretraining_text(results: dict[str, Result]) -> str:
     lines = []
     for result in models(results):
         settings, tokens = result["settings"], result["corpus"]["train_tokens"]
-        shape = f"{settings['layers']} layers, {settings['width']} wide, sequences of {settings['context']} tokens"
+        parameters = result["runs"][0]["parameters"] / 1e6
+        shape = f"{parameters:.0f} M parameters in {settings['layers']} layers, {settings['width']} wide"
+        shape += f", sequences of {settings['context']} tokens"
         epochs = f"{result['compared_tokens'] / tokens:.2f} epochs of {tokens / 1e6:.0f} M tokens"
         lines.append(f"- {result['model']}: {shape}; {epochs}. {machine(result)}")
     return "\n".join(lines)

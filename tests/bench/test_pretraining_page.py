@@ -12,7 +12,7 @@ def run(mode: str, seed: int, losses: list[float], speed: float) -> dict[str, An
     points = [{"step": 100 * (i + 1), "seconds": 10.0 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
     return {
         "mode": mode, "seed": seed, "evaluations": points, "compared_loss": losses[1], "tokens_per_second": speed,
-        "peak_bytes": 2 << 30, "seconds_to_target": 20.0 / speed,
+        "peak_bytes": 2 << 30, "seconds_to_target": 20.0 / speed, "parameters": 308_577_280,
     }  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def test_the_page_holds_every_figure(results: dict[str, Any]) -> None:
     assert "| 300m | rowwise | 2 | +0.100% | -0.200% to +0.400% | 6.450% | no: these runs cannot" in text
     assert "| 300m | torchao | 2 | +0.300% | +0.200% to +0.400% | 6.450% | yes |" in text
     assert "| 300m | rowwise | 12 | 1.250x | 1.000x | 0.800x |" in text
+    assert "309 M parameters in 24 layers, 1024 wide" in text
     assert "0.50 epochs of 100 M tokens. NVIDIA H200." in text
 
 
