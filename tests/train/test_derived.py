@@ -69,7 +69,7 @@ def test_the_settings_of_a_run_are_a_configuration_file(tmp_path):
     path.write_text('{"derived": ["steps"]}')
     with pytest.raises(ConfigError, match=r"derived in .*config.json must be a list of some of learning_rate, "):
         Config.load(path)
-    for text, reason in (("{", "is not valid JSON"), ("[]", "must be an object of settings")):
+    for text, reason in (("{", "is not valid JSON"), ("[]", "must hold a JSON object")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):
             Config.load(path)

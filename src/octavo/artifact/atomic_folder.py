@@ -61,6 +61,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that is, until then, whole or not there."""
+    hidden = partial_folder(folder)
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
 def locked_folder(folder: Path) -> FolderLock:
     """Take the lock of `folder`.
 

@@ -74,10 +74,25 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
+    return parse_object(path.read_bytes(), str(path))
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """The object that a JSON text holds. An ArtifactError, which begins with `where`, if it holds none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text)
     except ValueError as error:
-        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
+        raise ArtifactError(f"{where} is not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ArtifactError(f"{path} must hold a JSON object, got {type(content).__name__}")
+        raise ArtifactError(f"{where} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all: a full disk must not destroy the old one."""
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

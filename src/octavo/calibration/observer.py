@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,20 +64,19 @@ class Observer:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Install the hooks and the attention function in this block."""
-        hooks = []
-        for name, module in self._model.named_modules():
-            if name in self._linears:
-                hooks.append(module.register_forward_pre_hook(self._before_linear(name), with_kwargs=True))
-            elif name in self._experts:
-                hooks.append(module.register_forward_pre_hook(self._before_experts(self._experts[name])))
-            elif is_norm(module):
-                hooks.append(module.register_forward_hook(self._after_norm(name)))
-        try:
-            with _attention(self._model, self._attention):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                if name in self._linears:
+                    hook = module.register_forward_pre_hook(self._before_linear(name), with_kwargs=True)
+                elif name in self._experts:
+                    hook = module.register_forward_pre_hook(self._before_experts(self._experts[name]))
+                elif is_norm(module):
+                    hook = module.register_forward_hook(self._after_norm(name))
+                else:
+                    continue
+                hooks.enter_context(hook)
+            hooks.enter_context(_attention(self._model, self._attention))
+            yield
 
     @contextmanager
     def looking(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.artifact.atomic_folder import WriteError, write_error
-from octavo.artifact.files import ArtifactError, load_tensors, open_file, read_json, save_tensors
+from octavo.artifact.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
 from octavo.calibration.folder import describe, from_tensors, to_tensors
 from octavo.calibration.observer import Observed
 
@@ -49,9 +49,7 @@ class CalibrationWorkdir:
             return
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            partial = described.with_suffix(".partial")
-            partial.write_text(json.dumps(fingerprint, indent=1), encoding="utf-8")
-            partial.rename(described)
+            replace_file(described, json.dumps(fingerprint, indent=1))
 
     def done(self, count: int) -> int:
         """The first of `count` parts that is still to run."""

@@ -5,6 +5,7 @@ encoder they depend on the later tokens too, so that the model sees the answer. 
 whole if they are the outputs of a linear layer.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -63,13 +64,11 @@ def head_name(model: nn.Module) -> str | None:
 
     # a subclass may compute in another way
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name}
-    handles = [module.register_forward_hook(note(name)) for name, module in linear.items() if module.bias is None]
-    training = model.training
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        for name, module in linear.items():
+            if module.bias is None:
+                stack.enter_context(module.register_forward_hook(note(name)))
+        stack.callback(model.train, model.training)
+        model.eval()
         logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
     return next((name for name, output in outputs.items() if output is logits), None)

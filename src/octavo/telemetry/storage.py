@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from octavo.artifact.atomic_folder import write_error
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError, read_json, replace_file
 from octavo.telemetry.schema import EXPERTS, LAYER, OPERAND, VERSION, Event, WatchedLayer
 
 LIMIT = 500_000_000
@@ -119,7 +119,7 @@ class WatchWriter:
         """Replace the description of the layers. Their number and order must stay."""
         self._layers = list(layers)
         described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
-        _replace(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
+        replace_file(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
 
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
@@ -154,12 +154,12 @@ class WatchWriter:
             line if event is None or event.step <= step else _line(replace(event, undone=True))
             for line, event in events
         ]
-        _replace(self.folder / "events.jsonl", "".join(marked))
+        replace_file(self.folder / "events.jsonl", "".join(marked))
 
     def _drop_events_after(self, step: int) -> None:
         events = [(line, _event_of(line)) for line in _lines(self.folder / "events.jsonl")]
         lines = [line for line, event in events if event is None or event.step <= step]
-        _replace(self.folder / "events.jsonl", "".join(lines))
+        replace_file(self.folder / "events.jsonl", "".join(lines))
 
     def _check_empty(self) -> None:
         files = (*self._paths, self.folder / "events.jsonl")
@@ -216,13 +216,6 @@ def _append(path: Path, data: bytes) -> None:
     except OSError:
         os.truncate(path, size)
         raise
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:

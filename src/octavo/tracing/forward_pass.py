@@ -6,6 +6,7 @@ paths, which compute a whole layer in one operation.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +82,13 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
         id(tensors[name]): (id(parameter),) for name, parameter in model.named_parameters()
     }
     recorder, called = _Products(of, fakes), set[str]()
-    hooks = [m.register_forward_pre_hook(_note(called, name)) for name, m in model.named_modules()]
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(_note(called, name)))
         with clear_errors(model), fakes.mode, torch.enable_grad(), gpu.kernels(), gpu.enabled(), recorder:
             torch.func.functional_call(model, tensors, *fakes.fake((args, keywords)))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return ForwardPass(tuple(recorder.products), frozenset(called))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from octavo.artifact.atomic_folder import write_error
-from octavo.artifact.files import ArtifactError, read_json
+from octavo.artifact.files import ArtifactError, read_json, replace_file
 from octavo.artifact.run import RunFolder
 from octavo.nn.expert_conversion import converted_experts
 from octavo.nn.linear import RecipeLayer
@@ -63,10 +63,8 @@ class Actions:
 
     def write(self, run: RunFolder) -> None:
         """Replace the file of the run."""
-        partial = run.actions.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-            partial.replace(run.actions)
+            replace_file(run.actions, json.dumps(asdict(self), indent=2) + "\n")
         except OSError as error:
             raise write_error(run.path, error) from error
 

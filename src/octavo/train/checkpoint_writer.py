@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from octavo.artifact.atomic_folder import WriteError, partial_folder, write_error
+from octavo.artifact.atomic_folder import WriteError, remove_folder, write_error
 from octavo.artifact.dcp_writer import SafetensorsWriter
 from octavo.artifact.run import RunFolder
 from octavo.train.checkpoint import TrainState, checkpoint_tensors, describe_checkpoint
@@ -100,8 +100,7 @@ class CheckpointWriter:
             raise _readable(error, target) from error
         if rank() == 0:
             for old in self.run.checkpoints()[: -self.keep]:
-                old.rename(partial_folder(old))  # so that it is whole or not there
-                shutil.rmtree(partial_folder(old), ignore_errors=True)
+                remove_folder(old)
 
 
 class _Background(threading.Thread):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,15 +65,12 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
         return hook
 
     leaves = [(name, m) for name, m in model.named_modules() if name and next(m.parameters(False), None) is not None]
-    handles = [module.register_forward_hook(note(name)) for name, module in leaves]
-    try:
+    with ExitStack() as hooks:
+        for name, module in leaves:
+            hooks.enter_context(module.register_forward_hook(note(name)))
         loss = forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()} | {
-        "loss": str(loss.dtype).removeprefix("torch.")
-    }
+    found = {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()}
+    return found | {"loss": str(loss.dtype).removeprefix("torch.")}
 
 
 @torch.no_grad()

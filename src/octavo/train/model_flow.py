@@ -1,6 +1,5 @@
 """The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError
+from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.run import RunFolder
 from octavo.flow import DtypeFlow, dtype_flow
 from octavo.models.causal import logits_of
@@ -69,7 +68,7 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     if source.is_dir() and RunFolder(source).has_model:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source
-    described = _described(folder / "config.json") if (folder / "config.json").is_file() else {}
+    described = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if described.get("quantization_config"):
         raise ArtifactError(
             f"{folder} is quantized: give the model that it was made from, which a training starts with"
@@ -80,14 +79,6 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
             raise ArtifactError(f"{folder}/config.json states no number of positions: give --context")
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     return Config.load(source).change(**changes), nowhere
-
-
-def _described(path: Path) -> dict[str, Any]:
-    try:
-        described = json.loads(path.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not valid JSON ({error})") from error
-    return described if isinstance(described, dict) else {}
 
 
 def _vocabulary(config: Config, saved: Path) -> int:

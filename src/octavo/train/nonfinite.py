@@ -9,7 +9,7 @@ of the fused pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,16 +95,12 @@ class _Search:
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
         """Look at the tensors of all modules that compute themselves, while the block lasts."""
-        handles = []
-        for name, module in model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                handles.append(module.register_forward_pre_hook(self._before(name)))
-                handles.append(module.register_forward_hook(self._after(name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(self._before(name)))
+                    hooks.enter_context(module.register_forward_hook(self._after(name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -1,13 +1,12 @@
 """Reading the metrics.jsonl of runs in order to compare them (`octavo.train.metrics` writes that file)."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.artifact.files import ArtifactError
+from octavo.artifact.files import ArtifactError, parse_object, read_json
 from octavo.artifact.run import RunFolder
 from octavo.train.declaration import flatten
 from octavo.train.tables import replace_former
@@ -47,7 +46,7 @@ def read_run(path: Path) -> RunRecord:
     memory = [r["peak_memory"] for r in records if r.get("peak_memory") is not None]
     return RunRecord(
         path,
-        _object(run.config.read_text(encoding="utf-8"), str(run.config)),
+        read_json(run.config),
         {r["step"]: r["evaluation_loss"] for r in records if r.get("evaluation_loss") is not None},
         statistics.median(speeds) if speeds else None,
         max(memory) if memory else None,
@@ -89,14 +88,4 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ArtifactError(f"{path} is missing: the run has logged nothing")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ArtifactError(f"{where} is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{where} must be an object, got {type(value).__name__}")
-    return value
+    return [parse_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]

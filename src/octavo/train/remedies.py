@@ -1,13 +1,12 @@
 """The actions on a run in which a rule has found a fault: more precision for a layer, or the return to a checkpoint."""
 
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from octavo.artifact.atomic_folder import partial_folder
+from octavo.artifact.atomic_folder import remove_folder
 from octavo.artifact.run import RunFolder
 from octavo.nn import FusedMLP, cast_once
 from octavo.nn.promotion import e5m2_gradients, promote
@@ -98,8 +97,7 @@ class Remedies:
         if rank() == 0:
             for newer in self._run.checkpoints():
                 if self._run.step_of(newer) > target:
-                    newer.rename(partial_folder(newer))  # so that it is whole or not there
-                    shutil.rmtree(partial_folder(newer), ignore_errors=True)
+                    remove_folder(newer)
         return rollback
 
     def save(self) -> None:
