@@ -5,7 +5,6 @@ its source.
 """
 
 import difflib
-import json
 import math
 import re
 import tomllib
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.artifact.files import ArtifactError, parse_object
 from octavo.extras import hub_hint
 from octavo.recipe import Recipe, get_recipe
 from octavo.recipe.presets import RECIPE_FILES
@@ -115,14 +115,11 @@ def read_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
     try:
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return parse_object(text, f"configuration file {path}") if path.suffix == ".json" else tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:  # its message ends with the line and column
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"configuration file {path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"configuration file {path} must be an object of settings, got {type(values).__name__}")
-    return values
+    except ArtifactError as error:
+        raise ConfigError(str(error)) from error
 
 
 # --- Words -------------------------------------------------------------------------------------------------------
