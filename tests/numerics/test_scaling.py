@@ -162,39 +162,49 @@ def recent():
 
 
 def test_history_max_and_most_recent(recent):
-    assert History(rule="max").amax(recent).item() == recent.numpy().max()
-    assert History(rule="most_recent").amax(recent).item() == recent.numpy()[0]
+    assert History(rule="max").amax(recent, 100).item() == recent.numpy().max()
+    assert History(rule="most_recent").amax(recent, 100).item() == recent.numpy()[0]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99])
 def test_history_exponential_mean(recent, beta):
     weights = beta ** np.arange(100)
     expected = np.average(recent.double().numpy(), weights=weights)
-    assert History(rule="ema", beta=beta).amax(recent).item() == pytest.approx(expected, rel=1e-5)
+    assert History(rule="ema", beta=beta).amax(recent, 100).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("percentile", [1, 50, 99, 99.99, 100])
 def test_history_percentile(recent, percentile):
     expected = np.percentile(recent.double().numpy(), percentile)
-    assert History(rule="percentile", percentile=percentile).amax(recent).item() == pytest.approx(expected, rel=1e-6)
+    amax = History(rule="percentile", percentile=percentile).amax(recent, 100)
+    assert amax.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_history_percentile_lets_a_lone_outlier_saturate(recent):
     recent[50] = 1e6
-    assert History(rule="percentile", percentile=95).amax(recent) < 10
-    assert History(rule="max").amax(recent) == 1e6
+    assert History(rule="percentile", percentile=95).amax(recent, 100) < 10
+    assert History(rule="max").amax(recent, 100) == 1e6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_history_with_room_is_that_of_the_entries_that_are_there(recent, rule):
+    """Of 100 places 7 are filled in one history, and all in another."""
+    history = History(rule=rule, percentile=40)
+    both = torch.stack([torch.cat([recent[:7], torch.zeros(93)]), recent])
+    expected = torch.stack([history.amax(recent[:7], 7), history.amax(recent, 100)])
+    torch.testing.assert_close(history.amax(both, torch.tensor([[7], [100]])), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("margin", [-1.0, 0.5, 2.0])
 def test_history_margin_leaves_headroom(recent, rule, margin):
-    plain, roomy = (History(rule=rule, margin=m).amax(recent) for m in (0.0, margin))
+    plain, roomy = (History(rule=rule, margin=m).amax(recent, 100) for m in (0.0, margin))
     assert roomy.item() == pytest.approx(plain.item() * 2**margin, rel=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_history_of_one_step_is_that_step(rule):
-    amax = History(rule=rule).amax(torch.tensor([3.5]))
+    amax = History(rule=rule).amax(torch.tensor([3.5]), 1)
     assert (amax.item(), amax.shape, amax.dtype) == (3.5, (), torch.float32)
 
 

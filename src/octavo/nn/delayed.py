@@ -4,6 +4,10 @@ A forward or backward pass only reads the scale and records the largest amax it 
 `update_scales(model)`, called once after each optimizer step, pushes that amax into the history. So every micro-batch
 of a step, and every recomputation under activation checkpointing, uses the same scale. The first step has no history
 and scales dynamically.
+
+`update_scales` stacks the histories of all operands with one cast, computes with the stack, and copies its rows back.
+So the number of operations is the same for any number of layers. The counts of steps are on the device too: once every
+history has a scale, the host does not wait for the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +24,20 @@ from octavo.numerics.scaling import History, scale_from_amax
 class ScaleHistory(nn.Module):
     """The history of one operand. Its buffers are not in the model's `state_dict`: see `scale_state`."""
 
-    recent: Tensor
-    pending: Tensor
-    scale: Tensor
+    recent: Tensor  # [length] float32, newest first
+    pending: Tensor  # [1, 1] float32
+    scale: Tensor  # [1, 1] float32
+    steps: Tensor  # 0-dim int64: the steps that pushed an amax
 
     def __init__(self, cast: Cast, rule: History, device: torch.device) -> None:
         super().__init__()
         self.cast, self.rule = cast, rule
-        self.steps = 0
         self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
         self.learns_in_evaluation = False
         self.frozen = False
-        for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1))):
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device), persistent=False)
+        for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1)), ("steps", ())):
+            dtype = torch.int64 if name == "steps" else torch.float32
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As in `nn.Module`. A model on the meta device is given memory (`to_empty`) that is not zero."""
@@ -50,17 +55,6 @@ class ScaleHistory(nn.Module):
         with torch.no_grad():
             self.pending.copy_(torch.where(amax.isfinite(), torch.maximum(self.pending, amax), self.pending))
 
-    def update(self) -> None:
-        """Push the pending amax into the history, and compute a new scale from it when one is due."""
-        if not bool(self.pending > 0):  # no amax was recorded: the layer was not used
-            return
-        self.recent.copy_(torch.cat([self.pending[0], self.recent[:-1]]))
-        self.pending.zero_()
-        self.steps += 1
-        if (self.steps - 1) % self.rule.interval == 0:
-            self._rescale()
-        self.ready = True
-
     @torch.no_grad()
     def seed(self, amax: Sequence[float]) -> None:
         """Begin with these entries, oldest first, in place of those that are there."""
@@ -68,16 +62,9 @@ class ScaleHistory(nn.Module):
         self.recent.zero_()
         self.recent[: len(newest)] = newest
         self.pending.zero_()
-        self.steps = len(newest)
-        self._rescale()
+        self.steps.fill_(len(newest))
+        self.scale.copy_(_scales([self], self.recent[None], self.steps[None])[0])
         self.ready = True
-
-    def _rescale(self) -> None:
-        """Compute the scale from the entries that are there."""
-        known = self.recent[: min(self.steps, self.rule.length)]
-        self.scale.copy_(
-            scale_from_amax(self.rule.amax(known).view(1, 1), self.cast.fmt, power_of_two=self.cast.power_of_two)
-        )
 
 
 class ScaleHistories(nn.ModuleDict):
@@ -113,24 +100,52 @@ def update_scales(model: nn.Module) -> None:
     found = [history for _, history in histories(model)]
     if not found:
         return
-    pending = torch.cat([history.pending.view(1) for history in found])
+    groups: dict[tuple[Cast, History], list[ScaleHistory]] = {}
+    for history in found:
+        groups.setdefault((history.cast, history.rule), []).append(history)
+    found = [history for group in groups.values() for history in group]
+    amax = torch.stack([history.pending for history in found])
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
     for mesh in meshes:
-        for group in mesh.get_all_groups():
-            dist.all_reduce(pending, dist.ReduceOp.MAX, group)
-    for history, amax in zip(found, pending, strict=True):
-        history.pending.copy_(amax)
-        history.update()
+        for ranks in mesh.get_all_groups():
+            dist.all_reduce(amax, dist.ReduceOp.MAX, ranks)
+    parts = torch.split(amax, [len(group) for group in groups.values()])
+    for group, part in zip(groups.values(), parts, strict=True):
+        _push(group, part)
+    if not all(history.ready for history in found):  # only then does the host wait for the device
+        for history, recorded in zip(found, (amax > 0).flatten().tolist(), strict=True):
+            history.ready = history.ready or recorded
+
+
+def _push(group: list[ScaleHistory], amax: Tensor) -> None:
+    """Push amax [n, 1, 1] into n histories with one cast, and compute the scales that are due.
+
+    An amax of 0 leaves its history as it is: the layer was not used.
+    """
+    buffers = {name: [getattr(each, name) for each in group] for name in ("recent", "scale", "steps")}
+    recent, scale, steps = (torch.stack(each) for each in buffers.values())
+    recorded = amax.view(-1) > 0  # [n]
+    recent = torch.where(recorded[:, None], torch.cat([amax[:, 0], recent[:, :-1]], 1), recent)
+    steps = steps + recorded
+    due = recorded & ((steps - 1) % group[0].rule.interval == 0)
+    scale = torch.where(due[:, None, None], _scales(group, recent, steps), scale)
+    for each, rows in zip(buffers.values(), (recent, scale, steps), strict=True):
+        torch._foreach_copy_(each, rows.unbind())
+    torch._foreach_zero_([each.pending for each in group])
+
+
+def _scales(group: list[ScaleHistory], recent: Tensor, steps: Tensor) -> Tensor:
+    """The scales [n, 1, 1] of n histories with one cast, from their entries [n, length] and steps [n]."""
+    cast, rule = group[0].cast, group[0].rule
+    amax = rule.amax(recent, steps[:, None].clamp(max=rule.length))
+    return scale_from_amax(amax.view(-1, 1, 1), cast.fmt, power_of_two=cast.power_of_two)
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
     """The scale histories of `model` as a flat dictionary of tensors, for a checkpoint."""
     state: dict[str, Tensor] = {}
     for name, history in histories(model):
-        state[f"{name}.recent"] = history.recent
-        state[f"{name}.pending"] = history.pending
-        state[f"{name}.scale"] = history.scale
-        state[f"{name}.steps"] = torch.tensor(history.steps)
+        state |= {f"{name}.{part}": buffer for part, buffer in history.named_buffers()}
     return state
 
 
@@ -154,10 +169,9 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"scale history {name} must have shape {list(tensor.shape)}, got {list(state[name].shape)}"
             )
     for name, history in histories(model):
-        for part in ("recent", "pending", "scale"):
-            getattr(history, part).copy_(state[f"{name}.{part}"])
-        history.steps = int(state[f"{name}.steps"])
-        history.ready = history.steps > 0
+        for part, buffer in history.named_buffers():
+            buffer.copy_(state[f"{name}.{part}"])
+        history.ready = bool(state[f"{name}.steps"] > 0)
 
 
 def weight_amax(w: Any) -> Tensor:

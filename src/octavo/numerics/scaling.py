@@ -107,15 +107,20 @@ class History:
         if not -64 <= self.margin <= 64:
             raise ValueError(f"margin is a power of two from -64 to 64, got {self.margin}")
 
-    def amax(self, recent: Tensor) -> Tensor:
-        """The amax (float32, 0-dim) for the next scale, from the history `recent` [n], newest first."""
+    def amax(self, recent: Tensor, count: Tensor | int) -> Tensor:
+        """The amax for the next scale, float32 [...], from each history of `recent` [..., length], newest first.
+
+        Args:
+            count: the entries that are there, at least 1: a number, or [..., 1] integers. The others are 0.
+        """
+        age = torch.arange(recent.shape[-1], device=recent.device)
         if self.rule == "max":
-            chosen = recent.amax()
+            chosen = recent.amax(-1)
         elif self.rule == "most_recent":
-            chosen = recent[0]
+            chosen = recent[..., 0]
         elif self.rule == "ema":
-            weight = self.beta ** torch.arange(recent.numel(), device=recent.device, dtype=torch.float32)
-            chosen = (recent * weight).sum() / weight.sum()
+            weight = torch.where(age < count, self.beta ** age.float(), 0.0)
+            chosen = (recent * weight).sum(-1) / weight.sum(-1)
         else:
-            chosen = torch.quantile(recent, self.percentile / 100)
+            chosen = torch.nanquantile(torch.where(age < count, recent, torch.nan), self.percentile / 100, -1)
         return chosen.mul(2.0**self.margin)
