@@ -165,7 +165,7 @@ def activation_gradient(
     dh: Tensor, u: Tensor, kind: str, cast: Cast, column: Tensor, row: Tensor, h_cast: Cast, h_scale: Tensor
 ) -> Any:
     factors = {"column_scale": column, "row_scale": row}
-    du, h, _ = ops.activation_backward(dh, u, kind, cast, **factors, h_cast=h_cast, h_scale=h_scale, keep=False)
+    du, h, _ = ops.activation_backward(dh, u, kind, cast, **factors, h_cast=h_cast, h_scale=h_scale, biased=False)
     return du.data, du.scale, h.data
 
 

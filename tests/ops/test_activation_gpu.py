@@ -11,6 +11,7 @@ from octavo.numerics import Cast
 from octavo.ops import activation_quantize_scaled, activation_scales
 from octavo.ops.activation.reference import (
     activation_backward_reference,
+    activation_gradient,
     activation_quantize_reference,
     activation_quantize_scaled_reference,
 )
@@ -28,17 +29,29 @@ def forward_kernel(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, ...]:
 
 
 def backward_kernel(
-    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
+    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, biased: bool
 ) -> tuple[Tensor, ...]:
     return torch.ops.octavo.activation_backward(
-        dh, u, cast.spec, cast.spec, keep, kind, column_scale, row_scale, h_scale, None
+        dh, u, cast.spec, cast.spec, biased, kind, column_scale, row_scale, h_scale, None
     )
 
 
 def backward_reference(
-    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, keep: bool
+    u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor
 ) -> tuple[Tensor, ...]:
-    return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, cast, h_scale, keep)
+    """Data and scale of the gradient, and data of h."""
+    return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, cast, h_scale, False)[:3]
+
+
+def sums(u: Tensor, dh: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The sums of the columns of the gradient and of its magnitudes, added in float64."""
+    du = activation_gradient(dh, u, kind)[0].double()
+    return du.sum(0), du.abs().sum(0)
+
+
+def check_dbias(dbias: Tensor, total: Tensor, magnitude: Tensor) -> None:
+    assert (dbias.dtype, dbias.device.type) == (torch.float32, "cuda")
+    torch.testing.assert_close(dbias.double() / magnitude, total / magnitude, rtol=0, atol=1e-6, equal_nan=True)
 
 
 def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
@@ -53,25 +66,32 @@ def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
         assert_same(activation_quantize_scaled(u, kind, 2 * expected[1], cast).data, larger)
 
 
-def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, keep: bool, repeats: int) -> None:
-    """Data and scale of the gradient, data of h (equal to forward's), and the gradient itself."""
+def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, biased: bool, repeats: int) -> None:
+    """Data and scale of the gradient, data of h (equal to forward's), and the sum of the gradient's rows."""
     h_data, h_scale = activation_quantize_reference(values[0], kind, cast)
-    expected = backward_reference(*values, kind, cast, h_scale, keep)
+    expected = backward_reference(*values, kind, cast, h_scale)
     assert_same(expected[2], h_data)
+    first: list[Tensor] = []
     for _ in range(repeats):
         poison()
-        actual = backward_kernel(*values, kind, cast, h_scale, keep)
+        *actual, dbias = backward_kernel(*values, kind, cast, h_scale, biased)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
+        first.append(dbias)
+        assert_same(dbias, first[0])
+    if biased:
+        check_dbias(first[0], *sums(*values[:2], kind))
+    else:
+        assert first[0].shape == (0,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "cast", "keep"), CASES, ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "cast", "biased"), CASES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_forward_and_backward(shape, dtype, cast, keep, kind):
+def test_forward_and_backward(shape, dtype, cast, biased, kind):
     values = on_gpu(given(kind, shape, dtype))
     check_forward(values[0], kind, cast, REPEATS)
-    check_backward(values, kind, cast, keep, REPEATS)
+    check_backward(values, kind, cast, biased, REPEATS)
 
 
 def large(kind: str) -> tuple[Tensor, ...]:
@@ -140,9 +160,10 @@ def test_strided_inputs(kind):
         forward_kernel(turned[0], kind, Cast()), activation_quantize_reference(values[0], kind, Cast()), strict=True
     ):
         assert_same(one, other)
-    expected = backward_reference(*values, kind, Cast(), h_scale, True)
-    for one, other in zip(backward_kernel(*turned, kind, Cast(), h_scale, True), expected, strict=True):
+    *actual, dbias = backward_kernel(*turned, kind, Cast(), h_scale, True)
+    for one, other in zip(actual, backward_reference(*values, kind, Cast(), h_scale), strict=True):
         assert_same(one, other)
+    check_dbias(dbias, *sums(*values[:2], kind))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -158,8 +179,9 @@ def test_a_row_that_is_not_finite(f, kind, half, value):
     assert torch.equal(h_scale.isnan().flatten(), broken)
     for one, other in zip((data, h_scale), activation_quantize_reference(u, kind, Cast()), strict=True):
         assert_same_numbers(one, other)
-    values = u, dh, column_scale, row_scale, kind, Cast(), h_scale, True
-    actual = backward_kernel(*values)
+    values = u, dh, column_scale, row_scale, kind, Cast(), h_scale
+    *actual, dbias = backward_kernel(*values, True)
     assert torch.equal(actual[1].isnan().flatten(), broken)
     for one, other in zip(actual, backward_reference(*values), strict=True):
         assert_same_numbers(one, other)
+    check_dbias(dbias, *sums(u, dh, kind))

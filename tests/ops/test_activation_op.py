@@ -24,8 +24,8 @@ def run_both(u: Tensor, dh: Tensor, kind: str, cast: Cast, h_cast: Cast) -> list
     column_scale, row_scale = torch.ones(1, 1).expand(1, u.shape[1]), torch.ones(1, 1).expand(u.shape[0], 1)
     q = activation_quantize(u, kind, cast)
     factors = {"column_scale": column_scale, "row_scale": row_scale, "h_scale": row_scale}
-    actual = activation_backward(dh, u, kind, cast, h_cast=h_cast, keep=True, **factors)
-    return [q.data, q.scale, actual.du.data, actual.du.scale, actual.h.data, actual.wide]
+    actual = activation_backward(dh, u, kind, cast, h_cast=h_cast, biased=True, **factors)
+    return [q.data, q.scale, actual.du.data, actual.du.scale, actual.h.data, actual.dbias]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +71,7 @@ def test_casts_that_the_kernels_do_not_do_are_refused(cast):
         activation_quantize(u, "gelu", cast)
     for du_cast, h_cast in ((cast, E4M3), (E4M3, cast)):
         with pytest.raises(ValueError, match="activation_backward " + message):
-            activation_backward(u, u, "gelu", du_cast, h_cast=h_cast, keep=False, **factors)
+            activation_backward(u, u, "gelu", du_cast, h_cast=h_cast, biased=False, **factors)
 
 
 BAD = [
@@ -96,7 +96,9 @@ def test_unknown_kinds_and_other_matrices_are_refused(kind, u, message, device):
     with pytest.raises(ValueError, match=message):
         activation_quantize(u, kind, E4M3)
     with pytest.raises(ValueError, match=message):
-        activation_backward(u, u, kind, E4M3, column_scale=column, row_scale=row, h_cast=E4M3, h_scale=row, keep=False)
+        activation_backward(
+            u, u, kind, E4M3, column_scale=column, row_scale=row, h_cast=E4M3, h_scale=row, biased=False
+        )
 
 
 BAD_BACKWARD = [
@@ -120,4 +122,4 @@ def test_other_shapes_and_dtypes_are_refused_in_backward(name, tensor, message, 
     shapes = {"dh": (3, 4), "u": (3, 8), "column_scale": (1, 8), "row_scale": (3, 1), "h_scale": (3, 1)}
     values = {key: torch.ones(shape, device=device) for key, shape in shapes.items()} | {name: tensor.to(device)}
     with pytest.raises(ValueError, match=message):
-        activation_backward(**values, kind="swiglu", cast=E4M3, h_cast=E4M3, keep=False)
+        activation_backward(**values, kind="swiglu", cast=E4M3, h_cast=E4M3, biased=False)

@@ -56,7 +56,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center, statistics)
         yield "norm_backward", (x, x, vector, row, row, residual, center)
         yield "requantize_norm", (x, "e4m3", row, mean, row, vector, bias)
-    for (kind, width), keep in product((("gelu", 1), ("swiglu", 2)), (False, True)):
+    for (kind, width), biased in product((("gelu", 1), ("swiglu", 2)), (False, True)):
         u, factor = x.repeat(1, width), torch.rand(1, width * k)
         yield "activation_quantize", (u, ROW, kind)
         yield "activation_scales", (u, ROW, kind)
@@ -65,7 +65,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         for lines in (None, torch.arange(m, dtype=torch.int32) % 2):
             factors = factor if lines is None else torch.cat((factor, 2 * factor))
             spec = Cast("e5m2", scale="pow2").spec
-            yield "activation_backward", (x, u, spec, ROW, keep, kind, factors, row, h_scale, lines)
+            yield "activation_backward", (x, u, spec, ROW, biased, kind, factors, row, h_scale, lines)
 
 
 def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -52,6 +52,8 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
     """
     from triton.runtime.driver import driver
 
+    from octavo.ops import column_sums_kernel
+
     compiled = Compiled(capability)
     monkeypatch.setattr(driver, "_active", _Driver(capability))
 
@@ -59,7 +61,8 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
         kernel.device_caches.clear()
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
-    monkeypatch.setattr(module, "launcher", launcher)
+    for each in (module, column_sums_kernel):  # several modules of kernels launch those of the second
+        monkeypatch.setattr(each, "launcher", launcher)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
     if hasattr(module, "choose"):

@@ -108,7 +108,7 @@ class _Experts(torch.autograd.Function):
         dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = activation_backward(
             dh, u, "swiglu", recipe.dy,
-            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=False, group=expert,
+            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False, group=expert,
         )  # fmt: skip
         observe_group(
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,

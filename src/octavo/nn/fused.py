@@ -107,6 +107,7 @@ class _NormLinear(torch.autograd.Function):
         dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
         m = mantissa(s_n)
         g = quantize_folded(dy, s_w, m, recipe.dy)
+        db = ctx.stack.bias_gradient(dy)
         observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         dn = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
@@ -115,7 +116,7 @@ class _NormLinear(torch.autograd.Function):
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.norm.center)
         dx = dx.view(ctx.shape)
         norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
-        return None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.stack.gradients(dw, dy)
+        return None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.stack.gradients(dw, db)
 
 
 def mlp(
@@ -194,9 +195,9 @@ class _MLP(torch.autograd.Function):
         observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, m=m_h, s_x=s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
-        du, h_q, wide = activation_backward(
+        du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
@@ -210,7 +211,7 @@ class _MLP(torch.autograd.Function):
         else:
             n_t = transposed(QTensor(n_data, s_n, recipe.x.fmt, ROW))
         dw_in = call.mm(recipe.dw, dw_operand(du, s_n, s_in), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
-        layers = (*ctx.outer.gradients(dw_out, dy), *ctx.inner.gradients(dw_in, wide))
+        layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
         if ctx.norm is None:
             return None, None, None, dn.to(ctx.x_dtype).view(ctx.shape), None, None, None, *layers
         dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.norm.center)

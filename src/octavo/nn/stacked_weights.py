@@ -72,10 +72,14 @@ class StackInfo:
     def biased(self) -> bool:
         return any(dtype is not None for dtype in self.bias_dtypes)
 
-    def gradients(self, dw: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of `Stack.arguments`, from stacked dw [sum of N_i, K] and dy [T, sum of N_i]."""
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        """The gradient of the stacked biases, float32 [sum of N_i], from dy [T, sum of N_i]; empty without biases."""
+        return dy.sum(0, dtype=torch.float32) if self.biased else dy.new_empty(0)
+
+    def gradients(self, dw: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of `Stack.arguments`, from stacked dw [sum of N_i, K] and dbias [sum of N_i]."""
         biases: list[Tensor | None] = [None] * len(self.sizes)
         if self.biased:
-            parts = torch.split(dy.sum(0, dtype=torch.float32), list(self.sizes))
+            parts = torch.split(dbias, list(self.sizes))
             biases = [None if d is None else p.to(d) for p, d in zip(parts, self.bias_dtypes, strict=True)]
         return None, None, *torch.split(dw, list(self.sizes)), *biases

@@ -129,7 +129,7 @@ class _Column(torch.autograd.Function):
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
         gradients = input_gradients(ctx, dn, dtotal, *saved)
-        return None, None, None, *gradients, *ctx.stack.gradients(dw, dy)
+        return None, None, None, *gradients, *ctx.stack.gradients(dw, ctx.stack.bias_gradient(dy))
 
 
 class _Row(torch.autograd.Function):
@@ -166,7 +166,7 @@ class _Row(torch.autograd.Function):
         )  # [T,N] @ [K/R,N]^T
         x_t = scale_folded(transpose(x_data, None, g_own.data))
         dw = call.mm(recipe.dw, dw_operand(g, s_x, s_w), x_t, ctx.stack.dtype)  # [N,T] @ [K/R,T]^T
-        return None, None, dx.to(ctx.x_dtype), *ctx.stack.gradients(dw, dy)
+        return None, None, dx.to(ctx.x_dtype), *ctx.stack.gradients(dw, ctx.stack.bias_gradient(dy))
 
 
 class _MLP(torch.autograd.Function):
@@ -225,16 +225,16 @@ class _MLP(torch.autograd.Function):
             ranks,
             m=m_h,
         )  # [T,K] @ [F/R,K]^T
-        du, h_q, wide = activation_backward(
+        du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, keep=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
         dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
-        layers = (*ctx.outer.gradients(dw_out, dy), *ctx.inner.gradients(dw_in, wide))
+        layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
         return None, None, None, None, *input_gradients(ctx, dn, dtotal, *saved), *layers
 
 

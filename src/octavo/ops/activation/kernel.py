@@ -7,23 +7,22 @@ the fastest of those measured on an H100.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax, to_data
+from octavo.ops.activation.device_formulas import activation_of_row, gradient_of_row
+from octavo.ops.column_sums_kernel import sum_columns
+from octavo.ops.device_math import amax_bits, inverse, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
-from octavo.ops.triton_support import power_of_two_above
+from octavo.ops.triton_support import cdiv, power_of_two_above
 
 MAX_BLOCK_F = 16384  # columns of gradients that fit the registers of a program; of h, twice as many fit
-HALF_SQRT = tl.constexpr(2**-0.5)
-DENSITY = tl.constexpr((2 * math.pi) ** -0.5)
-LOG2_E = tl.constexpr(math.log2(math.e))
+SUM_BLOCK_M, SUM_BLOCK_F = 32, 128  # the tile of the gradients that are added up for a bias
+PARTIAL_SUMS = 64  # of each column
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
@@ -72,21 +71,35 @@ def activation_backward(
     row_scale: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
-    keep: bool,
+    biased: bool,
     group: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as `activation_backward_reference`, for contiguous tensors."""
+    """Same as `activation_backward_reference`, for contiguous tensors. It adds the rows of dbias in another order."""
     m, f = dh.shape
     data, h_data = allocate(u, u.shape, cast.fmt.dtype), allocate(dh, dh.shape, h_cast.fmt.dtype)
     scale = allocate(u, (m, 1), torch.float32)
-    wide = allocate(u, u.shape) if keep else None
+    dbias = allocate(u, (u.shape[1] if biased else 0,), torch.float32)
     block_f = _block_f(f, MAX_BLOCK_F)
     launcher(_backward_kernel, (m,))(
-        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, wide, f,
+        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, f,
         FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=_warps(f, block_f),
     )  # fmt: skip
-    return data, scale, h_data, wide if wide is not None else allocate(u, (0,))
+    if biased:
+        _sum_gradients(dh, u, dbias, kind)
+    return data, scale, h_data, dbias
+
+
+def _sum_gradients(dh: Tensor, u: Tensor, dbias: Tensor, kind: str) -> None:
+    # The kernel above could add up the rows of a program itself. But the sums of a row of 5,120 would take so many
+    # registers that only one program, in place of three, fits a multiprocessor.
+    m, f = dh.shape
+    partials = allocate(u, (min(PARTIAL_SUMS, cdiv(m, SUM_BLOCK_M)), u.shape[1]), torch.float32)
+    launcher(_sum_kernel, (cdiv(f, SUM_BLOCK_F), partials.shape[0]))(
+        dh, u, partials, m, f,
+        SWIGLU=kind == "swiglu", BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=4,
+    )  # fmt: skip
+    sum_columns(partials, dbias)
 
 
 def _block_f(f: int, longest: int) -> int:
@@ -94,84 +107,11 @@ def _block_f(f: int, longest: int) -> int:
     return min(max(power_of_two_above(f), 16), longest)
 
 
-@triton.jit
-def _reciprocal(x):
-    """1 / x, correctly rounded, for x in [1, 2^120]: the fast path of a division, without its test and branch."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .f32 guess, error;
-        rcp.approx.ftz.f32 guess, $1;
-        fma.rn.f32 error, guess, $1, 0fBF800000;
-        neg.f32 error, error;
-        fma.rn.f32 $0, guess, error, guess;
-        }""",
-        "=f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
 def _warps(f: int, block_f: int) -> int:
     alone = (
         block_f // 2 < f <= block_f == MAX_BLOCK_F
     )  # it needs so many registers that only one program fits a multiprocessor
     return 32 if alone else max(4, block_f // 1024)
-
-
-@triton.jit
-def _exp2(x):
-    """2^x with the bits of torch.exp2 on this device, but 0 where that is subnormal."""
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _sigmoid(x):
-    return _reciprocal(add(1.0, _exp2(tl.maximum(x, -80.0) * -LOG2_E)))
-
-
-@triton.jit
-def _gelu(u):
-    """The formulas of the reference: gelu(u), the cumulative normal distribution at u, and exp(-u^2 / 2)."""
-    magnitude = tl.abs(u)
-    z = magnitude * HALF_SQRT
-    e = _exp2(z * z * -LOG2_E)
-    t = _reciprocal(add(1.0, 0.3275911 * z))
-    series = add(t * 1.061405429, -1.453152027)
-    series = add(t * series, 1.421413741)
-    series = add(t * series, -0.284496736)
-    half = 0.5 * (add(t * series, 0.254829592) * t * e)
-    return add(tl.maximum(u, 0.0), -magnitude * half), tl.where(u < 0, half, add(1.0, -half)), e
-
-
-@triton.jit
-def _activation(u_ptr, m, offs, F, SWIGLU: tl.constexpr):
-    """h of row m, at `offs`."""
-    if SWIGLU:
-        gate = tl.load(u_ptr + m * 2 * F + offs, offs < F, other=0.0).to(tl.float32)
-        up = tl.load(u_ptr + m * 2 * F + F + offs, offs < F, other=0.0).to(tl.float32)
-        h = gate * _sigmoid(gate) * up
-    else:
-        u = tl.load(u_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
-        h, _, _ = _gelu(u)
-    return h
-
-
-@triton.jit
-def _gradient(dh_ptr, u_ptr, m, offs, F, SWIGLU: tl.constexpr):
-    """The gradients of gate and up (or of u, and zeros) and h of row m, at `offs`."""
-    dh = tl.load(dh_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
-    if SWIGLU:
-        gate = tl.load(u_ptr + m * 2 * F + offs, offs < F, other=0.0).to(tl.float32)
-        up = tl.load(u_ptr + m * 2 * F + F + offs, offs < F, other=0.0).to(tl.float32)
-        sigmoid = _sigmoid(gate)
-        silu = gate * sigmoid
-        slope = sigmoid * add(1.0, gate * (1.0 - sigmoid))
-        return dh * up * slope, dh * silu, silu * up
-    u = tl.load(u_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
-    h, cumulative, e = _gelu(u)
-    return dh * add(cumulative, u * (e * DENSITY)), tl.zeros(dh.shape, tl.float32), h
 
 
 @triton.jit
@@ -187,7 +127,7 @@ def _forward_kernel(
         _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
     elif ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
-        h = _activation(u_ptr, m, offs, F, SWIGLU)
+        h = activation_of_row(u_ptr, m, offs, F, SWIGLU)
         scale = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
         if data_ptr is not None:
             tl.store(data_ptr + m * F + offs, to_data(h * inverse(scale)[:, None], data_ptr.dtype.element_ty), offs < F)
@@ -196,7 +136,7 @@ def _forward_kernel(
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            bits = tl.maximum(bits, amax_bits(_activation(u_ptr, m, offs, F, SWIGLU), 1))
+            bits = tl.maximum(bits, amax_bits(activation_of_row(u_ptr, m, offs, F, SWIGLU), 1))
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         if data_ptr is not None:
             _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
@@ -208,14 +148,13 @@ def _store_activation(u_ptr, data_ptr, m, inv, F, SWIGLU: tl.constexpr, BLOCK_F:
     """Store the data of row m of h, block by block."""
     for start in range(0, F, BLOCK_F):
         offs = start + tl.arange(0, BLOCK_F)[None, :]
-        h = _activation(u_ptr, m, offs, F, SWIGLU)
+        h = activation_of_row(u_ptr, m, offs, F, SWIGLU)
         tl.store(data_ptr + m * F + offs, to_data(h * inv, data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, wide_ptr,
-    F,
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
     FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -225,24 +164,24 @@ def _backward_kernel(
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
-        d0, d1, h = _gradient(dh_ptr, u_ptr, m, offs, F, SWIGLU)
+        d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
         _store_h(h * inv_h, h_data_ptr, m, offs, F)
-        d0, d1, bits = _factors(d0, d1, column_scale_ptr, row_scale_ptr, wide_ptr, m, offs, F, SWIGLU)
+        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, SWIGLU)
     else:
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = _gradient(dh_ptr, u_ptr, m, offs, F, SWIGLU)
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
             _store_h(h * inv_h, h_data_ptr, m, offs, F)
-            d0, d1, block_bits = _factors(d0, d1, column_scale_ptr, row_scale_ptr, wide_ptr, m, offs, F, SWIGLU)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
             bits = tl.maximum(bits, block_bits)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = _gradient(dh_ptr, u_ptr, m, offs, F, SWIGLU)
-            d0, d1, block_bits = _factors(d0, d1, column_scale_ptr, row_scale_ptr, None, m, offs, F, SWIGLU)
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
             _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, SWIGLU)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
 
@@ -253,13 +192,8 @@ def _store_h(scaled, h_data_ptr, m, offs, F):
 
 
 @triton.jit
-def _factors(d0, d1, column_scale_ptr, row_scale_ptr, wide_ptr, m, offs, F, SWIGLU: tl.constexpr):
-    """Store the gradients to `wide_ptr` if given, and multiply them by their factors; also the bits of their amax."""
-    offs_u = m * F * (2 if SWIGLU else 1) + offs
-    if wide_ptr is not None:
-        tl.store(wide_ptr + offs_u, d0.to(wide_ptr.dtype.element_ty), offs < F)
-        if SWIGLU:
-            tl.store(wide_ptr + offs_u + F, d1.to(wide_ptr.dtype.element_ty), offs < F)
+def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU: tl.constexpr):
+    """The gradients multiplied by their factors, and the bits of their amax."""
     factor = tl.load(row_scale_ptr + m)
     d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
     bits = amax_bits(d0, 1)
@@ -275,3 +209,22 @@ def _store_gradient(d0, d1, inv, data_ptr, m, offs, F, SWIGLU: tl.constexpr):
     tl.store(data_ptr + offs_u, (d0 * inv).to(data_ptr.dtype.element_ty), offs < F)
     if SWIGLU:
         tl.store(data_ptr + offs_u + F, (d1 * inv).to(data_ptr.dtype.element_ty), offs < F)
+
+
+@triton.jit
+def _sum_kernel(
+    dh_ptr, u_ptr, partials_ptr, M, F, SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    offs = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    sum0 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    sum1 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        m = start + offs_m
+        d0, d1, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, SWIGLU)
+        sum0 += tl.where(m < M, d0, 0.0)
+        sum1 += tl.where(m < M, d1, 0.0)
+    partial_ptr = partials_ptr + tl.program_id(1) * F * (2 if SWIGLU else 1) + offs
+    tl.store(partial_ptr, tl.sum(sum0, 0)[None, :], offs < F)
+    if SWIGLU:
+        tl.store(partial_ptr + F, tl.sum(sum1, 0)[None, :], offs < F)

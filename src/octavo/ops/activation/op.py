@@ -22,11 +22,11 @@ WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
 
 
 class ActivationGradient(NamedTuple):
-    """The quantized gradient of u, the quantized h of forward, and the gradient in u's dtype (empty if not asked)."""
+    """The quantized gradient of u, the quantized h of forward, and the gradient of a bias (empty if not asked)."""
 
     du: QTensor
     h: QTensor
-    wide: Tensor
+    dbias: Tensor
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
@@ -74,7 +74,7 @@ def activation_backward(
     row_scale: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
-    keep: bool,
+    biased: bool,
     group: Tensor | None = None,
 ) -> ActivationGradient:
     """Compute the gradient through an activation and quantize it by row, in one pass.
@@ -86,7 +86,8 @@ def activation_backward(
             `group`, column_scale is [E, columns of u].
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
             again from these instead of being saved.
-        keep: also return the gradient in u's dtype (for a bias).
+        biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
+            multiplied by the scales.
         group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1.
 
     Raises:
@@ -95,10 +96,10 @@ def activation_backward(
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
     _check_backward(dh, u, kind, column_scale, row_scale, h_scale, group)
-    data, scale, h_data, wide = _activation_backward(
-        dh, u, cast.spec, h_cast.spec, keep, kind, column_scale, row_scale, h_scale, group
+    data, scale, h_data, dbias = _activation_backward(
+        dh, u, cast.spec, h_cast.spec, biased, kind, column_scale, row_scale, h_scale, group
     )
-    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), wide)
+    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), dbias)
 
 
 @eager_check
@@ -194,7 +195,7 @@ def _activation_backward(
     u: Tensor,
     spec: str,
     h_spec: str,
-    keep: bool,
+    biased: bool,
     kind: str,
     column_scale: Tensor,
     row_scale: Tensor,
@@ -204,15 +205,16 @@ def _activation_backward(
     cast, h_cast = parse_cast(spec), parse_cast(h_spec)
     dh, u, column_scale, row_scale, h_scale = (t.contiguous() for t in (dh, u, column_scale, row_scale, h_scale))
     if not _differentiates(dh, u, spec, h_spec):
-        return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep, group)
+        return activation_backward_reference(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, biased, group)
     from octavo.ops.activation import kernel
 
-    return kernel.activation_backward(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, keep, group)
+    return kernel.activation_backward(dh, u, kind, cast, column_scale, row_scale, h_cast, h_scale, biased, group)
 
 
 @_activation_backward.register_fake
-def _(dh: Tensor, u: Tensor, spec: str, h_spec: str, keep: bool, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dh: Tensor, u: Tensor, spec: str, h_spec: str, biased: bool, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_backward(dh, u, *rest)
     data = u.new_empty(u.shape, dtype=parse_cast(spec).fmt.dtype)
     h_data = dh.new_empty(dh.shape, dtype=parse_cast(h_spec).fmt.dtype)
-    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, u.new_empty(u.shape if keep else 0)
+    dbias = u.new_empty(u.shape[1] if biased else 0, dtype=torch.float32)
+    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32), h_data, dbias

@@ -76,15 +76,15 @@ def activation_backward_reference(
     row_scale: Tensor,
     h_cast: Cast,
     h_scale: Tensor,
-    keep: bool,
+    biased: bool,
     group: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Data and scale of du * column_scale * row_scale, the data of h as in forward, and du in u's dtype."""
+    """Data and scale of du * column_scale * row_scale, the data of h as in forward, and the sum of the rows of du."""
     du, h = activation_gradient(dh, u, kind)
     column_scale = column_scale if group is None else column_scale[group]
     data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
     h_data = (h * (1 / h_scale)).to(h_cast.fmt.dtype)
-    return data, scale, h_data, du.to(u.dtype) if keep else u.new_empty(0)
+    return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The norms as Triton kernels: a program holds whole rows in registers.
 
 Forward reads x (and the residual) once, and writes the sum and one byte an element. In backward each program loops over
-many rows, and adds up its part of the gradients of weight and bias in registers. A second launch adds the parts, in a
-fixed order.
+many rows, and adds up its part of the gradients of weight and bias in registers. A second launch adds the parts.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
+from octavo.ops.column_sums_kernel import sum_columns
 from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
@@ -99,9 +99,7 @@ def norm_backward(
         dn, x, weight, mean, rstd, residual, dx, partials, m, k,
         CENTER=center, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    launcher(_sum_kernel, (cdiv(partials.shape[1], 32),))(
-        partials, dweight, dbias, programs, k, CENTER=center, BLOCK_M=32, BLOCK_N=32
-    )
+    sum_columns(partials, dweight, dbias)
     return dx, dweight, dbias
 
 
@@ -137,21 +135,3 @@ def _backward_kernel(
     tl.store(partial_ptr, dweight, mask)
     if CENTER:
         tl.store(partial_ptr + K, dbias, mask)
-
-
-@triton.jit
-def _sum_kernel(
-    partials_ptr, dweight_ptr, dbias_ptr, num_partials, K,
-    CENTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    width = 2 * K if CENTER else K
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, num_partials, BLOCK_M):
-        mask = (start + offs_m < num_partials)[:, None] & (offs_n < width)[None, :]
-        acc += tl.load(partials_ptr + (start + offs_m)[:, None] * width + offs_n[None, :], mask, other=0.0)
-    total = tl.sum(acc, 0)
-    tl.store(dweight_ptr + offs_n, total.to(dweight_ptr.dtype.element_ty), offs_n < K)
-    if CENTER:
-        tl.store(dbias_ptr + offs_n - K, total.to(dbias_ptr.dtype.element_ty), (offs_n >= K) & (offs_n < width))
