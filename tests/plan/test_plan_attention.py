@@ -57,6 +57,14 @@ def test_attention_computes_whole_tiles():
         assert attention_seconds(every, gpu, context, context) == pytest.approx(flops * whole**2 / gpu.attention_rate)
 
 
+def test_narrow_heads_have_a_lower_rate():
+    """Of the same FLOPs. 64 heads of 64 elements take twice the exponentials of 32 heads of 128."""
+    gpu, wide = find_gpu("h100"), plan().setup.model.blocks[0]
+    narrow = replace(wide, attention=replace(wide.attention, heads=64))
+    of_wide, of_narrow = (attention_seconds(block, gpu, 8192, 8192) for block in (wide, narrow))
+    assert of_narrow / of_wide == pytest.approx((7 * 2 * 64 + 2 * 256) * 2 / (7 * 2 * 128 + 2 * 256))
+
+
 def test_recomputation_repeats_the_forward_pass_in_fp8():
     checkpointing = ("--activation-checkpointing.mode", "full")
     wide, narrow = plan(*checkpointing).time, plan(*checkpointing, *FP8).time

@@ -4,9 +4,14 @@ The forward pass is two GEMMs and the backward pass five, each of 2 FLOPs for a 
 14 T S H FLOPs for T tokens of texts of S, with H elements in all heads. Kernels compute whole tiles of TILE tokens. In
 causal attention a query sees (S + TILE) / 2 keys.
 
-BF16 runs at the rate of `octavo.plan.hardware`. The speed of FP8 over BF16 was measured by the length of a text
-(bench.gpu.attention, casts included; `make docs` writes attention_speeds.json) with 32 heads of queries and 8 of keys.
-Between two lengths it is interpolated; beyond them it is that of the nearest.
+Each pass also takes an exponential of each score, T S of them a head, whatever the width of the head. They run on other
+units than the products, and between them: Shah et al. (arXiv:2407.08608) count 3.9 * 10^12 exponentials
+a second of an H100 beside 989 * 10^12 FLOPs. So narrow heads have a lower rate in FLOPs.
+
+BF16 runs at the rate of `octavo.plan.hardware`, which was measured with heads of 128 elements. The speed of FP8 over
+BF16 was measured by the length of a text (bench.gpu.attention, casts included; `make docs` writes
+attention_speeds.json) with 32 heads of queries and 8 of keys. Between two lengths it is interpolated; beyond them it is
+that of the nearest.
 """
 
 import functools
@@ -25,6 +30,8 @@ from octavo.plan.hardware import Gpu
 from octavo.plan.setup import Setup
 
 TILE = 128  # tokens
+EXPONENTIAL = 256  # FLOPs: Hopper's multiprocessors compute 4,096 of them, or 16 exponentials, in a clock
+MEASURED_HEAD = 128  # elements of the heads whose rate was measured
 FORWARD = 0.25  # of the time of both passes in BF16, measured there from 4,096 tokens on; its FLOPs are 2/7
 
 
@@ -32,7 +39,10 @@ def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> floa
     """Seconds of both passes in BF16, of `tokens` tokens in texts of `context`."""
     a, whole = block.attention, -(-context // TILE) * TILE
     keys = (whole + TILE) / 2 if a.causal else whole
-    return 7 * tokens * whole / context * keys * (a.queries + a.output) / gpu.attention_rate
+    products = 7 * (a.queries + a.output)  # FLOPs of a query and a key in all heads
+    measured = 14 * MEASURED_HEAD
+    as_measured = (products + 2 * EXPONENTIAL * a.heads) * measured / (measured + 2 * EXPONENTIAL)
+    return tokens * whole / context * keys * as_measured / gpu.attention_rate
 
 
 def fp8_limit(model: Architecture, gpu: Gpu) -> str:
