@@ -168,8 +168,8 @@ def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
     of the rows of experts: of both passes, and of the forward.
 
     The casts of a converted layer are in its measured time, although a fused module makes them in these passes. The
-    measured layers have no biases. The gradient of a bias is a sum that reads dy; a fused MLP, whose dy of the layers
-    before the activation is in eight bits, writes it in BF16 too.
+    measured layers have no biases. The gradient of a bias is a sum that reads dy. In a fused MLP the dy of the layers
+    before the activation is in eight bits: the sum reads dh and u, and computes dy from them again.
     """
     r, width, a = setup.residual, setup.model.width, block.attention
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
@@ -179,9 +179,11 @@ def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
     sorting = 8 * experts * width if experts > 1 else 0  # rows to their experts and back
     forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split + sorting
     backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split + sorting
-    backward += 2 * sum(layer.outputs * layer.active for layer in block.layers if layer.bias)
-    if is_fused(setup.model, setup.recipe):
-        backward += 2 * sum(layer.outputs * layer.active for layer in block.group("up") if layer.bias)
+    biased = [layer for layer in block.layers if layer.bias]
+    if is_fused(setup.model, setup.recipe) and any(layer.group == "up" for layer in biased):
+        backward += 2 * (u + block.hidden)
+        biased = [layer for layer in biased if layer.group != "up"]
+    backward += 2 * sum(layer.outputs * layer.active for layer in biased)
     return forward + backward, forward
 
 
