@@ -4,18 +4,21 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import worst_row
-from grouped_examples import SIZES, exact, exact_dw, offsets_of, operands
+from grouped_examples import GROUPED_PAIRS, SIZES, exact, exact_dw, offsets_of, operands
 
-from octavo.numerics import Cast, QTensor, block
+from octavo.numerics import Cast, QTensor, block, group
 from octavo.ops import find_grouped_backend, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, quantize_stack
+from octavo.ops.gemm.backend import SQUARE, STRIP
 from octavo.ops.gpu_architecture import architecture_of
+from octavo.ops.grouped_gemm import backend
 from octavo.recipe import ROW_W
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pair", GROUPED_PAIRS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_each_row_times_the_matrix_of_its_group(sizes, dtype):
-    a, b, offsets = operands(sizes, 48, 32)
+def test_each_row_times_the_matrix_of_its_group(sizes, pair, dtype):
+    a, b, offsets = operands(sizes, 48, 32, pair=pair)
     y = grouped_mm(a, b, offsets, out_dtype=dtype)
     assert (y.shape, y.dtype) == ((sum(sizes), 32), dtype)
     assert worst_row(y, exact(a, b, sizes)) < {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}[dtype]
@@ -67,7 +70,7 @@ def test_bad_operands_are_named():
         grouped_mm(a, quantize_matrices(torch.zeros(2, 32, 64), Cast()), offsets)
     with pytest.raises(ValueError, match=r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"):
         grouped_mm(a, b, offsets.long())
-    with pytest.raises(ValueError, match=r"row scales, got block:4x4 and row"):
+    with pytest.raises(ValueError, match=r"row scales, .* got block:4x4 and row"):
         grouped_mm(quantize(torch.zeros(8, 48), Cast(granularity=block(4, 4))), b, offsets)
     with pytest.raises(ValueError, match=r"the same M, got \[8, 48\] and \[48, 8\]"):
         grouped_mm_dw(a.data, torch.ones(2, 8, 1), a.data.view(torch.uint8).t().view(a.data.dtype), offsets)
@@ -84,8 +87,23 @@ def test_bad_operands_are_named():
         ((10, 0), ("e4m3", "e4m3"), "none"),
     ],
 )
-def test_only_hopper_has_the_kernel(monkeypatch, capability, formats, name):
+def test_only_hopper_has_the_kernel_of_rows(monkeypatch, capability, formats, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert find_grouped_backend(torch.device("cuda"), formats).name == name
     assert find_grouped_backend(architecture_of(capability), formats).name == name
     assert find_grouped_backend(torch.device("cpu"), formats).name == "emulated"
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "none"), ((8, 9), "triton"), ((9, 0), "triton")])
+@pytest.mark.parametrize("by_b", [STRIP, SQUARE], ids=lambda g: g.name)
+def test_scales_along_k_have_a_kernel_from_ada_on(monkeypatch, by_b, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    formats, gpu = ("e4m3", "e4m3"), torch.device("cuda")
+    assert find_grouped_backend(gpu, formats, STRIP, by_b).name == name
+    assert find_grouped_backend(architecture_of(capability), formats, STRIP, by_b).name == name
+    assert find_grouped_backend(gpu, ("e5m2", "e5m2"), STRIP, by_b).name == "none"
+    assert find_grouped_backend(gpu, formats, STRIP, group(64)).name == "none"
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
+    assert find_grouped_backend(gpu, formats, STRIP, by_b).name == "none"
+    assert find_grouped_backend(architecture_of(capability), formats, STRIP, by_b).name == name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gemm_examples import PROMOTED, ROUNDOFF, on_gpu, row_norm
 from gpu_memory import no_waits, poison
-from grouped_examples import exact, exact_dw, offsets_of, operands
+from grouped_examples import GROUPED_PAIRS, exact, exact_dw, offsets_of, operands, rows_of
 from hopper import ONLY_HOPPER
 
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
@@ -62,14 +62,61 @@ def test_gradients_of_ragged_groups(sizes, fast):
         assert size or not dw[e].any()
 
 
+@pytest.mark.parametrize("pair", GROUPED_PAIRS[1:])
+@pytest.mark.parametrize(("k", "n"), [(48, 80), (512, 272)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_worst_row_of_scales_along_k(sizes, k, n, pair):
+    a, b, offsets = operands(sizes, k, n, spare=3, pair=pair)
+    product = exact(a, b, sizes)
+    largest = bound(product, np.sqrt(exact(a, b, sizes, power=2)), k, fast=False)
+    gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
+    for dtype in (torch.bfloat16, torch.float32):
+        poison()
+        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), out_dtype=dtype)
+        assert (y.shape, y.dtype) == ((rows + 3, n), dtype)
+        error = row_norm(y[:rows].cpu().double().numpy() - product[:rows])
+        assert (error <= largest[:rows]).all(), (error / largest[:rows]).max()
+        assert torch.equal(grouped_mm(gpu_a, gpu_b, offsets.cuda(), out_dtype=dtype)[:rows], y[:rows])
+
+
+@pytest.mark.parametrize("pair", ["strip-square", "mx"])
+@pytest.mark.parametrize("tiling", [(64, 16, 2, 3, 4), (64, 64, 2, 3, 4), (128, 128, 1, 3, 8)], ids=str)
+def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
+    from octavo.ops.gemm import block_scaled_kernel as dense
+    from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
+
+    how, sizes = dense.Tiling(*tiling), [40, 0, 1, 150, 129]
+    a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
+    a, b = on_gpu(a), on_gpu(b)
+    poison()
+    y = kernel.grouped_mm(a.data, a.scale, b.data, b.scale, b.granularity, offsets.cuda(), torch.float32, how)
+    for e, rows in enumerate(rows_of(sizes)):
+        alone = (a.data[rows], a.scale[rows], a.granularity, b.data[e], b.scale[e], b.granularity)
+        assert torch.equal(y[rows], dense.scaled_mm(*alone, None, torch.float32, None, how))
+
+
+def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
+    sizes = [16, 33, 7]
+    a, b, offsets = operands(sizes, 512, 272, pair="strip-square")
+    product = exact(a, b, sizes)
+    largest = bound(product, np.sqrt(exact(a, b, sizes, power=2)), 512, fast=False)
+    b.scale[1, 2] *= 2
+    y = grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda(), out_dtype=torch.float32).cpu().double().numpy()
+    wrong = row_norm(y[:, 256:] - product[:, 256:]) > largest
+    assert wrong[16:49].all()
+    assert not wrong[:16].any()
+    assert not wrong[49:].any()
+
+
 def test_sizes_that_the_kernel_refuses_are_named():
     a, b, offsets = operands([8, 8], 40, 32)
     with pytest.raises(ValueError, match=r"sizes in multiples of 16, got \[32, 40\]"):
         grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda())
 
 
-def test_no_step_waits_for_the_device():
-    a, b, offsets = operands(SIZES[0], 48, 80)
+@pytest.mark.parametrize("pair", GROUPED_PAIRS)
+def test_no_step_waits_for_the_device(pair):
+    a, b, offsets = operands(SIZES[0], 48, 80, pair=pair)
     gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
     with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)

@@ -6,6 +6,7 @@ from typing import Any
 
 import attention_fp8_oracle
 import attention_oracle
+import grouped_examples
 import pytest
 import rotary_examples
 import torch
@@ -73,7 +74,10 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     w = matrix((3 * 48, 32), torch.bfloat16).view(3, 48, 32)
     yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
-    yield "grouped_mm", (a.data, b.data, a.scale, b.scale, offsets, torch.bfloat16, "emulated", False)
+    for pair in ("row", "mx"):
+        q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
+        operands = (q.data, stack.data, q.scale, stack.scale, q.granularity.name, stack.granularity.name)
+        yield "grouped_mm", (*operands, ends, torch.bfloat16, "emulated", False)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
     yield "grouped_mm_dw", (h, x_t, b.scale, offsets, torch.float32, "emulated", True)

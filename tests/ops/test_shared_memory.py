@@ -7,7 +7,7 @@ import pytest
 import torch
 from offline_triton import compile_for, on_cpu
 
-from octavo.numerics import ROW, group
+from octavo.numerics import ROW, block, group
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
@@ -52,6 +52,22 @@ def test_gemm_of_groups(capability, m, size, monkeypatch):
     compiled = compile_for(capability, kernel, monkeypatch)
     a, b, scales = on_cpu(m, 4096), on_cpu(4096, 4096), torch.ones(4096, 4096 // size)
     kernel.scaled_mm(a, scales[:m], group(size), b, scales, group(size), None, torch.bfloat16)
+    assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", FP8)
+@pytest.mark.parametrize("m", [16, 256, 8192])
+@pytest.mark.parametrize("granularities", [(group(128), block(128, 128)), (group(64),) * 2], ids=["block", "group64"])
+def test_grouped_gemm(capability, m, granularities, monkeypatch):
+    from octavo.ops.gemm import block_scaled_kernel
+    from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
+
+    compile_for(capability, block_scaled_kernel, monkeypatch)  # whose `choose` it calls
+    compiled = compile_for(capability, kernel, monkeypatch)
+    a, b = on_cpu(m, 4096), on_cpu(8, 512, 4096)
+    scale_a, scale_b = (torch.ones(g.scale_shape(t.shape)) for g, t in zip(granularities, (a, b), strict=True))
+    offsets = torch.zeros(8, dtype=torch.int32)
+    kernel.grouped_mm(a, scale_a, b, scale_b, granularities[1], offsets, torch.bfloat16)
     assert compiled.fit()
 
 

@@ -15,7 +15,7 @@ from octavo.recipe import rowwise
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block"])
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx", "group32", "group64", "group128"])
 def test_every_scheme_gives_what_its_bytes_say(scheme):
     experts, _, _ = packed_experts((scheme, scheme))
     values = routed()
@@ -38,7 +38,7 @@ def test_channel_has_the_bits_of_training():
     assert torch.equal(packed(*values), trained(*values))
 
 
-@pytest.mark.parametrize("scheme", ["channel", "static"])
+@pytest.mark.parametrize("scheme", ["channel", "static", "block", "mx"])
 def test_a_step_waits_for_nothing_and_becomes_a_graph(scheme):
     experts, _, _ = packed_experts((scheme, scheme), "cuda")
     x, index, weight = (t.cuda() for t in routed())
@@ -77,7 +77,7 @@ def test_a_packed_mixtral_has_the_bits_of_training_and_generates(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_blocks_of_a_mixtral_run_expert_by_expert(tmp_path):
+def test_blocks_of_a_mixtral_give_the_numbers_of_a_cpu(tmp_path):
     _, folder = packed_mixtral(tmp_path, "block")
     ids = torch.randint(0, 99, (2, 13), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():

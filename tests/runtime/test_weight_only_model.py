@@ -17,8 +17,7 @@ import octavo
 from octavo.artifact.packed.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme
 from octavo.int8 import find_int8_backend
 from octavo.nn import Experts
-from octavo.numerics import Cast
-from octavo.numerics.granularity import Granularity
+from octavo.numerics import ROW, Cast, Granularity, group
 from octavo.ops import Backend
 from octavo.ops.gemm import backend
 from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
@@ -150,13 +149,18 @@ def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packed_experts_module, "input_cast", lambda scheme, device: scheme.inputs)
     monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("none", "not a Hopper"))
     weight = torch.empty(4, 32, 64)
-    for scheme in (CHANNEL, TENSORWISE, STATIC):
+    schemes = (CHANNEL, TENSORWISE, STATIC, MX)
+    for scheme in schemes:
         assert expert_input_cast(scheme, weight, CUDA) is None
         assert expert_input_cast(scheme, weight, CPU) == scheme.inputs
-    assert expert_input_cast(MX, weight, CUDA) == MX.inputs  # one expert after the other
-    monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("cutlass", ""))
-    assert expert_input_cast(CHANNEL, weight, CUDA) == CHANNEL.inputs
-    assert expert_input_cast(CHANNEL, weight[:, :30], CUDA) is None
+    asked = []
+    monkeypatch.setattr(
+        packed_experts_module, "find_grouped_backend", lambda *args: asked.append(args[2:]) or Backend("cutlass", "")
+    )
+    for scheme in schemes:
+        assert expert_input_cast(scheme, weight, CUDA) == scheme.inputs
+        assert expert_input_cast(scheme, weight[:, :30], CUDA) is None
+    assert asked[0::2] == [(ROW, ROW), (ROW, ROW), (ROW, ROW), (group(32), group(32))]
 
 
 def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
+from gemm_examples import PAIRS, wide
 from torch import Tensor
 
-from octavo.numerics import Cast, QTensor
-from octavo.ops import quantize, quantize_matrices
-from octavo.recipe import ROW_W
+from octavo.numerics import QTensor
+from octavo.ops import quantize
 
 SIZES = {
     "ragged": [7, 0, 33, 16, 1],
@@ -14,6 +14,8 @@ SIZES = {
     "none at the ends": [0, 31, 2, 0],
     "aligned": [32, 16, 48],
 }
+
+GROUPED_PAIRS = ["row", "strip-square", "strip-strip", "group64", "group32", "mx"]
 
 
 def offsets_of(sizes: list[int]) -> Tensor:
@@ -25,18 +27,27 @@ def rows_of(sizes: list[int]) -> list[slice]:
     return [slice(int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def operands(sizes: list[int], k: int, n: int, spare: int = 0) -> tuple[QTensor, QTensor, Tensor]:
+def operands(sizes: list[int], k: int, n: int, spare: int = 0, pair: str = "row") -> tuple[QTensor, QTensor, Tensor]:
     """a [M, K] with rows of very different size and `spare` rows behind the groups, b [E, N, K], and the offsets."""
     torch.manual_seed(k + n)
     m = sum(sizes) + spare
     a = torch.randn(m, k) * torch.exp2(torch.randint(-12, 13, (m, 1)))
     b = torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-4, 5, (len(sizes), n, 1)))
-    return quantize(a, Cast()), quantize_matrices(b, ROW_W), offsets_of(sizes)
+    cast_a, cast_b = PAIRS[pair]
+    return quantize(a, cast_a), _stack([quantize(matrix, cast_b) for matrix in b]), offsets_of(sizes)
+
+
+def _stack(matrices: list[QTensor]) -> QTensor:
+    data, scale = (
+        torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)  # torch.stack lacks float8 dtypes
+        for parts in ([q.data for q in matrices], [q.scale for q in matrices])
+    )
+    return QTensor(data, scale, matrices[0].format, matrices[0].granularity)
 
 
 def exact(a: QTensor, b: QTensor, sizes: list[int], power: int = 1) -> np.ndarray:
     """y [M, N] of the same quantized operands, or of a power of them, in float64; zeros behind the groups."""
-    wide_a, wide_b = ((q.data.double().numpy() * q.scale.double().numpy()) ** power for q in (a, b))
+    wide_a, wide_b = (wide(q) ** power for q in (a, b))
     y = np.zeros((wide_a.shape[0], wide_b.shape[1]))
     for e, rows in enumerate(rows_of(sizes)):
         y[rows] = wide_a[rows] @ wide_b[e].T

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.artifact.packed.scheme import Scheme, get_scheme
 from octavo.ops import quantize
-from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, runs_grouped
+from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, scales_by_row
 
 E, K, INNER, TOP_K, TOKENS = 4, 256, 128, 2, 24
 
@@ -64,7 +64,7 @@ def _product(layer: PackedGroupedLinear, e: int, x: Tensor) -> Tensor:
     scheme, x = layer.scheme, x.double()
     if scheme.inputs is None:
         return _matrix(layer, e) @ x
-    size = (scheme.inputs.granularity.cols or len(x)) if not runs_grouped(scheme) else len(x)
+    size = (scheme.inputs.granularity.cols or len(x)) if not scales_by_row(scheme) else len(x)
     groups = x.view(-1, size)
     if layer.input_scale is not None:
         scale = layer.input_scale[e].double().view(1, 1)

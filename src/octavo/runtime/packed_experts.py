@@ -4,10 +4,9 @@
     u[M,2F] = n_q @ w_in[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out[e]^T
     out[t] = sum over s of weight[t,s] * y[row of slot s]
 
-The operations of the scheme `channel`, and their order, are those of training (`octavo.nn.experts_function`). The
-schemes with one scale for a row, an expert's matrix or its input run as one grouped GEMM. PyTorch's grouped GEMM takes
-no scales that vary along the sum, so blocks and groups run expert by expert, for which the host waits for the number of
-rows of each. So do weight-only GEMMs (`octavo.runtime.gemm_path`).
+The operations of the scheme `channel`, and their order, are those of training (`octavo.nn.experts_function`). All
+experts run as one grouped GEMM. Weight-only GEMMs (`octavo.runtime.gemm_path`) run expert by expert, for which the host
+waits for the number of rows of each.
 """
 
 from typing import Any
@@ -62,21 +61,16 @@ class PackedGroupedLinear(PackedModule):
         super().__init__()
         self.scheme = scheme
         e, n, k = weight.shape
-        scale = torch.empty(n, 1) if self.is_grouped else scheme.empty_scale(n, k)
+        scale = torch.empty(n, 1) if scales_by_row(scheme) else scheme.empty_scale(n, k)
         with torch.device(weight.device):
             self.register_buffer("weight", torch.empty(e, n, k, dtype=EXPERT_DTYPE))
             self.register_buffer("weight_scale", torch.empty(e, *scale.shape, dtype=scale.dtype))
             self.register_buffer("input_scale", torch.empty(e) if scheme.static else None)
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether no scale varies along the sum, so that all experts run as one GEMM."""
-        return runs_grouped(self.scheme)
-
-    @property
     def by_row(self) -> bool:
         """Whether the input is cast by row, as the fused operations cast it."""
-        return self.is_grouped and not self.scheme.static and self._input_cast is not None
+        return scales_by_row(self.scheme) and not self.scheme.static and self._input_cast is not None
 
     @property
     def _input_cast(self) -> Cast | None:
@@ -85,20 +79,19 @@ class PackedGroupedLinear(PackedModule):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
         cast = self._input_cast
-        if self.is_grouped and cast is not None:
+        if cast is not None:
             return self.product(self._quantized(x, offsets, cast), offsets, x.dtype)
         y = x.new_zeros(x.shape[0], self.weight.shape[1])
         start = 0
         for e, end in enumerate(offsets.tolist()):  # the host waits
             if end > start:
-                rows = x[start:end] if cast is None else quantize(x[start:end], cast)
-                y[start:end] = packed_product(rows, self._matrix(e), None, x.dtype)  # [M_e,K] @ [N,K]^T
+                y[start:end] = packed_product(x[start:end], self._matrix(e), None, x.dtype)  # [M_e,K] @ [N,K]^T
             start = end
         return y
 
     def product(self, x_q: QTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """y [M, N] of the input [M, K], quantized by row."""
-        w_q = QTensor(self.weight, self.weight_scale, self.scheme.weight.fmt, ROW)
+        """y [M, N] of the quantized input [M, K]."""
+        w_q = self._packed(self.weight, self.weight_scale)
         return grouped_mm(x_q, w_q, offsets, out_dtype=dtype, fast_accumulation=True)  # [M_e,K] @ [N,K]^T
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -107,11 +100,15 @@ class PackedGroupedLinear(PackedModule):
 
     def _matrix(self, e: int) -> QTensor:
         """The matrix [N, K] of an expert."""
-        make = _by_row if self.is_grouped else self.scheme.packed_weight
-        return make(self.weight[e], self.weight_scale[e])
+        return self._packed(self.weight[e], self.weight_scale[e])
+
+    def _packed(self, data: Tensor, scale: Tensor) -> QTensor:
+        if scales_by_row(self.scheme):
+            return QTensor(data, scale, CHANNEL.weight.fmt, ROW)
+        return self.scheme.packed_weight(data, scale)
 
     def _quantized(self, x: Tensor, offsets: Tensor, cast: Cast) -> QTensor:
-        """x [M, K] by row: by its own amax, or by the scale of its expert."""
+        """x [M, K], by its own amax or by the scale of its expert."""
         scale = self.scale_of_rows(offsets, x.shape[0])
         return quantize(x, cast) if scale is None else requantize([x], scale, ROW_X)
 
@@ -126,8 +123,8 @@ class PackedGroupedLinear(PackedModule):
         return f"groups={e}, in_features={k}, out_features={n}, scheme={self.scheme.name}, frozen"
 
 
-def runs_grouped(scheme: Scheme) -> bool:
-    """Whether the matrices of `scheme` run as one grouped GEMM."""
+def scales_by_row(scheme: Scheme) -> bool:
+    """Whether the matrices of `scheme` are stacked with a scale for each row, instead of scales that vary along K."""
     return scheme.weight.granularity in (ROW, TENSOR)
 
 
@@ -135,15 +132,12 @@ def expert_input_cast(scheme: Scheme, weight: Tensor, device: torch.device) -> C
     """The cast of the input of matrices [E, N, K] on `device`; None if it keeps its dtype, as where the device has no
     grouped GEMM of these sizes."""
     cast = input_cast(scheme, device)
-    if not runs_grouped(scheme) or device.type != "cuda":
+    if cast is None or device.type != "cuda":
         return cast
     aligned = not any(size % ALIGNMENT for size in weight.shape[1:])
-    formats = scheme.weight.format, scheme.weight.format
-    return cast if aligned and find_grouped_backend(device, formats).name != "none" else None
-
-
-def _by_row(data: Tensor, scale: Tensor) -> QTensor:
-    return QTensor(data, scale, CHANNEL.weight.fmt, ROW)
+    granularities = (ROW, ROW) if scales_by_row(scheme) else (cast.granularity, scheme.weight.granularity)
+    backend = find_grouped_backend(device, (cast.format, scheme.weight.format), *granularities)
+    return cast if aligned and backend.name != "none" else None
 
 
 class PackedExperts(nn.Module):

@@ -104,6 +104,14 @@ def takes_blocks(granularity_a: Granularity, granularity_b: Granularity) -> bool
     return in_groups and (granularity_b == granularity_a or (granularity_a, granularity_b) == (STRIP, SQUARE))
 
 
+def has_kernel_of_groups(
+    gpu: GpuArchitecture, granularity_a: Granularity, granularity_b: Granularity, formats: tuple[str, str]
+) -> bool:
+    """Whether our kernel for scales along K runs on a GPU of this architecture, for these operands."""
+    known = set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2")
+    return known and gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
+
+
 def max_small_m(n: int) -> int:
     """The largest M for which our kernel is faster than cuBLASLt, for y [M, n]."""
     return next((m for max_n, m in _MAX_SMALL_M.items() if n <= max_n), _MAX_SMALL_M_OF_ANY_N)
@@ -126,8 +134,7 @@ def backend_on(
     note = "" if gpu.measured else f", not measured on {gpu.name}"
     line = LINES.get((architecture_key(gpu), f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
     runs = line is not None and " x ".join(formats) in line.formats
-    ours = gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
-    if not runs and ours and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2"):
+    if not runs and has_kernel_of_groups(gpu, granularity_a, granularity_b, formats):
         return Backend("triton" if granularity_a == STRIP else "dequantized", f"{names}{note}")
     if line is None:
         return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")

@@ -60,7 +60,7 @@ def scaled_mm(
     """
     (m, n), group, rows_b = (a.shape[0], b.shape[0]), granularity_a.cols or 1, granularity_b.rows or 1
     a, b = _aligned(a), _aligned(b)
-    scale_a, scale_b = _scales(scale_a, m), _scales(scale_b, m)
+    scale_a, scale_b = readable_scale(scale_a, m), readable_scale(scale_b, m)
     k = a.shape[1]
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
@@ -139,14 +139,14 @@ def _aligned(data: Tensor) -> Tensor:
     return (F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data).contiguous()
 
 
-def _scales(scale: Tensor, m: int) -> Tensor:
-    """The contiguous scales [rows, groups] as float32; E8M0 as it is for a small M, in words of four groups.
+def readable_scale(scale: Tensor, m: int) -> Tensor:
+    """The contiguous scales [..., groups] as float32; E8M0 as it is for a small M, in words of four groups.
 
     The kernel decodes E8M0. With a large M each thread would decode a scale for every element of y that it holds.
     """
     if scale.dtype == torch.float32:
         return scale.contiguous()
-    if m > SMALL_M or scale.shape[1] % 4:
+    if m > SMALL_M or scale.shape[-1] % 4:
         return scale.float().contiguous()
     return scale.contiguous().view(torch.uint8).view(torch.int32)
 
@@ -157,20 +157,51 @@ def _tile_kernel(
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = _tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    pid_m, pid_n = find_tile(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, GROUP)
-    a_ptrs = a_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # rows beyond M and N are
-    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # computed, and not stored
-    stride = tl.cdiv(K, GROUP)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     start_k = tl.program_id(1) * k_per_split
-    for k in tl.range(start_k, tl.minimum(start_k + k_per_split, K), GROUPS * GROUP, num_stages=NUM_STAGES):
+    acc = sum_groups(
+        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, M, N, K,
+        start_k, tl.minimum(start_k + k_per_split, K), GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+    )  # fmt: skip
+    mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
+    rows = offs_m.to(tl.int64)[None, :]
+    if partials_ptr is not None:
+        tl.store(partials_ptr + (tl.program_id(1).to(tl.int64) * M + rows) * N + offs_n[:, None], acc, mask)
+    else:
+        store_sums(acc, rows, offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0, mask)
+
+
+@triton.jit
+def find_tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
+    """(pid_m, pid_n) of this program: programs go through `NEIGHBOURS` tiles of N for each tile of M."""
+    pid = tl.program_id(0)
+    per_band = NEIGHBOURS * tiles_m
+    first_n = pid // per_band * NEIGHBOURS
+    width = tl.minimum(tiles_n - first_n, NEIGHBOURS)
+    return pid % per_band // width, first_n + pid % per_band % width
+
+
+@triton.jit
+def sum_groups(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, start_k, end_k,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for a tile of rows `offs_m` of a, of which those before
+    `end_m` count, and rows `offs_n` of b, the tile number `pid_n` of N."""
+    offs_k = tl.arange(0, GROUP)
+    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # rows behind the end
+    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # of a and b are not stored
+    stride = tl.cdiv(K, GROUP)
+    A_FIRST: tl.constexpr = BLOCK_M >= 64 and ROWS_B > 1
+    acc = tl.zeros((BLOCK_M, BLOCK_N) if A_FIRST else (BLOCK_N, BLOCK_M), tl.float32)
+    for k in tl.range(start_k, end_k, GROUPS * GROUP, num_stages=NUM_STAGES):
         for i in tl.static_range(GROUPS):
             g = k // GROUP + i
             if i % 2 == 0:
-                s_a = _pair(scale_a_ptr, offs_m, M, g, stride, BLOCK_M, GROUPS, EVEN_K)
+                s_a = _pair(scale_a_ptr, offs_m, end_m, g, stride, BLOCK_M, GROUPS, EVEN_K)
                 if ROWS_B == 1:
                     s_b = _pair(scale_b_ptr, offs_n, N, g, stride, BLOCK_N, GROUPS, EVEN_K)
             at = g * GROUP
@@ -181,29 +212,19 @@ def _tile_kernel(
                 mask = at + offs_k < K
                 b = tl.load(b_ptrs + at, mask[None, :], other=0.0)
                 a = tl.load(a_ptrs + at, mask[:, None], other=0.0)
-            products = tl.dot(b, a)  # [N,G] @ [G,M]
             if ROWS_B == 1:
-                acc += products * (s_b[i % 2][:, None] * s_a[i % 2][None, :])
+                acc += tl.dot(b, a) * (s_b[i % 2][:, None] * s_a[i % 2][None, :])  # [N,G] @ [G,M]
             else:
                 tl.static_assert(ROWS_B % BLOCK_N == 0, "a tile must lie in one row of blocks")
                 s = tl.load(scale_b_ptr + pid_n * BLOCK_N // ROWS_B * stride + g, EVEN_K or g < stride, other=0.0)
-                acc += products * (s_a[i % 2] * s)[None, :]
-    mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
-    rows = offs_m.to(tl.int64)[None, :]
-    if partials_ptr is not None:
-        tl.store(partials_ptr + (tl.program_id(1).to(tl.int64) * M + rows) * N + offs_n[:, None], acc, mask)
-    else:
-        store_sums(acc, rows, offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0, mask)
-
-
-@triton.jit
-def _tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
-    """(pid_m, pid_n) of this program: programs go through `NEIGHBOURS` tiles of N for each tile of M."""
-    pid = tl.program_id(0)
-    per_band = NEIGHBOURS * tiles_m
-    first_n = pid // per_band * NEIGHBOURS
-    width = tl.minimum(tiles_n - first_n, NEIGHBOURS)
-    return pid % per_band // width, first_n + pid % per_band % width
+                s *= s_a[i % 2]
+                if A_FIRST:
+                    acc += tl.dot(tl.trans(a), tl.trans(b)) * s[:, None]  # [M,G] @ [G,N]
+                else:
+                    acc += tl.dot(b, a) * s[None, :]  # [N,G] @ [G,M]
+    if A_FIRST:
+        acc = tl.trans(acc)
+    return acc
 
 
 @triton.jit

@@ -1,23 +1,38 @@
 """The choice of the implementation that a grouped GEMM runs on.
 
-PyTorch's `scaled_grouped_mm` with row scales is a CUTLASS kernel for Hopper (ScaledGroupMM.cu in torch 2.11 and 2.13
-has f8f8bf16_grouped_gemm_impl_sm90 alone). Both its operands are E4M3, and its result is BF16. On other GPUs a call
-raises an error, or computes in float32 if the caller allows emulation.
+    cutlass       row scales, both operands E4M3: PyTorch's `scaled_grouped_mm`, for Hopper alone
+    triton        scales that vary along K: our kernel, on NVIDIA GPUs from Ada (8.9)
+    emulated      the reference, in float32: a CPU
+
+ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, whose result is BF16. On other GPUs a
+call raises an error, or computes in float32 if the caller allows emulation.
 """
 
 import torch
 
+from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.gemm import Backend
+from octavo.ops.gemm.backend import has_kernel_of_groups
 from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture
+from octavo.ops.triton_support import HAS_TRITON
 
 
-def find_grouped_backend(place: Place, formats: tuple[str, str]) -> Backend:
-    """The implementation that a device or a GPU has for row-scaled operands of these formats."""
+def find_grouped_backend(
+    place: Place, formats: tuple[str, str], granularity_a: Granularity = ROW, granularity_b: Granularity = ROW
+) -> Backend:
+    """The implementation that a device or a GPU has for operands of these formats and granularities."""
     if isinstance(place, torch.device) and place.type != "cuda":
         return Backend("emulated", f"{place.type} has no FP8 GEMM: exact, in float32")
+    gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
+    names = f"{granularity_a.name} x {granularity_b.name} scales"
+    if not granularity_a.outer:
+        if not has_kernel_of_groups(gpu, granularity_a, granularity_b, formats):
+            return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
+        if isinstance(place, torch.device) and not HAS_TRITON:
+            return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
+        return Backend("triton", f"{names}, in groups")
     if formats != ("e4m3", "e4m3"):
         return Backend("none", f"the grouped GEMM takes two E4M3 operands, the recipe has {' and '.join(formats)}")
-    gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     if gpu.key != "hopper":
         return Backend("none", f"PyTorch has the row-scaled grouped GEMM for Hopper alone, this GPU is {gpu.name}")
     return Backend("cutlass", "row x row scales in float32, in groups")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.granularity import ROW
+from octavo.numerics.granularity import ROW, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor, eager_check
+from octavo.ops.gemm.backend import takes_blocks
 from octavo.ops.grouped_gemm import kernel
 from octavo.ops.grouped_gemm.backend import find_grouped_backend
 from octavo.ops.grouped_gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
@@ -32,10 +33,11 @@ def grouped_mm(
     """y [M, N]: each row of group e of `a` times matrix e of `b`, transposed. A group may be empty.
 
     Args:
-        a: [M, K], scaled by row.
-        b: [E, N, K], scaled by row. The bytes of K are adjacent; matrices may lie in any order of strides.
+        a: [M, K], scaled by row, or in groups of 32, 64 or 128 elements along K.
+        b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
+            row scales matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-        out_dtype: of y. Sums are float32; a GPU rounds them to BF16 first.
+        out_dtype: of y. Sums are float32; with row scales a GPU rounds them to BF16 first.
         fast_accumulation, emulate: as in `scaled_mm`.
 
     Raises:
@@ -43,8 +45,10 @@ def grouped_mm(
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
     _check(a, b, offsets)
-    backend = _backend(a.data.device, a.format.name, b.format.name, emulate)
-    y: Tensor = _grouped_mm(a.data, b.data, a.scale, b.scale, offsets, out_dtype, backend, fast_accumulation)
+    granularities = a.granularity, b.granularity
+    backend = _backend(a.data.device, (a.format.name, b.format.name), granularities, emulate)
+    names = a.granularity.name, b.granularity.name
+    y: Tensor = _grouped_mm(a.data, b.data, a.scale, b.scale, *names, offsets, out_dtype, backend, fast_accumulation)
     return y
 
 
@@ -73,13 +77,15 @@ def grouped_mm_dw(
         ValueError, RuntimeError: as in `grouped_mm`.
     """
     _check_dw(a, scale, b, offsets)
-    backend = _backend(a.device, *formats, emulate)
+    backend = _backend(a.device, formats, (ROW, ROW), emulate)
     dw: Tensor = _grouped_mm_dw(a, b, scale, offsets, out_dtype, backend, fast_accumulation)
     return dw
 
 
-def _backend(device: torch.device, format_a: str, format_b: str, emulate: bool) -> str:
-    backend = find_grouped_backend(device, (format_a, format_b))
+def _backend(
+    device: torch.device, formats: tuple[str, str], granularities: tuple[Granularity, Granularity], emulate: bool
+) -> str:
+    backend = find_grouped_backend(device, formats, *granularities)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
@@ -92,9 +98,12 @@ def _backend(device: torch.device, format_a: str, format_b: str, emulate: bool) 
 def _check(a: QTensor, b: QTensor, offsets: Tensor) -> None:
     if a.data.ndim != 2 or b.data.ndim != 3 or a.data.shape[1] != b.data.shape[2]:
         raise ValueError(f"need a [M, K] and b [E, N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
-    if a.granularity != ROW or b.granularity != ROW:
-        names = f"{a.granularity.name} and {b.granularity.name}"
-        raise ValueError(f"the grouped GEMM takes operands with row scales, got {names}: choose the recipe rowwise")
+    by_row = a.granularity == ROW and b.granularity == ROW
+    if not by_row and not takes_blocks(a.granularity, b.granularity):
+        raise ValueError(
+            "the grouped GEMM takes operands with row scales, equal groups of 32, 64 or 128, or group:128 and "
+            f"block:128x128, got {a.granularity.name} and {b.granularity.name}: choose the recipe rowwise"
+        )
     check_tensor("offsets", offsets, (b.data.shape[0],), torch.int32)
     _check_aligned(a.data, *b.shape[1:])
 
@@ -122,19 +131,34 @@ def _grouped_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
+    granularity_a: str,
+    granularity_b: str,
     offsets: Tensor,
     out_dtype: torch.dtype,
     backend: str,
     fast_accumulation: bool,
 ) -> Tensor:
+    by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
     if backend == "emulated" or a.numel() == 0:
-        return grouped_mm_reference(a, scale_a, b, scale_b, offsets).to(out_dtype)
+        return grouped_mm_reference(a, scale_a, by_a, b, scale_b, by_b, offsets).to(out_dtype)
+    if backend == "triton":
+        from octavo.ops.grouped_gemm import block_scaled_kernel
+
+        return block_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, by_b, offsets, out_dtype)
     return kernel.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast_accumulation).to(out_dtype)
 
 
 @_grouped_mm.register_fake
 def _(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype, *rest: Any
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    granularity_a: str,
+    granularity_b: str,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    *rest: Any,
 ) -> Tensor:
     register_lowerings()
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)

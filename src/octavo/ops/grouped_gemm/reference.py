@@ -6,21 +6,30 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.codec import widen
+from octavo.numerics.granularity import Granularity
+from octavo.ops.gemm.reference import scaled_mm_reference
 
 
-def grouped_mm_reference(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm_reference(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    offsets: Tensor,
+) -> Tensor:
     """float32 y [M, N] from a [M, K] and b [E, N, K]. Rows beyond the last group are zero."""
     y = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
-    with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
-        for e, rows in enumerate(_groups(offsets)):
-            y[rows] = (widen(a[rows]) @ widen(b[e]).t()) * scale_a[rows] * scale_b[e].t()  # [M_e,K] @ [N,K]^T
+    for e, rows in enumerate(_groups(offsets)):
+        y[rows] = scaled_mm_reference(a[rows], scale_a[rows], granularity_a, b[e], scale_b[e], granularity_b)
     return y
 
 
 def grouped_mm_dw_reference(a: Tensor, scale_a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """float32 dw [E, N, K] from a [N, M] and b [K, M]."""
     dw = a.new_zeros((len(offsets), a.shape[0], b.shape[0]), dtype=torch.float32)
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
         for e, columns in enumerate(_groups(offsets)):
             dw[e] = (widen(a[:, columns]) @ widen(b[:, columns]).t()) * scale_a[e]  # [N,M_e] @ [K,M_e]^T
     return dw
