@@ -1,7 +1,7 @@
 """The experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. On one GPU.
 
-The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph. The scheme `block` does not: its
-host waits for the sizes of the groups. The outputs come first, against BF16; then the ways take turns.
+The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph. The outputs come first, against
+BF16; then the ways take turns.
 
     python -m bench.gpu.packed_experts [--quick]
 """
@@ -64,7 +64,7 @@ def measure_tokens(
     quality = {name: decibels(exact, step()) for name, step in steps.items() if name != "bf16"}
     assert all(db > LEAST_DB for db in quality.values()), quality  # NaN is not
     if DEVICE == "cuda" and kind == "decode":
-        steps |= {name: Captured(step) for name, step in steps.items() if name != "block"}
+        steps = {name: Captured(step) for name, step in steps.items()}
     times = interleaved(steps, rounds=rounds, repeat=10 if tokens <= 512 else 3)
     ms = {name: summary(t) for name, t in times.items()}
     print(shape, tokens, {name: round(found["median"], 4) for name, found in ms.items()}, quality, flush=True)
