@@ -40,8 +40,9 @@ def test_a_step_with_attention_in_fp8():
     wide, narrow = plan(), plan(*FP8)
     assert wide.time.attention / narrow.time.attention == pytest.approx(narrow.fp8_attention_speed)
     assert wide.fp8_attention_speed == narrow.fp8_attention_speed  # a question of the settings' texts alone
-    # q, k, v and the output of 32 and 8 heads of 128, a byte less each, in 32 blocks
-    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024 + 4096)
+    # q, k and v of 32 and 8 heads of 128, a byte less each, in 32 blocks. The output takes two bytes in both: in BF16
+    # for the attention and the next layer, in FP8 a byte for each of them.
+    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024)
     assert "FP8" in narrow.origins["attention"]
     assert wide.origins["attention"] == "measured"
 

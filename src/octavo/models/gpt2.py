@@ -111,6 +111,8 @@ class GPT2Config:
 
 
 class Attention(nn.Module):
+    layer_after = "out_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
         self.layer = layer

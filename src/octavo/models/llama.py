@@ -157,6 +157,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
+    layer_after = "o_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer

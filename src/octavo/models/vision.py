@@ -72,6 +72,8 @@ class Patches(nn.Module):
 class SelfAttention(nn.Module):
     """Attention of all tokens to all; `forward` takes q, k and v as one tensor [B, T, 3 width]."""
 
+    layer_after = "proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

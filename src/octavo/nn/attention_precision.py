@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.quantized_attention import SHORTEST, GradientScales, attend_fp8
+from octavo.nn.saved_inputs import mark_saved_inputs
 from octavo.ops import fp8_attention_limit
 
 NAME = "octavo_fp8"  # of the attention, in transformers
@@ -55,6 +56,7 @@ def use_fp8_attention(
         _register()
         transformer: Any = model
         transformer.set_attn_implementation(NAME)
+    mark_saved_inputs(model)
     return list(found)
 
 
@@ -66,6 +68,7 @@ def use_bf16_attention(model: nn.Module) -> None:
     if modules and _is_transformers(model):
         transformer: Any = model
         transformer.set_attn_implementation("sdpa")
+    mark_saved_inputs(model)
 
 
 def _is_causal_attention(module: nn.Module) -> bool:

@@ -16,8 +16,9 @@ from octavo.nn.fast_path import leave_fast_paths
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.only_if_faster import gemm_shapes, skip_slower
+from octavo.nn.saved_inputs import mark_saved_inputs
 from octavo.nn.speedup.lookup import find_speedups
-from octavo.nn.timm_fusion import fuse_vision_blocks, mark_saved_inputs
+from octavo.nn.timm_fusion import fuse_vision_blocks
 from octavo.nn.transformers_fusion import fuse_decoder_layers
 from octavo.ops import Backend
 from octavo.recipe import Recipe

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.nn.linear import Linear
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import GELU
 from octavo.nn.norm_linear import NormLinear, child, watched
@@ -28,14 +27,6 @@ def fuse_vision_blocks(model: nn.Module) -> None:
             any_module.fused_qkv = NormLinear(module, "norm1", "attn.qkv")
             any_module.fused_mlp = GELU(any_module.mlp, "fc1", "fc2")
             module.__class__ = mix_classes(VisionBlock, type(module))
-
-
-def mark_saved_inputs(model: nn.Module) -> None:
-    """Tell the output layers of fused blocks that PyTorch's attention saves their input for its backward pass."""
-    for module in model.modules():
-        attn: Any = getattr(module, "attn", None) if isinstance(module, VisionBlock) else None
-        if attn is not None and isinstance(attn.proj, Linear) and attn.fused_attn and type(attn.norm) is nn.Identity:
-            attn.proj.input_is_saved = True
 
 
 def is_known(block: Any) -> bool:

@@ -7,8 +7,9 @@ For each token of a block of width K, with r bytes an element of the residual st
     u, the MLP's hidden inputs  2 bytes an element (of gate and up both)
     inputs of GEMMs             what dw reads: a byte an element and its scales, or 2 bytes in BF16
 
-Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again: of the GEMMs' inputs they
-save that of the attention's output projection only. In BF16 that input is the output of the attention, saved once.
+Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again, and save none of the
+GEMMs' inputs. The input of the attention's output projection is the output of the attention, saved once, unless a
+recipe casts it for dw alone.
 Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
 Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
 again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
@@ -82,12 +83,19 @@ def _input_bytes(
     if experts:
         return 2.0 * elements
     converted = recipe.quantized and name != "router"
-    if is_fused(model, recipe):
-        return element_bytes(elements, recipe) if name == "o" else 4.0  # norm outputs and h: only their scales
+    if is_fused(model, recipe):  # norm outputs and h: only their scales
+        return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0
     if name == "o" and (not converted or recipe.dw is None):
         return 2.0 * elements if fp8_attention else 0.0
+    if name == "o" and not fp8_attention and _casts_again(recipe):
+        return element_bytes(elements, recipe) - elements  # only the scales
     times = 1 if compiled and not _has_history(recipe) else len(group)
     return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
+
+
+def _casts_again(recipe: Recipe) -> bool:
+    """Whether dw can read bytes that are made of a saved input again."""
+    return recipe.quantizes_x_once and recipe.dw is not None and recipe.dw.b.rounding == "nearest"
 
 
 def _has_history(recipe: Recipe) -> bool:
