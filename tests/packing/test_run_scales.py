@@ -161,6 +161,7 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs: dict[tuple[str
     assert all(float(cache[f"{name}_scale"]) == float(found.scale(name, "amax")) for name in scales)
     record = json.loads((tmp_path / "cache" / "octavo.json").read_text())["calibration"]
     assert (record["rule"], record["kv_cache"], record["prompts"]) == ("history", "fp8", 2)
+    assert record["calibration_rule"] == "amax"
     for name in report.packed:
         assert float(asked[f"{name}.input_scale"]) == float(found.scale(name, "amax"))
         assert not torch.equal(asked[f"{name}.input_scale"], own[f"{name}.input_scale"])

@@ -11,6 +11,7 @@ from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, 
 from torch import Tensor, nn
 
 import octavo
+from octavo.packing import pack
 from octavo.runtime import load_packed
 from octavo.runtime.fused import PackedMLP, PackedNormLinear, fuse
 
@@ -35,20 +36,27 @@ def test_the_forward_pass_is_that_of_training_to_the_bit(
     assert torch.equal(found, required)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_norms_and_activations_are_fused_with_quantization(folders: dict[str, Path], name: str) -> None:
-    model = octavo.load(folders[name])
+@pytest.mark.parametrize(
+    ("name", "scheme", "product", "limit"),
+    [*((name, "channel", "octavo::scaled_mm", 0.018) for name in ARCHITECTURES),  # 35 dB
+     *((name, "int8", "octavo::int8_mm", 2e-3) for name in ("llama with biases", "qwen3"))],
+)  # fmt: skip
+def test_norms_and_activations_are_fused_and_layers_stacked(
+    folders: dict[str, Path], tmp_path: Path, name: str, scheme: str, product: str, limit: float
+) -> None:
+    pack(folders[name].with_name(name), tmp_path / "packed", scheme=scheme)
+    model = octavo.load(tmp_path / "packed")
     seen = operations(lambda: logits(model))
     assert seen["octavo::norm_quantize"] == 4
     assert seen["octavo::activation_quantize"] == 2
     assert seen["octavo::quantize"] == 2  # the attention's output
-    assert seen["octavo::scaled_mm"] == 8
-    twin = layer_by_layer(model)
-    apart = operations(lambda: logits(twin))
-    assert (apart["octavo::norm_quantize"], apart["octavo::scaled_mm"]) == (0, 14)
-    for each_model in (model, twin):
-        each_model.float()  # in which a norm's output is not rounded on its way to the quantizer
-    assert distance(logits(model), logits(twin)) < 0.018  # 35 dB
+    assert seen[product] == 8
+    reference = layer_by_layer(model)
+    apart = operations(lambda: logits(reference))
+    assert (apart["octavo::norm_quantize"], apart[product]) == (0, 14)
+    for each in (model, reference):
+        each.float()  # in which a norm's output is not rounded on its way to the quantizer
+    assert distance(logits(model), logits(reference)) < limit
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -1,6 +1,7 @@
 """The weight that a packed layer caches is that of its buffers, whatever changes them."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from octavo.artifact.packed.scheme import SCHEMES
 from octavo.ops import quantize
 from octavo.runtime import PackedLinear
+from octavo.runtime.packed_linear import swap_linears
 
 
 def packed(scheme: str, seed: int) -> PackedLinear:
@@ -35,6 +37,14 @@ def test_another_state(scheme, assign):
     layer.weight_scale.mul_(2 if layer.weight_scale.is_floating_point() else 1)
     other.weight_scale.copy_(layer.weight_scale)
     assert torch.equal(layer(x), other(x))
+
+
+def test_an_input_of_another_width_names_the_layer():
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(24, 8, bias=False))
+    swap_linears(model, {"1": SCHEMES["channel"]})
+    what = "the layer '1', a PackedLinear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give"
+    with pytest.raises(ValueError, match=re.escape(what)):
+        model(torch.randn(3, 32))
 
 
 def test_copies_and_moves_have_a_weight_of_their_own():

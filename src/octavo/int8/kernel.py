@@ -87,11 +87,9 @@ def _scale_sums(
 ) -> None:
     """Fill y [M, N] in parts of rows, so that the int32 sums of all rows are never there at once."""
     m, n = y.shape
-    rows = max(MAX_SUMS // n // 256 * 256, 256)
-    parts = cdiv(m, rows)
-    rows = cdiv(m, parts)  # of equal size: torch._int_mm takes no fewer than 17 rows
-    for start in range(0, m, rows):
-        part = slice(start, start + rows)
+    parts = cdiv(m, max(MAX_SUMS // n, 256))
+    for i in range(parts):
+        part = slice(m * i // parts, m * (i + 1) // parts)  # of equal size: torch._int_mm takes no fewer than 17 rows
         sums = torch._int_mm(a[part], b.t())  # [M,K] @ [K,N]
         added = None if residual is None else residual[part]
         _combine(sums[None], scale_a[part], scale_b, bias, added, y[part])

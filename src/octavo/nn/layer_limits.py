@@ -6,7 +6,7 @@ Code that a compiler traces is not checked: an eager call with the same inputs r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -61,16 +61,18 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
     if weights:
-        _check_width(layer, x, weights[0])
+        check_width(layer, x, weights[0].shape)
 
 
-def _check_width(layer: Any, x: Tensor, w: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] != w.shape[-1]:
-        kind = f"{type(layer).__name__} with a weight {list(w.shape)}"
+def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
+    """Raise ValueError unless the input `x` has the width of a weight of this shape, [N, K] or [E, N, K]."""
+    width = weight[-1]
+    if x.ndim == 0 or x.shape[-1] != width:
+        kind = f"{type(layer).__name__} with a weight {list(weight)}"
         name = f"the layer {layer.name!r}, a {kind}," if layer.name else f"a {kind}"
         raise ValueError(
-            f"{name} takes an input [..., {w.shape[-1]}], got {list(x.shape)}: give it an input whose last dimension "
-            f"is {w.shape[-1]}"
+            f"{name} takes an input [..., {width}], got {list(x.shape)}: give it an input whose last dimension is "
+            f"{width}"
         )
 
 

@@ -47,7 +47,7 @@ class PartlyPackedModel:
         for name in names:
             linear: Any = self._model.get_submodule(name)
             disk = source.meta_model.file_name(name)
-            layer = PackedLinear(linear, packing.schemes[disk])
+            layer = PackedLinear(linear, packing.schemes[disk], name)
             layer.load_state_dict({leaf: in_model[f"{name}.{leaf}"] for leaf in layer.state_dict()}, assign=True)
             self._forms[name] = (linear, layer.to(device))
             stored = [spec.nbytes for key, spec in specs.items() if _is_of(key, disk)]

@@ -75,7 +75,7 @@ def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) ->
     inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
     cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
     weights = _histories(source, layers)[1] if source.recipe == "delayed" else {}
-    return StaticScales(inputs, cached.keys_and_values, {**cached.record, "rule": FROZEN}, weights)
+    return StaticScales(inputs, cached.keys_and_values, _with_rule(FROZEN, cached), weights)
 
 
 def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], experts: Sequence[str]) -> StaticScales:
@@ -91,7 +91,13 @@ def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], 
     if options.kv_cache is None and not experts:
         return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
     found = calibrated_scales(options, source, experts)
-    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, {**found.record, "rule": HISTORY}, weights)
+    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, _with_rule(HISTORY, found), weights)
+
+
+def _with_rule(rule: str, calibrated: StaticScales) -> dict[str, object]:
+    """The record of scales by `rule`, beside those that a calibration gave by a rule of its own."""
+    others = {"calibration_rule": calibrated.record["rule"]} if calibrated.record else {}
+    return {**calibrated.record, "rule": rule, **others}
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

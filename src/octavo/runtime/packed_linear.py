@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.artifact.packed.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme
 from octavo.int8 import int8_mm
+from octavo.nn.layer_limits import check_width
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.precomputed import PrecomputedProjections
 from octavo.numerics import Cast, QTensor, scale_from_amax
@@ -64,6 +65,7 @@ class PackedLinear(PackedModule):
     Args:
         linear: the layer that it replaces, for the sizes and the device.
         scheme: of the packing.
+        name: of the layer in its model, for messages.
 
     Buffers:
         weight: e4m3, or int8 in the scheme of that name, [N, K].
@@ -77,8 +79,9 @@ class PackedLinear(PackedModule):
     input_scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme) -> None:
+    def __init__(self, linear: nn.Linear, scheme: Scheme, name: str = "") -> None:
         super().__init__()
+        self.name = name
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
         n, k = linear.weight.shape
         with torch.device(linear.weight.device):
@@ -101,6 +104,8 @@ class PackedLinear(PackedModule):
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
+        if not torch.compiler.is_compiling():
+            check_width(self, x, (self.out_features, self.in_features))
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
@@ -174,4 +179,4 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme))
+        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, name))

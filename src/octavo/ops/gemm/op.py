@@ -132,18 +132,8 @@ def _scaled_mm(
 
 
 @_scaled_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    granularity_a: str,
-    scale_a: Tensor,
-    granularity_b: str,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
     register_lowerings()  # a graph with operations of ours is being traced: each has a GEMM
+    *_, residual, _fast_accumulation, _emulate = rest
     _check(a, b, out_dtype, residual)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
