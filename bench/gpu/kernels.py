@@ -45,7 +45,8 @@ def main() -> None:
             ms, copy = replayed(kernel.run), copy_ms(moved)
             times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
             rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
-            print(f"{kernel.name:34} {T} x {k:<6} {1e3 * ms:8.1f} us  {copy / ms:6.1%} of copy", flush=True)
+            rate = f"{moved / ms / 1e9:5.2f} TB/s  {copy / ms:6.1%} of copy"
+            print(f"{kernel.name:38} {T} x {k:<6} {1e3 * ms:8.1f} us  {rate}", flush=True)
     print(record.write("gpu_kernels", {"kernels": rows}))
 
 
@@ -83,36 +84,10 @@ def bf16(*shape: int) -> Tensor:
 
 def kernels(k: int) -> Iterator[Kernel]:
     """The kernels on tensors [8192, k]."""
-    x_cast, w_cast, dy_cast = ROW_X, ROW_W, Cast(scale="pow2")
+    x_cast, dy_cast = ROW_X, Cast(scale="pow2")
     x, n = bf16(T, k), T * k
-    column, row = torch.rand(1, k, device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
-
-    def plain(name: str, cast: Cast, size: float, **factors: Tensor) -> Kernel:
-        reference = (factors.get("column_scale"), factors.get("row_scale"), None)
-        run = partial(ops.quantize, x, cast, **factors)
-        return Kernel(name, run, partial(quantize_reference, x, cast, *reference), n, size)
-
-    yield plain("quantize rows", x_cast, 3)
-    yield plain("quantize rows, floor (weights)", w_cast, 3)
-    yield plain("quantize rows, factors (dy)", dy_cast, 3, column_scale=column, row_scale=row)
-    for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
-        yield plain(f"quantize {name}", cast, 3)
-    yield plain("quantize 128x128", BLOCK_W, 3)
-    yield plain("quantize tensor", Cast(granularity=TENSOR), 5)
-    scale = x.abs().amax().float().view(1, 1) / 448
-    yield Kernel(
-        "quantize tensor, known scale",
-        partial(ops.quantize_scaled, x, scale, Cast(granularity=TENSOR)),
-        partial(quantize_scaled_reference, x, scale, x_cast.fmt, None),
-        n, 3,
-    )  # fmt: skip
-    for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
-        yield Kernel(
-            f"quantize {name}, transposed",
-            partial(ops.quantize_transposed, x, cast),
-            partial(quantize_reference, x.t().contiguous(), cast, None, None, None),
-            n, 3,
-        )  # fmt: skip
+    for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
+        yield from quantizations(x, dy_cast, seed)
     q = ops.quantize(x, x_cast)
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
@@ -132,6 +107,41 @@ def kernels(k: int) -> Iterator[Kernel]:
         yield from norms(x, x_cast)
     if k == 14336:
         yield from activations(k, x_cast, dy_cast)
+
+
+def quantizations(x: Tensor, dy_cast: Cast, seed: Tensor | None) -> Iterator[Kernel]:
+    """The quantizations of x: to nearest, or stochastically with a seed."""
+    rounding, tensor = "" if seed is None else ", stochastic", Cast(granularity=TENSOR)
+    column, row = torch.rand(1, x.shape[1], device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
+    scale = x.abs().amax().float().view(1, 1) / 448
+    for name, cast, columns, rows in (
+        ("rows", ROW_X, None, None),
+        ("rows, floor (weights)", ROW_W, None, None),
+        ("rows, factors (dy)", dy_cast, column, row),
+        ("1x128", BLOCK_X, None, None),
+        ("MX", MX_GROUPS, None, None),
+        ("128x128", BLOCK_W, None, None),
+        ("tensor", tensor, None, None),
+    ):
+        yield Kernel(
+            f"quantize {name}{rounding}",
+            partial(torch.ops.octavo.quantize, x, cast.spec, columns, rows, seed),
+            partial(quantize_reference, x, cast, columns, rows, seed),
+            x.numel(), 5 if cast == tensor else 3,
+        )  # fmt: skip
+    yield Kernel(
+        f"quantize tensor, known scale{rounding}",
+        partial(torch.ops.octavo.quantize_scaled, x, scale, tensor.format, seed),
+        partial(quantize_scaled_reference, x, scale, tensor.fmt, seed),
+        x.numel(), 3,
+    )  # fmt: skip
+    for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
+        yield Kernel(
+            f"quantize {name}, transposed{rounding}",
+            partial(torch.ops.octavo.quantize_transposed, x, cast.spec, seed),
+            partial(quantize_reference, x.t().contiguous(), cast, None, None, seed),
+            x.numel(), 3,
+        )  # fmt: skip
 
 
 def norms(x: Tensor, cast: Cast) -> Iterator[Kernel]:

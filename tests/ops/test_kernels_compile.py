@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from offline_triton import compile_for, on_cpu
+from offline_triton import Compiled, compile_for, on_cpu
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
 
@@ -31,21 +31,35 @@ def rows(columns: int = K) -> torch.Tensor:
     return on_cpu(M, columns, dtype=HALF)
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.spec)
-def test_quantization(cast, capability, monkeypatch):
-    from octavo.ops.quantization import kernel
+@pytest.fixture(params=[None, torch.tensor(0)], ids=["nearest", "stochastic"])
+def seed(request) -> torch.Tensor | None:
+    return request.param
+
+
+def compile_quantization(capability: int, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    from octavo.ops.quantization import block_kernel, kernel, tensor_kernel
 
     compiled = compile_for(capability, kernel, monkeypatch)
-    kernel.quantize(rows(), cast, None, None)
+    for module in (block_kernel, tensor_kernel):
+        monkeypatch.setattr(module, "launcher", kernel.launcher)
+    return compiled
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.spec)
+def test_quantization(cast, seed, capability, monkeypatch):
+    from octavo.ops.quantization import kernel
+
+    compiled = compile_quantization(capability, monkeypatch)
+    kernel.quantize(rows(), cast, None, None, seed)
     assert compiled.fit()
 
 
-def test_quantization_of_a_stored_scale_and_of_transposed_groups(capability, monkeypatch):
-    from octavo.ops.quantization import kernel
+def test_quantization_of_a_stored_scale_and_of_transposed_groups(seed, capability, monkeypatch):
+    from octavo.ops.quantization import kernel, tensor_kernel
 
-    compiled = compile_for(capability, kernel, monkeypatch)
-    kernel.quantize_scaled(rows(), torch.ones(1, 1), Cast().fmt)
-    kernel.quantize_transposed(rows(), Cast(granularity=group(128)))
+    compiled = compile_quantization(capability, monkeypatch)
+    tensor_kernel.quantize_scaled(rows(), torch.ones(1, 1), Cast().fmt, seed)
+    kernel.quantize_transposed(rows(), Cast(granularity=group(128)), seed)
     assert compiled.fit()
 
 

@@ -4,6 +4,7 @@ Every byte of the data and every bit of the scales is equal, for finite inputs w
 three times over poisoned memory, since some errors occur only now and then.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ LARGE = (4096, 2048)
 SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (1, 4097), (0, 7), (5, 0), (0, 0), LARGE]
 DTYPES = [torch.bfloat16, torch.float32]
 SEED = torch.tensor(0x0123456789ABCDEF)
+STRAIGHT, TURNED = torch.ops.octavo.quantize, torch.ops.octavo.quantize_transposed
 
 
 def cases(sizes: list[tuple[int, int]]) -> pytest.MarkDecorator:
@@ -109,19 +111,72 @@ def test_a_poisoned_block_and_the_others(cast, value):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @cases([(1, 1), (17, 130), (129, 257), (0, 7), LARGE])
 def test_stochastic_rounding(cast, shape, dtype):
+    """The kernels take factors with rows only: other granularities run without, and small ones with them too."""
     x, given = given_matrix(shape, dtype), factors(shape, "both")
-    scales = given["column_scale"], given["row_scale"]
-    straight, turned = torch.ops.octavo.quantize, torch.ops.octavo.quantize_transposed
-    expected = *straight(x, cast.spec, *scales, SEED), *turned(x, cast.spec, SEED)
-    on_gpu, scales, seed = x.cuda(), [s.cuda() for s in scales], SEED.cuda()
-    for _ in range(REPEATS):
-        poison()
-        actual = *straight(on_gpu, cast.spec, *scales, seed), *turned(on_gpu, cast.spec, seed)
+    both, no_factors = (given["column_scale"], given["row_scale"]), (None, None)
+    on_gpu, seed = x.cuda(), SEED.cuda()
+    for scales in (both, no_factors) if x.numel() < 100_000 else (both if cast.by_row else no_factors,):
+        expected = *STRAIGHT(x, cast.spec, *scales, SEED), *TURNED(x, cast.spec, SEED)
+        scales = [None if s is None else s.cuda() for s in scales]
+        for _ in range(REPEATS):
+            poison()
+            actual = *STRAIGHT(on_gpu, cast.spec, *scales, seed), *TURNED(on_gpu, cast.spec, seed)
+            for one, other in zip(actual, expected, strict=True):
+                assert_same(one, other)
+        if x.numel() > 1:
+            other_seed = STRAIGHT(on_gpu, cast.spec, *scales, seed + 1)[0]
+            assert not torch.equal(bits(other_seed).cpu(), bits(expected[0]))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**62 - 1])
+def test_stochastic_rounding_over_the_whole_range(fmt, seed):
+    """Subnormal numbers of both, every binade, the neighbours of the grid's numbers, and numbers that saturate."""
+    grid = torch.arange(256, dtype=torch.uint8).view(FORMATS[fmt].dtype).float()
+    grid = grid[grid.isfinite()]
+    near = [torch.nextafter(grid, torch.tensor(way)) for way in (-torch.inf, torch.inf)]
+    sweeps = torch.linspace(-(2.0**-5), 2.0**-5, 300_000), torch.exp2(torch.linspace(-149, 20, 300_000))
+    x = torch.cat([grid, *near, *sweeps]).view(1, -1)
+    seed = torch.tensor(seed)
+    expected = torch.ops.octavo.quantize_scaled(x, torch.ones(1, 1), fmt, seed)
+    poison()
+    actual = torch.ops.octavo.quantize_scaled(x.cuda(), torch.ones(1, 1).cuda(), fmt, seed.cuda())
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+def test_a_block_that_is_not_finite_and_the_others_rounded_stochastically(cast):
+    for value in (torch.nan, torch.inf):
+        x = matrix((129, 257))
+        x[4, 70] = value
+        actual, expected = (STRAIGHT(t, cast.spec, None, None, SEED.to(t.device)) for t in (x.cuda(), x))
         for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    if x.numel() > 1:
-        other_seed = straight(on_gpu, cast.spec, *scales, seed + 1)[0]
-        assert not torch.equal(bits(other_seed).cpu(), bits(expected[0]))
+            assert_same_numbers(one, other)
+
+
+@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast not in OTHERS], ids=name_of)
+def test_stochastic_rounding_takes_the_memory_of_its_result(cast):
+    x, cast = torch.randn(LARGE, device="cuda").bfloat16(), replace(cast, rounding="stochastic")
+    quantize(x, cast)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantize(x, cast)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * x.numel()
+
+
+def test_the_noise_repeats_after_2_to_32_elements():
+    """The hash takes the lower 32 bits of an index, and the kernel's own offsets have more."""
+    rows, columns = 2**17, 2**15
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("takes 13 GB of GPU memory")
+    x = torch.zeros(rows + 2, columns, device="cuda", dtype=torch.bfloat16)
+    x[:2] = x[-2:] = torch.randn(2, columns, device="cuda").bfloat16()
+    data, scale = STRAIGHT(x, Cast().spec, None, None, SEED.cuda())
+    assert torch.equal(bits(data[:2]), bits(data[-2:]))
+    assert torch.equal(scale[:2], scale[-2:])
+    assert_same(data[:2].contiguous(), STRAIGHT(x[:2].cpu(), Cast().spec, None, None, SEED)[0])
 
 
 def test_the_draw_follows_torch_manual_seed():

@@ -1,8 +1,8 @@
 """The random numbers of stochastic rounding, which every implementation can reproduce.
 
 The noise of element i is a hash of (seed, i). It has no state and no order, so any implementation, on a CPU or a GPU,
-gives the same bytes. The hash is a 32-bit xor-shift-multiply mix, applied once to the seed and once to the index. Its
-constants come from Wellons' search for low bias ("hash-prospector", lowbias32).
+gives the same bytes. The hash is a 32-bit xor-shift-multiply mix, applied once to the seed and once to the index, of
+which it takes the lower 32 bits. Its constants come from Wellons' search for low bias ("hash-prospector", lowbias32).
 """
 
 import torch
@@ -16,7 +16,7 @@ def uniform_noise(shape: torch.Size | tuple[int, ...], seed: Tensor) -> Tensor:
     count = int(torch.Size(shape).numel())
     index = torch.arange(count, device=seed.device)
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    bits = _mix(index ^ _mix(low ^ _mix(high)))
+    bits = _mix((index & _MASK) ^ _mix(low ^ _mix(high)))
     return ((bits >> 8).float() * 2.0**-24).view(shape)
 
 

@@ -20,38 +20,44 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.numerics.formats import Format
 from octavo.numerics.granularity import TENSOR
-from octavo.ops.device_math import (
-    INFINITY_BITS,
-    NAN_BITS,
-    amax_bits,
-    ceil_power_of_two,
-    inverse,
-    scale_from_amax,
-    store_scale,
-    to_data,
-)
+from octavo.ops.device_math import amax_bits, ceil_power_of_two, inverse, scale_from_amax, store_scale
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
+from octavo.ops.quantization.block_kernel import quantize_blocks, quantize_groups_transposed
+from octavo.ops.quantization.device_rounding import to_data
+from octavo.ops.quantization.tensor_kernel import quantize_tensor
 from octavo.ops.triton_support import cdiv, power_of_two_above, row_tile
 
-FLAT_BLOCK = 8192  # elements of a program of the kernels for a scale of the whole tensor
-TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
 FLOOR_PROGRAMS = 256  # the most programs of the second launch
 
 
 def quantize(
-    x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None, matrices: int = 1
+    x: Tensor,
+    cast: Cast,
+    column_scale: Tensor | None,
+    row_scale: Tensor | None,
+    seed: Tensor | None = None,
+    matrices: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(x, 0, data, scale, cast, column_scale, row_scale, matrices=matrices)
+        _rows(x, 0, data, scale, cast, column_scale, row_scale, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
-        _tensor(x, data, scale, cast)
+        quantize_tensor(x, data, scale, cast, seed)
     else:
-        _blocks(x, data, scale, cast)
+        quantize_blocks(x, data, scale, cast, seed)
+    return data, _as_scale(scale)
+
+
+def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass."""
+    if cast.granularity.rows != 1 or cast.granularity.cols is None:
+        return quantize(x.t().contiguous(), cast, None, None, seed)
+    m, k = x.shape
+    data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
+    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed)
     return data, _as_scale(scale)
 
 
@@ -61,7 +67,7 @@ def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
     data = allocate(tensors[0], (sum(sizes), tensors[0].shape[1]), cast.fmt.dtype)
     scale = _new_scale(data, tuple(data.shape), cast)
     for x, end in zip(tensors, accumulate(sizes), strict=True):
-        _rows(x, end - x.shape[0], data, scale, cast, None, None)
+        _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
     return data, _as_scale(scale)
 
 
@@ -70,7 +76,7 @@ def row_scales(tensors: list[Tensor], cast: Cast) -> Tensor:
     sizes = [x.shape[0] for x in tensors]
     scale = allocate(tensors[0], (sum(sizes), 1), torch.float32)
     for x, end in zip(tensors, accumulate(sizes), strict=True):
-        _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, unrounded=True)
+        _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
     return scale
 
 
@@ -84,30 +90,33 @@ def _as_scale(scale: Tensor) -> Tensor:
 
 
 def _rows(
-    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *factors: Tensor | None, matrices: int = 1
+    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
 ) -> None:
-    """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`."""
+    """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`.
+
+    `optional` are the column scale, the row scale and the seed.
+    """
     if not cast.relative_floor:
-        _launch_rows(x, first_row, data, scale, cast, *factors, unrounded=False)
+        _launch_rows(x, first_row, data, scale, cast, *optional, unrounded=False)
         return
     unfloored = allocate(scale, scale.shape)
-    _launch_rows(x, first_row, data, unfloored, cast, *factors, unrounded=True)
+    _launch_rows(x, first_row, data, unfloored, cast, *optional, unrounded=True)
     m, k = x.shape[0] // matrices, x.shape[1]
     block_k, _, warps = row_tile(k)
     rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
     launcher(_floor_kernel, (cdiv(m, rows_per_program), matrices))(
-        x, data, unfloored, scale, *factors, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
+        x, data, unfloored, scale, *optional, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
         POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
     )  # fmt: skip
 
 
 def _launch_rows(
-    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *factors: Tensor | None, unrounded: bool
+    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
 ) -> None:
     m, k = x.shape
     block_k, block_m, warps = row_tile(k)
     launcher(_row_kernel, (cdiv(m, block_m),))(
-        x, data, scale, *factors, first_row, m, k,
+        x, data, scale, *optional, first_row, m, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
         E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
@@ -115,7 +124,7 @@ def _launch_rows(
 
 @triton.jit
 def _row_kernel(
-    x_ptr, data_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, first_row, M, K,
+    x_ptr, data_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, seed_ptr, first_row, M, K,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +136,8 @@ def _row_kernel(
     scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     if data_ptr is not None:
         offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
-        tl.store(data_ptr + offs, to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
+        q = to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty, offs, seed_ptr)
+        tl.store(data_ptr + offs, q, mask)
     if UNROUNDED:  # the floor is relative to the largest scale before rounding to a power of two
         scale = scale_from_amax(bits, FORMAT_MAX, False)
     store_scale(scale_ptr + first_row + offs_m, scale, offs_m < M, E8M0)
@@ -135,7 +145,7 @@ def _row_kernel(
 
 @triton.jit
 def _floor_kernel(
-    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, first_row, M, K,
+    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, seed_ptr, first_row, M, K,
     RELATIVE_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
@@ -158,8 +168,9 @@ def _floor_kernel(
         for m in range(start_m, tl.minimum(start_m + BLOCK_M, M)):
             if _rounded(tl.load(unfloored_ptr + first_row + m), POWER_OF_TWO) < floor:
                 x = _load(x_ptr, column_scale_ptr, row_scale_ptr, m, offs_k, True, K)
-                tl.store(data_ptr + (first_row + m) * K + offs_k,
-                         (x * tl.div_rn(1.0, floor)).to(data_ptr.dtype.element_ty), offs_k < K)  # fmt: skip
+                offs = (first_row + m) * K + offs_k
+                q = to_data(x * tl.div_rn(1.0, floor), data_ptr.dtype.element_ty, offs, seed_ptr)
+                tl.store(data_ptr + offs, q, offs_k < K)
 
 
 @triton.jit
@@ -176,125 +187,3 @@ def _load(x_ptr, column_scale_ptr, row_scale_ptr, offs_m, offs_k, mask_m, K):
     if row_scale_ptr is not None:
         x *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)
     return x
-
-
-def _tensor(x: Tensor, data: Tensor, scale: Tensor, cast: Cast) -> None:
-    bits = x.new_zeros(1, dtype=torch.int32)
-    grid = (cdiv(x.numel(), FLAT_BLOCK),)
-    launcher(_amax_kernel, grid)(x, bits, x.numel(), BLOCK=FLAT_BLOCK, num_warps=8)
-    launcher(_tensor_kernel, grid)(
-        x, data, scale, bits, x.numel(),
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK=FLAT_BLOCK, num_warps=8,
-    )  # fmt: skip
-
-
-@triton.jit
-def _amax_kernel(x_ptr, bits_ptr, numel, BLOCK: tl.constexpr):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(bits_ptr, amax_bits(x, 0))
-
-
-@triton.jit
-def _tensor_kernel(
-    x_ptr, data_ptr, scale_ptr, bits_ptr, numel,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    scale = scale_from_amax(tl.load(bits_ptr + tl.arange(0, 1)), FORMAT_MAX, POWER_OF_TWO)
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
-    tl.store(data_ptr + offs, (x * inverse(scale)).to(data_ptr.dtype.element_ty), offs < numel)
-    store_scale(scale_ptr + tl.arange(0, 1), scale, tl.program_id(0) + tl.arange(0, 1) == 0, E8M0)
-
-
-def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
-    data = allocate(x, x.shape, fmt.dtype)
-    bits = x.new_zeros((1, 1), dtype=torch.int32)
-    grid = (cdiv(x.numel(), FLAT_BLOCK),)
-    launcher(_scaled_kernel, grid)(x, data, scale, bits, x.numel(), FORMAT_MAX=fmt.max, BLOCK=FLAT_BLOCK, num_warps=8)
-    launcher(_poison_kernel, (min(grid[0], 132),))(data, bits, x.numel(), BLOCK=FLAT_BLOCK, num_warps=8)
-    return data, bits.view(torch.float32)
-
-
-@triton.jit
-def _scaled_kernel(x_ptr, data_ptr, scale_ptr, bits_ptr, numel, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(bits_ptr, amax_bits(x, 0))
-    x = tl.minimum(tl.maximum(x * tl.div_rn(1.0, tl.load(scale_ptr)), -FORMAT_MAX), FORMAT_MAX)
-    tl.store(data_ptr + offs, x.to(data_ptr.dtype.element_ty), offs < numel)
-
-
-@triton.jit
-def _poison_kernel(data_ptr, bits_ptr, numel, BLOCK: tl.constexpr):
-    if tl.load(bits_ptr) >= INFINITY_BITS:
-        nan = tl.full((BLOCK,), NAN_BITS, tl.int32).to(tl.float32, bitcast=True).to(data_ptr.dtype.element_ty)
-        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
-            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(data_ptr + offs, nan, offs < numel)
-
-
-def _blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast) -> None:
-    m, k = x.shape
-    rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
-    block_m, block_k = power_of_two_above(rows), power_of_two_above(cols)
-    blocks = max(1, 8192 // (block_m * block_k))  # adjacent blocks of one program
-    launcher(_block_kernel, (cdiv(scale.numel(), blocks),))(
-        x, data, scale, m, k, scale.shape[1], scale.numel(), rows, cols,
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCKS=blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
-    )  # fmt: skip
-
-
-@triton.jit
-def _block_kernel(
-    x_ptr, data_ptr, scale_ptr, M, K, blocks_across, num_blocks, block_rows, block_cols,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    offs_block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inner_m, inner_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    offs_m = ((offs_block // blocks_across) * block_rows)[:, None, None] + inner_m[None, :, None]
-    offs_k = ((offs_block % blocks_across) * block_cols)[:, None, None] + inner_k[None, None, :]
-    mask = (offs_m < M) & (offs_k < K) & (inner_m < block_rows)[None, :, None] & (inner_k < block_cols)[None, None, :]
-    offs = offs_m * K + offs_k
-    x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
-    scale = scale_from_amax(amax_bits(tl.reshape(x, (BLOCKS, BLOCK_M * BLOCK_K)), 1), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(data_ptr + offs, (x * inverse(scale)[:, None, None]).to(data_ptr.dtype.element_ty), mask)
-    store_scale(scale_ptr + offs_block, scale, offs_block < num_blocks, E8M0)
-
-
-def quantize_transposed(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """The transpose of a contiguous x [M, K], quantized in groups along M: data [K, M], scale [K, M / group]."""
-    m, k = x.shape
-    group_size = cast.granularity.cols
-    assert group_size is not None
-    block_m = power_of_two_above(group_size)
-    block_k = max(1, TRANSPOSED_BLOCK // block_m)
-    data = allocate(x, (k, m), cast.fmt.dtype)
-    scale = _new_scale(x, (k, m), cast)
-    launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
-        x, data, scale, m, k, group_size,
-        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
-    )  # fmt: skip
-    return data, _as_scale(scale)
-
-
-@triton.jit
-def _group_transposed_kernel(
-    x_ptr, data_ptr, scale_ptr, M, K, group_size,
-    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    inner_m = tl.arange(0, BLOCK_M)
-    offs_m = tl.program_id(1).to(tl.int64) * group_size + inner_m
-    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = ((offs_m < M) & (inner_m < group_size))[:, None] & (offs_k < K)[None, :]
-    x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
-    scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
-    q = (x * inverse(scale)[None, :]).to(data_ptr.dtype.element_ty)
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
-    store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)

@@ -113,12 +113,12 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
     return new_seed(x.device) if cast.rounding == "stochastic" else None
 
 
-def _has_kernel(x: Tensor, cast: Cast, seed: Tensor | None) -> bool:
-    """Whether a kernel quantizes `x`; stochastic rounding and very long rows are left to the reference, and so is int8
-    in another granularity than rows."""
+def _has_kernel(x: Tensor, cast: Cast) -> bool:
+    """Whether a kernel quantizes `x`; very long rows are left to the reference, and so is int8 in another granularity
+    than rows."""
     if cast.format == "int8":
         return cast.by_row and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
-    return seed is None and converts(x, cast.format) and fits(cast, x.shape[1])
+    return converts(x, cast.format) and fits(cast, x.shape[1])
 
 
 def _quantizes(
@@ -126,7 +126,7 @@ def _quantizes(
 ) -> bool:
     cast = parse_cast(spec)
     plain = column_scale is None and row_scale is None
-    return _has_kernel(x, cast, seed) and (plain or cast.by_row)
+    return _has_kernel(x, cast) and (plain or cast.by_row)
 
 
 @operation("quantize", _quantizes)
@@ -137,7 +137,7 @@ def _quantize(
         return quantize_reference(x.contiguous(), parse_cast(spec), column_scale, row_scale, seed)
     from octavo.ops.quantization import kernel
 
-    return kernel.quantize(x.contiguous(), parse_cast(spec), column_scale, row_scale)
+    return kernel.quantize(x.contiguous(), parse_cast(spec), column_scale, row_scale, seed)
 
 
 @_quantize.register_fake
@@ -147,7 +147,7 @@ def _(x: Tensor, spec: str, column_scale: Tensor | None, row_scale: Tensor | Non
 
 
 def _quantizes_stack(tensors: list[Tensor], spec: str) -> bool:
-    return _has_kernel(tensors[0], parse_cast(spec), None)
+    return _has_kernel(tensors[0], parse_cast(spec))
 
 
 @operation("quantize_stack", _quantizes_stack)
@@ -204,7 +204,7 @@ def _(tensors: list[Tensor], spec: str) -> Tensor:
 
 
 def _quantizes_transposed(x: Tensor, spec: str, seed: Tensor | None) -> bool:
-    return _has_kernel(x, parse_cast(spec), seed)
+    return _has_kernel(x, parse_cast(spec))
 
 
 @operation("quantize_transposed", _quantizes_transposed)
@@ -214,9 +214,7 @@ def _quantize_transposed(x: Tensor, spec: str, seed: Tensor | None) -> tuple[Ten
         return quantize_reference(x.t().contiguous(), cast, None, None, seed)
     from octavo.ops.quantization import kernel
 
-    if cast.granularity.rows == 1 and cast.granularity.cols is not None:
-        return kernel.quantize_transposed(x.contiguous(), cast)
-    return kernel.quantize(x.t().contiguous(), cast, None, None)
+    return kernel.quantize_transposed(x, cast, seed)
 
 
 @_quantize_transposed.register_fake
@@ -225,16 +223,16 @@ def _(x: Tensor, spec: str, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _quantizes_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> bool:
-    return seed is None and converts(x, fmt)
+    return converts(x, fmt)
 
 
 @operation("quantize_scaled", _quantizes_scaled)
 def _quantize_scaled(x: Tensor, scale: Tensor, fmt: str, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     if not _quantizes_scaled(x, scale, fmt, seed):
         return quantize_scaled_reference(x.contiguous(), scale, eight_bit_format(fmt), seed)
-    from octavo.ops.quantization import kernel
+    from octavo.ops.quantization import tensor_kernel
 
-    return kernel.quantize_scaled(x.contiguous(), scale, eight_bit_format(fmt))
+    return tensor_kernel.quantize_scaled(x.contiguous(), scale, eight_bit_format(fmt), seed)
 
 
 @_quantize_scaled.register_fake
