@@ -23,7 +23,7 @@ LAYERS = [
     {"numerics"},
     {"recipe"},
     {"ops"},
-    {"tracing", "int8"},
+    {"tracing", "int8", "observation"},
     {"nn", "tensor"},
     {"diagnosis", "dist", "flow"},
     {"models", "artifact"},

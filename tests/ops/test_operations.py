@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import octavo.int8  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
+from octavo.observation.statistics import BRIEF_WIDTH, WIDTH
 from octavo.ops import quantize, quantize_matrices
 from octavo.ops.inductor import OPERATIONS
-from octavo.ops.statistics import BRIEF_WIDTH, WIDTH
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 ROW = Cast().spec

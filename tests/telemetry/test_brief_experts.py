@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
+from octavo.observation.expert_samples import ROWS
 from octavo.ops import quantize
-from octavo.ops.expert_samples import ROWS
 from octavo.recipe import rowwise
 from octavo.telemetry.rules import SampleRules
 from octavo.telemetry.schema import FULL_SHARE

@@ -91,7 +91,8 @@ def test_the_kurtosis_is_that_about_zero():
         train(model, watch, 1, x)
         [(found, _)] = watch.take()
     for record, tensor in zip(found[:2], (x, model[0].weight), strict=True):
-        wide = tensor.detach().double().numpy()[octavo.ops.statistics.sampled_rows(len(tensor), 16, tensor.device)]
+        rows = octavo.observation.statistics.sampled_rows(len(tensor), 16, tensor.device)
+        wide = tensor.detach().double().numpy()[rows]
         assert record["kurtosis"] == pytest.approx((wide**4).mean() / (wide**2).mean() ** 2, rel=1e-5)
         assert record["rms"] == pytest.approx((wide**2).mean() ** 0.5, rel=1e-5)
 
@@ -99,7 +100,7 @@ def test_the_kurtosis_is_that_about_zero():
 def test_micro_batches_add_up_and_rows_do_not_wait_without_end(monkeypatch):
     found = []
     for most in (1 << 25, 1):
-        monkeypatch.setattr(octavo.ops.brief_samples, "_MOST_BYTES", most)
+        monkeypatch.setattr(octavo.observation.brief_samples, "_MOST_BYTES", most)
         model = one_layer()
         with octavo.watch(model) as watch:
             for seed in range(3):

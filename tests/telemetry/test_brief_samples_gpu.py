@@ -7,7 +7,7 @@ from torch import nn
 from watch_oracle import matrix
 
 import octavo
-from octavo.ops.brief_samples import Operand, statistics
+from octavo.observation.brief_samples import Operand, statistics
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from watch_oracle import BY_OPERAND, binades, describe, matrix
 
 import octavo
 from octavo.numerics.scaling import scale_exponent, scale_mantissa
+from octavo.observation.statistics import FIELD
 from octavo.ops import quantize
-from octavo.ops.statistics import FIELD
 from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED
 
 T, K, N = 48, 80, 64
@@ -105,7 +105,7 @@ def test_the_weight_its_gradient_and_its_change():
     assert found["weight_smallest"] == after.min().float().item()
     assert found["weight_largest"] == after.max().float().item()
     assert found["weight_norm"] == pytest.approx(after.norm().item(), rel=1e-6)
-    rows = octavo.ops.statistics.sampled_rows(N, 16, before.device)
+    rows = octavo.observation.statistics.sampled_rows(N, 16, before.device)
     ratio = (after - before)[rows].norm() / before[rows].norm()
     assert found["update_ratio"] == pytest.approx(ratio.item(), rel=1e-5)
     assert np.isnan(found["alignment"])
@@ -233,7 +233,7 @@ def test_a_watch_leaves_no_trace():
     assert set(model[0].__dict__) == before
     with pytest.raises(ValueError, match=r"the watch is closed: call step inside its with block"):
         watch.step()
-    assert octavo.ops.sampling.Sampling.active is False
+    assert octavo.observation.sampling.Sampling.active is False
 
 
 @pytest.mark.parametrize(

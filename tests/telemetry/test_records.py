@@ -7,10 +7,10 @@ from quantize_oracle import casts_of_the_presets, name_of
 from watch_oracle import BY_OPERAND, binades, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
+from octavo.observation.operands import observe
+from octavo.observation.sampling import Sampling
+from octavo.observation.statistics import MAXIMA, WIDTH, clear_statistics, sampled_rows
 from octavo.ops import quantize, quantize_scaled
-from octavo.ops.observation import observe
-from octavo.ops.sampling import Sampling
-from octavo.ops.statistics import MAXIMA, WIDTH, clear_statistics, sampled_rows
 from octavo.telemetry.records import combined, operand_records
 from octavo.telemetry.schema import FULL_SHARE, UNQUANTIZED
 

@@ -50,7 +50,7 @@ class NormSpec:
 
     @property
     def kind(self) -> str:
-        """As `octavo.ops.observation.observe` names its output."""
+        """As `octavo.observation.operands.observe` names its output."""
         return "center" if self.center else "norm"
 
 

@@ -16,10 +16,10 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
-from octavo.ops.brief_samples import clear
-from octavo.ops.expert_observation import observe_experts
-from octavo.ops.observation import observe
-from octavo.ops.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
+from octavo.observation.brief_samples import clear
+from octavo.observation.expert_operands import observe_experts
+from octavo.observation.operands import observe
+from octavo.observation.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
 
 
 class Observer:
@@ -29,8 +29,8 @@ class Observer:
 
     Attributes:
         forward, backward: the statistics [1 + n, WIDTH + BRIEF_WIDTH] of x and w, and those [n, ...] of dy, float64
-            (`octavo.ops.statistics`). Two tensors: compiled code saves the second for the backward pass, and another
-            forward pass may come before it.
+            (`octavo.observation.statistics`). Two tensors: compiled code saves the second for the backward pass, and
+            another forward pass may come before it.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class ExpertObserver(Observer):
     """Statistics of the operands of a grouped GEMM: those of `Observer` for one layer, and sums for each expert.
 
     Attributes:
-        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.ops.expert_observation.observe_experts`).
+        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.observation.expert_operands.observe_experts`).
         brief: of each operand the numbers of a brief sample by expert, float64 [E, BRIEF_WIDTH].
     """
 
@@ -79,7 +79,7 @@ def observe_group(
 ) -> None:
     """Record the operand "x", "w" or "dy" of a grouped GEMM.
 
-    The other arguments are those of `octavo.ops.expert_observation.observe_experts`.
+    The other arguments are those of `octavo.observation.expert_operands.observe_experts`.
     """
     if isinstance(observer, ExpertObserver):
         stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
@@ -102,7 +102,7 @@ def observe_x(
     cast: Cast | None,
     history: ScaleHistory | None = None,
 ) -> None:
-    """Record x, which `q` is when quantized; `kind` and `source` are those of `octavo.ops.observation.observe`."""
+    """Record x, which `q` is when quantized; `kind` and `source` are those of `octavo.observation.operands.observe`."""
     if observer is not None:
         observe(observer.forward, 0, kind, source, [], *_arguments(q, cast, history))
 

@@ -1,6 +1,6 @@
 """Watching a model while it trains: `octavo.watch`.
 
-    step n is sampled:   forward and backward add statistics to buffers on the device (`octavo.ops.observation`)
+    step n is sampled:   forward and backward add statistics to buffers on the device (`octavo.observation.operands`)
                          the optimizer's step is surrounded by reading gradients, weights and their change
                          Watch.step(): ranks are combined, the buffers are copied to the host without waiting
     during step n + 1:   a thread waits for the copy, computes the records and appends them to the files

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.nn.expert_conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
 from octavo.nn.observer import ExpertObserver
-from octavo.ops.statistics import BRIEF_WIDTH, sampled_rows
+from octavo.observation.statistics import BRIEF_WIDTH, sampled_rows
 from octavo.recipe import Recipe
 from octavo.telemetry.records import brief_operand_records
 from octavo.telemetry.schema import EXPERTS, OPERANDS

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.ops.statistics import EXPONENTS, histogram_statistics, sampled_rows
+from octavo.observation.statistics import EXPONENTS, histogram_statistics, sampled_rows
 from octavo.telemetry.experts import ExpertStack
 from octavo.telemetry.layers import weight_of
 from octavo.telemetry.records import LAYER_MAXIMA, LAYER_SUMS

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from octavo.ops.brief_samples import BriefStore, clear
-from octavo.ops.sampling import Sampling
-from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
+from octavo.observation.brief_samples import BriefStore, clear
+from octavo.observation.sampling import Sampling
+from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
 from octavo.telemetry.experts import (
     brief_expert_records,
     brief_tables,

@@ -1,7 +1,7 @@
 """The records of a sample, computed from the statistics that were added up for it.
 
-The statistics are float64 [n, WIDTH] (`octavo.ops.statistics`), already combined over micro-batches and ranks. With the
-moments M_k = sum(x^k) / n and the mean M_1:
+The statistics are float64 [n, WIDTH] (`octavo.observation.statistics`), already combined over micro-batches and ranks.
+With the moments M_k = sum(x^k) / n and the mean M_1:
 
     rms = sqrt(M_2)          crest = amax / rms          sqnr = 10 log10(sum(x^2) / sum((x - x_q * scale)^2))
     kurtosis = (M_4 - 4 M_1 M_3 + 6 M_1^2 M_2 - 3 M_1^4) / (M_2 - M_1^2)^2
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_SUMS, EXPONENTS, FIELD
+from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_SUMS, EXPONENTS, FIELD
 from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED
 
 Array = np.ndarray[Any, Any]

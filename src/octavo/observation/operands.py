@@ -19,10 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.cast import parse_cast
-from octavo.ops.brief_samples import ROWS, BriefStore, Operand, combine, statistics
-from octavo.ops.quantized_operand import QuantizedOperand
-from octavo.ops.sampling import Sampling, is_recomputed, sampled_operation
-from octavo.ops.statistics import BRIEF_WIDTH, FIELD, WIDTH, Found, add_statistics, sampled_rows, tensor_statistics
+from octavo.observation.brief_samples import ROWS, BriefStore, Operand, combine, statistics
+from octavo.observation.quantized_operand import QuantizedOperand
+from octavo.observation.sampling import Sampling, is_recomputed, sampled_operation
+from octavo.observation.statistics import (
+    BRIEF_WIDTH,
+    FIELD,
+    WIDTH,
+    Found,
+    add_statistics,
+    sampled_rows,
+    tensor_statistics,
+)
 
 
 @sampled_operation("stats")

@@ -30,7 +30,7 @@ EXPONENTS = 256  # biased exponents of float32: 0 is that of zero, and of number
 FIELD = {name: i for i, name in enumerate((*MAXIMA, *SUMS, "exponents"))}
 WIDTH = FIELD["exponents"] + EXPONENTS
 
-# The fields of a brief sample (`octavo.ops.brief_samples`), which buffers hold after the WIDTH others.
+# The fields of a brief sample (`octavo.observation.brief_samples`), which buffers hold after the WIDTH others.
 BRIEF_MAXIMA = ("amax", "all_amax", "scale", "minus_gap")
 # bad: 0, or NaN where an element or a scale is not finite; quantized: the number of operands that are
 BRIEF_SUMS = ("elements", "bad", "x2", "x4", "nonzero", "codes", "lost", "saturated", "quantized")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_SUMS, ROUNDING
+from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_SUMS, ROUNDING
 
 ROWS = 16
 _MOST_BYTES = 1 << 25  # of rows that wait for the end of the step

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.grouped_operand import GroupedOperand
-from octavo.ops.statistics import BRIEF_MAXIMA, BRIEF_SUMS, sampled_rows
+from octavo.observation.grouped_operand import GroupedOperand
+from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_SUMS, sampled_rows
 
 ROWS = 8
 _NOT_ZERO = torch.finfo(torch.float32).tiny

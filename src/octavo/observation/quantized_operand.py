@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.statistics import (
+from octavo.observation.statistics import (
     Found,
     least_numbers,
     numbers_of,
@@ -74,7 +74,7 @@ class QuantizedOperand:
         )
 
     def brief(self, columns: slice = slice(None)) -> dict[str, Any]:
-        """The fields of an `octavo.ops.brief_samples.Operand`, without x."""
+        """The fields of an `octavo.observation.brief_samples.Operand`, without x."""
         numbers = self._numbers(columns, torch.bfloat16)
         return {
             "numbers": numbers,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.scaling import scale_exponent
-from octavo.ops.observation import numbers_of_rows
+from octavo.observation.operands import numbers_of_rows
+from octavo.observation.statistics import numbers_of
 from octavo.ops.permutation import group_of_rows, group_shifts
-from octavo.ops.statistics import numbers_of
 
 
 class SampledRows(NamedTuple):
@@ -37,7 +37,7 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedOperand:
-    """An operand; the fields are the arguments of `octavo.ops.expert_observation.observe_experts`."""
+    """An operand; the fields are the arguments of `octavo.observation.expert_operands.observe_experts`."""
 
     kind: str
     source: Sequence[Tensor]

@@ -1,8 +1,8 @@
 """Adding the statistics of an operand of a grouped GEMM to buffers, in the steps that are sampled.
 
-As `octavo.ops.observation.observe`, for rows that belong to groups. A full sample has the statistics of all sampled
-rows, and for each expert the sums from which its SQNR follows; at least `ROWS_OF_EXPERT` times as many rows as experts
-are sampled. A brief sample has the numbers of each expert by itself (`octavo.ops.expert_samples`).
+As `octavo.observation.operands.observe`, for rows that belong to groups. A full sample has the statistics of all
+sampled rows, and for each expert the sums from which its SQNR follows; at least `ROWS_OF_EXPERT` times as many rows as
+experts are sampled. A brief sample has the numbers of each expert by itself (`octavo.observation.expert_samples`).
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast, parse_cast
 from octavo.numerics.scaling import SMALLEST_SCALE
-from octavo.ops.brief_samples import combine
-from octavo.ops.expert_samples import brief_statistics, rows_of_experts
-from octavo.ops.grouped_operand import GroupedOperand
-from octavo.ops.sampling import Sampling, is_recomputed, sampled_operation
-from octavo.ops.statistics import (
+from octavo.observation.brief_samples import combine
+from octavo.observation.expert_samples import brief_statistics, rows_of_experts
+from octavo.observation.grouped_operand import GroupedOperand
+from octavo.observation.sampling import Sampling, is_recomputed, sampled_operation
+from octavo.observation.statistics import (
     FIELD,
     Found,
     add_statistics,
