@@ -40,14 +40,12 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
         FileNotFoundError, ArtifactError: the folder is none of these, or is incomplete.
         ValueError: a step of a folder that is no run, or a device that is not there.
     """
-    from octavo.artifact.run import RunFolder
+    from octavo.artifact.run import RunFolder, check_config
     from octavo.device import choose_device
-    from octavo.extras import hub_hint
     from octavo.runtime.folders import open_model
     from octavo.train.finished import open_run
 
-    if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} holds no config.json: give a {_SOURCES}{hub_hint(source)}")
+    check_config(source, f"a {_SOURCES}")
     if RunFolder(source).has_model:
         run = open_run(source, step, device)
         title = f"{source}, step {run.step}, {run.config.recipe}"

@@ -77,10 +77,10 @@ def test_errors_are_one_line(folders: tuple[Any, ...], encoder: Path, octavo: Oc
     for path in (tmp_path / "run", tmp_path / "run" / "model"):
         (path / "config.json").write_text("{}")
     for words, message in (
-        ((tmp_path,), "holds no config.json: give a packed folder, a run or a Hugging Face folder"),
+        ((tmp_path,), "holds no config.json: give a run of octavo train, a folder of octavo pack, or a"),
         ((packed, "--against", packed), f"{packed} is quantized: --against takes a Hugging Face model folder in BF16"),
         ((packed, "--against", tmp_path / "run"), "is a run of octavo train: --against takes a Hugging Face model"),
-        ((packed, "--against", tmp_path / "no"), "no holds no config.json"),
+        ((packed, "--against", tmp_path / "no"), "there is no folder"),
         ((packed, "--prompt", "60", "--tokens", 8), "are 68 tokens, and the model of"),
         ((packed, "--batch", "1,x"), "--batch takes numbers, such as 1,16,64, got '1,x'"),
         ((packed, "--batch", "0"), "batch must be at least 1, got 0"),

@@ -152,7 +152,7 @@ def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Pa
         (("--html", tmp_path), "cannot be written: Is a directory. Nothing was run"),
         (("--samples", 0), "samples, context and batch must be at least 1"),
         (("--data", tmp_path / "none"), "there is no"),
-        (("--against", tmp_path / "none"), "is missing: give a run of octavo train, or a Hugging Face model"),
+        (("--against", tmp_path / "none"), "give a run of octavo train, or a Hugging Face model"),
         (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
     ):
         code, out, err = octavo(*arguments(folders, *more))

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.artifact.files import ArtifactError, read_json
+from octavo.extras import hub_hint
+
+RUN_OR_MODEL = "a run of octavo train, or a Hugging Face model folder"
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,12 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
+        if not self.path.is_dir():
+            raise ArtifactError(f"there is no folder {self.path}: give the folder that octavo train wrote")
         if not self.config.is_file():
-            raise ArtifactError(f"{self.path} is no run of octavo train: it has no config.json")
+            raise ArtifactError(
+                f"{self.path} is no run of octavo train: it has no config.json. Give the folder that octavo train wrote"
+            )
         if not self.has_model:
             raise ArtifactError(
                 f"{self.path} is a model folder, not a run of octavo train: give the folder that octavo train wrote"
@@ -101,6 +108,14 @@ class RunFolder:
                 "folder, or remove this one first"
             )
         return self.checkpoints()[-1]
+
+
+def check_config(folder: Path, wanted: str) -> None:
+    """Raise a FileNotFoundError, which says to give `wanted`, unless `folder` is a folder with a config.json."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: give {wanted}{hub_hint(folder)}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: give {wanted}")
 
 
 def refuse_run(folder: Path) -> None:
@@ -123,9 +138,11 @@ def find_model(path: Path, step: int | None = None) -> tuple[Path, Path]:
         step: the checkpoint of a run; None takes the newest.
 
     Raises:
+        FileNotFoundError: there is no such folder, or it has no config.json.
         ArtifactError: the run lacks that checkpoint.
         ValueError: a step was asked for, and the folder is no run.
     """
+    check_config(path, RUN_OR_MODEL)
     run = RunFolder(path)
     if run.has_model:
         return run.model, run.chosen(step)

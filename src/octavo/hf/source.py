@@ -14,7 +14,6 @@ from octavo.artifact.files import ArtifactError, check_match, model_tensors, rea
 from octavo.artifact.numbers import failing, is_finite
 from octavo.artifact.run import RunFolder, find_model
 from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
-from octavo.extras import hub_hint
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
@@ -116,13 +115,8 @@ def open_source(path: Path, step: int | None = None) -> Source:
         ImportError: the model is of transformers, which is not installed.
         ValueError: a step was asked for, and the folder is no run.
     """
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{path / 'config.json'} is missing: give a run of octavo train, or a Hugging Face model folder"
-            f"{hub_hint(path)}"
-        )
-    config = read_json(path / "config.json")  # of a run: the settings of its training
     described, checkpoint = find_model(path, step)
+    config = read_json(path / "config.json")  # of a run: the settings of its training
     if described != path:
         return _run(RunFolder(path), config, checkpoint)
     if "quantization_config" in config:

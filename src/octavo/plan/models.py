@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from octavo.artifact.run import RUN_OR_MODEL, check_config
 from octavo.extras import hub_hint
 from octavo.models import BUILT_IN_MODELS
 from octavo.plan.architecture import Architecture
@@ -38,10 +39,12 @@ def find_architecture(model: str, config: Config) -> Architecture:
     if model.lower() in model_presets():
         return describe_architecture(model.lower(), model_presets()[model.lower()])
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        check_config(path, RUN_OR_MODEL)
+        path = path / "config.json"
     if not path.is_file():
         presets = sorted(model_presets().keys() | PRESETS.keys())
-        near = difflib.get_close_matches(model.lower(), presets, n=3, cutoff=0.3)
+        near = difflib.get_close_matches(model.lower(), presets, n=3, cutoff=0.5)
         advice = f"the nearest presets are {', '.join(near)}; " if near else ""
         if model in BUILT_IN_MODELS:
             advice = f'for a {model} of octavo train give a .toml file with model = "{model}" and its sizes; '

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from octavo.artifact.packed.layouts import read_config
-from octavo.artifact.run import RunFolder
+from octavo.artifact.run import RunFolder, check_config
 from octavo.device import choose_device
-from octavo.extras import hub_hint
 from octavo.hf.quiet import quiet_transformers
 from octavo.progress import Progress, no_progress
 from octavo.speed.grid import Grid, ModelSizes, Prompts
@@ -79,10 +78,7 @@ def _programs(folder: Path, against: Path | None, grid: Grid, device: torch.devi
 
 
 def _is_packed(folder: Path) -> bool:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no config.json: give a packed folder, a run or a Hugging Face folder{hub_hint(folder)}"
-        )
+    check_config(folder, "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder")
     return not RunFolder(folder).has_model and bool(read_config(folder).get("quantization_config"))
 
 

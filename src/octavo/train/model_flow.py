@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.artifact.files import ArtifactError, read_json
-from octavo.artifact.run import RunFolder
+from octavo.artifact.run import RUN_OR_MODEL, RunFolder, check_config
 from octavo.flow import DtypeFlow, dtype_flow
 from octavo.models.causal import logits_of
 from octavo.models.tokenizer import load_tokenizer
@@ -63,8 +63,8 @@ def _next_token_loss(output: Any) -> Tensor:
 def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     """The settings of `source` with `changes`, and the folder that describes the model of a run."""
     nowhere = source / "no-saved-model"
-    if source.is_dir() and not (source / "config.json").is_file():
-        raise ConfigError(f"{source} holds no config.json: give a run of octavo train or a Hugging Face folder")
+    if source.is_dir():
+        check_config(source, RUN_OR_MODEL)
     if source.is_dir() and RunFolder(source).has_model:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
-from octavo.artifact.run import RunFolder
+from octavo.artifact.run import RunFolder, check_config
 from octavo.calibration.folder import Calibration, hash_model
 from octavo.extras import hub_hint
 from octavo.models import BUILT_IN_MODELS
@@ -122,6 +122,9 @@ def _fit_to_folder(config: Config) -> Config:
         names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
         raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
     folder = Path(config.model).resolve()
+    if RunFolder(folder).has_model:
+        raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
+    check_config(folder, "a Hugging Face model folder")
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return config.change(model=str(folder), **context)
 

@@ -43,7 +43,7 @@ from octavo.artifact.packed.scales import (
     read_scale,
 )
 from octavo.artifact.packed.scheme import Scheme
-from octavo.artifact.run import refuse_run
+from octavo.artifact.run import check_config, refuse_run
 from octavo.numerics import TENSOR
 
 EXPERT_DTYPE = torch.float8_e4m3fn
@@ -165,8 +165,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     refuse_run(folder)
     where, beside = folder / "config.json", folder / modelopt.SIDE_FILE
-    if not where.is_file():
-        raise FileNotFoundError(f"{where} is missing: give a folder that octavo pack wrote")
+    check_config(folder, "a folder that octavo pack wrote")
     config = read_json(where)
     if isinstance(older := config.pop("compression_config", None), dict):
         config.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
