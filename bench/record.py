@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.speed.machine import facts, installed
+from octavo.extras import installed
+from octavo.speed.machine import facts
 
 __all__ = ["RESULTS", "facts", "installed", "write"]
 

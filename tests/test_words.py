@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.words import plural
+from octavo.words import plural, some_of
 
 
 @pytest.mark.parametrize(
@@ -11,3 +11,8 @@ from octavo.words import plural
 )
 def test_a_noun_has_the_number_of_its_count(words, text):
     assert plural(*words) == text
+
+
+@pytest.mark.parametrize(("names", "text"), [("", ""), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")])
+def test_the_first_of_many_names(names, text):
+    assert some_of(list(names)) == text

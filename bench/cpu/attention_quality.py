@@ -13,24 +13,16 @@ from torch import Tensor
 
 import octavo
 from bench import record
-from bench.cpu.kv_cache_quality import BATCH, CONTEXT, SAMPLES
-from bench.cpu.packing_quality import prepare
+from bench.cpu.kv_cache_quality import CONTEXT, pack_demo
 from examples import demo
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
-from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
 from octavo.nn import use_fp8_attention
-from octavo.packing import pack
 
 
 def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
-        model = folder / "model"
-        pack(model, folder / "packed", scheme="channel")
-        prompts = read_prompts([str(folder / "heldout.txt")], open_tokenizer(model), PromptOptions(SAMPLES, CONTEXT))
-        whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
-        batches = [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
+        _, batches = pack_demo(folder)
         plain, ours = (octavo.load(folder / "packed") for _ in range(2))
         use_fp8_attention(ours, shortest=1)
         quality = compare_many(logits_of(plain), {"fp8": logits_of(ours)}, batches, LogitSums)

@@ -30,14 +30,9 @@ Cache = Callable[[Any, int], QuantizedKVCache]
 def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        found, model = prepare(folder), folder / "model"
-        pack(model, folder / "packed", scheme="channel")
+        found, batches = pack_demo(folder)
         packed = octavo.load(folder / "packed")
         caches = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in WAYS}
-        held_out = [str(folder / "heldout.txt")]
-        prompts = read_prompts(held_out, open_tokenizer(model), PromptOptions(SAMPLES, CONTEXT))
-        whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
-        batches = [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
         ways = {name: in_chunks(packed, make) for name, make in caches.items()}
         quality = compare_many(in_chunks(packed, cache("bf16", None)), ways, batches, LogitSums)
     rows = {name: found.to_dict() for name, found in quality.items()}
@@ -47,6 +42,16 @@ def main() -> None:
 
 
 WAYS = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
+
+
+def pack_demo(folder: Path) -> tuple[Calibration, list[Tensor]]:
+    """Pack the demo's BF16 run to `folder`/packed: its calibration, and held-out prompts, ids [B, CONTEXT]."""
+    found, model = prepare(folder), folder / "model"
+    pack(model, folder / "packed", scheme="channel")
+    held_out = [str(folder / "heldout.txt")]
+    prompts = read_prompts(held_out, open_tokenizer(model), PromptOptions(SAMPLES, CONTEXT))
+    whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
+    return found, [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
 
 
 def cache(dtype: str, calibration: Calibration | None) -> Cache:

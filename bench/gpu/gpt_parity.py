@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -149,10 +149,7 @@ def merge(folder: Path) -> dict[str, Any]:
     bf16 = [loss for (mode, _), loss in final.items() if mode == "bf16"]
     if not bf16 or len(final) < len(runs):
         raise ValueError(f"{folder} must hold each run once, those of bf16 among them; it holds {sorted(final)}")
-    for run in runs:
-        for key in ("settings", "corpus"):
-            if run[key] != runs[0][key]:
-                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
+    check_alike(runs)
     modes = sorted({mode for mode, seed in final if ("bf16", seed) in final} - {"bf16"})
     shared = ("machine", "settings", "corpus", "tokens", "epochs")
     return {
@@ -162,6 +159,14 @@ def merge(folder: Path) -> dict[str, Any]:
         "bf16_spread": (max(bf16) - min(bf16)) / statistics.mean(bf16),
         "step_times": next((content for path, content in files.items() if path.name == "steps.json"), None),
     }
+
+
+def check_alike(runs: Sequence[Mapping[str, Any]], keys: Sequence[str] = ("settings", "corpus")) -> None:
+    """Raise a ValueError unless all runs have the same settings and text."""
+    for run in runs:
+        for key in keys:
+            if run[key] != runs[0][key]:
+                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
 
 
 def gaps(final: dict[tuple[str, int], float], mode: str) -> dict[str, Any]:

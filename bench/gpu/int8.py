@@ -23,8 +23,8 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu.llama import GEMMS
-from bench.gpu.schemes import check, linear, pack
-from bench.gpu.serve import BEYOND_CACHE, in_turn
+from bench.gpu.schemes import check, linear, microseconds, pack
+from bench.gpu.serve import BEYOND_CACHE
 from bench.gpu.timing import interleaved
 from octavo.artifact.packed.scheme import CHANNEL, INT8
 from octavo.int8 import int8_mm, kernel
@@ -70,13 +70,7 @@ def measure(m: int, n: int, k: int, rounds: int) -> dict[str, Any]:
     if m >= LEAST_INT_MM:
         calls["torch._int_mm"] = [partial(int_mm, a, b) for a, b in operands]
         check_sums(*operands[0])
-    with torch.no_grad():
-        if m <= FEW:
-            us = {name: in_turn(lambda call: call(), each) for name, each in calls.items()}
-        else:
-            steps = {name: each[0] for name, each in calls.items()}
-            us = {name: 1e3 * statistics.median(ms) for name, ms in interleaved(steps, rounds=rounds, repeat=3).items()}
-    return {"us": us, "worst_db": worst}
+    return {"us": microseconds(calls, rounds, few=m <= FEW), "worst_db": worst}
 
 
 def operands_of(layer: PackedLinear, x: Tensor) -> tuple[QTensor, QTensor]:

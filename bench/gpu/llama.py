@@ -1,6 +1,6 @@
 """The Llama that the GPU benchmarks measure: Llama-3-8B's shape, and stacks of its blocks for a training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -51,9 +51,7 @@ class PlainBlock(nn.Module):
         self.down = nn.Linear(config.mlp_width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in self.projections(x))
-        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        x = x + self.o(causal_attention(*heads).transpose(1, 2).flatten(2))
+        x = x + self.o(attend(self.projections(x), cos, sin))
         return x + self.feed_forward(x)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -66,10 +64,19 @@ class PlainBlock(nn.Module):
         return self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
 
 
+def attend(projections: Iterable[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal attention [B, T, width] of q [B, T, width], k and v [B, T, kv_width]."""
+    q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in projections)
+    heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    return causal_attention(*heads).transpose(1, 2).flatten(2)
+
+
 class Plain(nn.Module):
+    block: type[nn.Module] = PlainBlock
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.block(config) for _ in range(config.layers))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         for block in self.layers:

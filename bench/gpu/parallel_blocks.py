@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.gpu import llama
-from octavo.models.cache import causal_attention
-from octavo.models.llama import LlamaConfig, rotate
+from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, vocabulary=128, width=8192, heads=64, kv_heads=8, mlp_width=28672)
 
@@ -36,9 +35,7 @@ class SplitAttention(nn.Module):
         self.o = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (y.view(*y.shape[:2], -1, cos.shape[1]) for y in (self.q(x), self.k(x), self.v(x)))
-        heads = (y.transpose(1, 2) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        return self.o(causal_attention(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o(llama.attend((self.q(x), self.k(x), self.v(x)), cos, sin))  # type: ignore[no-any-return]
 
 
 class SplitMLP(nn.Module):
@@ -64,15 +61,8 @@ class SplitBlock(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
-class SplitStack(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SplitBlock(config) for _ in range(config.layers))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        for block in self.layers:
-            x = block(x, cos, sin)
-        return x
+class SplitStack(llama.Plain):
+    block = SplitBlock
 
 
 def split(model: nn.Module, mesh: DeviceMesh, *, torchao: bool = False) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from bench import record
-from bench.gpu.gpt_parity import CURVE_STEPS, gaps, settings
+from bench.gpu.gpt_parity import CURVE_STEPS, check_alike, gaps, settings
 from bench.gpu.gpt_trainer import CONFIG, Data, make_trainer, read_data, restart
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.nn import cast_once
@@ -181,10 +181,7 @@ def merge(folder: Path) -> dict[str, Any]:
     if not any(run["mode"] == "bf16" for run in runs):
         raise ValueError(f"{folder} must hold runs, those of bf16 among them; it holds {len(runs)} others")
     shared = ("machine", "model", "settings", "corpus")
-    for run in runs:
-        for key in shared[1:]:
-            if run[key] != runs[0][key]:
-                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
+    check_alike(runs, shared[1:])
     last = min(len(run["evaluations"]) for run in runs) - 1
     compared = runs[0]["evaluations"][last]["step"]
     final = {(run["mode"], run["seed"]): run["evaluations"][last]["loss"] for run in runs}

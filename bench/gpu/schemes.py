@@ -9,7 +9,7 @@ cache; at 8,192 tokens in rounds in which BF16 and all schemes take turns. q, k 
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,15 +55,17 @@ def measure(m: int, n: int, k: int, rounds: int) -> list[dict[str, Any]]:
     for name, scheme in SCHEMES.items():
         packed = [pack(layer, scheme, x) for layer in wide]
         calls[name], facts[name] = [partial(layer, x) for layer in packed], check(packed[0], x)
-    with torch.no_grad():
-        if m > max(FEW):
-            steps = {name: each[0] for name, each in calls.items()}
-            times = {
-                name: 1e3 * statistics.median(ms) for name, ms in interleaved(steps, rounds=rounds, repeat=3).items()
-            }
-        else:
-            times = {name: in_turn(lambda call: call(), each) for name, each in calls.items()}
+    times = microseconds(calls, rounds, few=m <= max(FEW))
     return [{"scheme": name, "us": times[name], **facts[name]} for name in calls]
+
+
+@torch.no_grad()
+def microseconds(calls: Mapping[str, Sequence[Callable[[], Tensor]]], rounds: int, *, few: bool) -> dict[str, float]:
+    """The time of a call of each way: with `few` rows over all weights in turn, else of the first, the ways in turn."""
+    if few:
+        return {name: in_turn(lambda call: call(), each) for name, each in calls.items()}
+    times = interleaved({name: each[0] for name, each in calls.items()}, rounds=rounds, repeat=3)
+    return {name: 1e3 * statistics.median(ms) for name, ms in times.items()}
 
 
 def linear(n: int, k: int) -> nn.Linear:

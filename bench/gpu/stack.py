@@ -25,9 +25,10 @@ from bench.gpu import llama
 from bench.gpu.communication import kind_of
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
+from bench.gpu.passes import Passes, draw_matrices
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
 from bench.gpu.timing import Captured, decibels, interleaved, own_code, summary
-from octavo.models.llama import LlamaConfig, rope_tables
+from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=4)
 
@@ -53,44 +54,26 @@ NEEDS = {"torchao": "torchao", "Transformer Engine": "transformer-engine"}  # pa
 PROFILED = (BASE, FUSED, PLAIN)
 
 
-class Runner:
+class Runner(Passes):
     """A mode's model and its step."""
 
     def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS, device: str = "cuda") -> None:
         make, convert, recipe, compiled = MODES[name]
         with torch.device(device):
-            self.model = make(config).to(torch.bfloat16)
-        torch.manual_seed(0)  # the matrices of all models come in the same order
-        for p in self.model.parameters():
-            if p.ndim > 1:
-                nn.init.normal_(p, std=0.02)
+            model = make(config).to(torch.bfloat16)
+        draw_matrices(model)
         if convert is not None:
-            convert(self.model, recipe)
+            convert(model, recipe)
         self.delayed = convert is octavo.convert and recipe == "delayed"
-        self.model.__class__ = own_code(type(self.model))
-        self.call = torch.compile(self.model) if compiled else self.model
-        generator = torch.Generator(device).manual_seed(1)
-        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
-        self.x, self.dy = x.to(torch.bfloat16).requires_grad_(), dy.to(torch.bfloat16)
-        self.tables = rope_tables(config, torch.arange(tokens, device=device))
+        model.__class__ = own_code(type(model))
+        super().__init__(model, config, tokens, device)
+        self.call = torch.compile(model) if compiled else model
 
-    def step(self) -> None:
-        """Forward and backward. The gradients are dropped, as `zero_grad` drops them."""
-        self.call(self.x, *self.tables).backward(self.dy)
-        self.model.zero_grad()
-        self.x.grad = None
+    def step(self) -> list[Tensor]:
+        found = super().step()
         if self.delayed:
             octavo.update_scales(self.model)
-
-    def gradients(self) -> list[Tensor]:
-        """The output, and the gradient of the input."""
-        y = self.call(self.x, *self.tables)
-        y.backward(self.dy)
-        found = self.x.grad
-        assert found is not None
-        self.model.zero_grad()
-        self.x.grad = None
-        return [y.detach(), found]
+        return found
 
 
 def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
@@ -114,7 +97,7 @@ def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
     return runners, peaks
 
 
-def categories(step: Callable[[], None], steps: int = 3) -> dict[str, Any]:
+def categories(step: Callable[[], object], steps: int = 3) -> dict[str, Any]:
     """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
@@ -154,7 +137,7 @@ def main() -> None:
     modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
     runners, peaks = build(modes)
     checks = check(runners)
-    steps: dict[str, Callable[[], None]] = {name: runner.step for name, runner in runners.items()}
+    steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
     steps[FUSED_GRAPH] = Captured(runners[FUSED].step)
     times = interleaved(steps, rounds=3 if quick else 6, repeat=4, warmup=1)
     kept = keep(runners)
@@ -180,10 +163,10 @@ def main() -> None:
 def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
     """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
     found = {}
-    exact = runners[BASE].gradients()
+    exact = runners[BASE].step()
     for name, runner in runners.items():
         if name != BASE:
-            found[name] = [decibels(e, g) for e, g in zip(exact, runner.gradients(), strict=True)]
+            found[name] = [decibels(e, g) for e, g in zip(exact, runner.step(), strict=True)]
             assert all(db > 6 for db in found[name]), f"{name} is off: {found[name]} dB"
             print(
                 f"{name:40} output {found[name][0]:.1f} dB, gradient of the input {found[name][1]:.1f} dB", flush=True

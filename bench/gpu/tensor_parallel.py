@@ -20,11 +20,12 @@ from bench import record
 from bench.gpu.communication import profiled
 from bench.gpu.llama import TOKENS
 from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
+from bench.gpu.passes import Passes, draw_matrices
 from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import Deadline, bandwidth, chosen, read_options, say, slowest, start
 from bench.gpu.timing import decibels, interleaved, own_code, summary
 from octavo.dist import tensor_parallel
-from octavo.models.llama import Llama, LlamaConfig, rope_tables
+from octavo.models.llama import Llama, LlamaConfig
 
 BASE, ASYNC = "bf16", ", async"
 
@@ -75,7 +76,7 @@ MODES = {
 }
 
 
-class Runner:
+class Runner(Passes):
     """The model of a mode, and its step on this rank's part of the sequence."""
 
     def __init__(
@@ -83,39 +84,15 @@ class Runner:
     ) -> None:
         device = torch.device(mesh.device_type)
         with torch.device(device):
-            self.model = mode.stack(config).to(torch.bfloat16)
-        self.layers: nn.ModuleList = self.model.layers  # type: ignore[assignment]
-        torch.manual_seed(0)  # the matrices of all models come in the same order
-        for p in self.layers.parameters():
-            if p.ndim > 1:
-                nn.init.normal_(p, std=0.02)
-        mode.split(self.model, mesh)
+            model = mode.stack(config).to(torch.bfloat16)
+        self.layers: nn.ModuleList = model.layers  # type: ignore[assignment]
+        draw_matrices(self.layers)
+        mode.split(model, mesh)
         options = {"_micro_pipeline_tp": True} if mode.overlap else None
         for block in self.layers if compiled else ():
             block.__class__ = own_code(type(block))
             block.compile(fullgraph=True, dynamic=False, options=options)
-        generator = torch.Generator(device).manual_seed(1)
-        world, rank = mesh.size(), mesh.get_local_rank()
-        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
-        self.x, self.dy = (t.to(torch.bfloat16).chunk(world, 1)[rank].contiguous() for t in (x, dy))
-        self.x.requires_grad_()
-        self.tables = rope_tables(config, torch.arange(tokens, device=device))
-
-    def step(self) -> None:
-        """Forward and backward. The gradients are dropped, as `zero_grad` drops them."""
-        self.model(self.x, *self.tables).backward(self.dy)
-        self.model.zero_grad()
-        self.x.grad = None
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's parts of the output and of the gradient of the input."""
-        y = self.model(self.x, *self.tables)
-        y.backward(self.dy)
-        found = self.x.grad
-        assert found is not None
-        self.model.zero_grad()
-        self.x.grad = None
-        return [y.detach(), found]
+        super().__init__(model, config, tokens, device, (mesh.get_local_rank(), mesh.size()))
 
 
 def main() -> None:
@@ -159,8 +136,8 @@ class Bench:
         """Add the model of a mode that agrees with BF16, or the row of one that does not run."""
         try:
             runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
-            actual = runner.gradients()
-            expected = self.runners[BASE].gradients() if self.runners else actual
+            actual = runner.step()
+            expected = self.runners[BASE].step() if self.runners else actual
             found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
             found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
             say(f"{name:40} output {found[0]:.1f} dB, gradient of the input {found[1]:.1f} dB")

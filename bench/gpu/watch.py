@@ -39,13 +39,13 @@ class WatchedRunner(Runner):
         super().__init__(*args, **options)
         self.watch: Watch = watch(self.model, interval=INTERVAL)
 
-    def step(self) -> None:
+    def step(self) -> list[torch.Tensor]:
         """As `Runner.step`; the watch reads the gradients before they are dropped."""
-        self.call(self.x, *self.tables).backward(self.dy)
+        found = self.run()
         self.watch.read_gradients()
-        self.model.zero_grad()
-        self.x.grad = None
+        self.drop()
         self.watch.step()
+        return found
 
     def every(self, full: int, brief: int) -> Callable[[], None]:
         """The step of a watch with samples at these intervals. The watch changes its intervals where it has others."""
@@ -59,7 +59,7 @@ class WatchedRunner(Runner):
         return step
 
 
-def peak(step: Callable[[], None], before: int) -> int:
+def peak(step: Callable[[], object], before: int) -> int:
     """The most bytes that tensors take during a step, without the `before` of other tensors; 0 without a GPU."""
     step()
     if not torch.cuda.is_available():
@@ -91,7 +91,7 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
         FULL: watched.every(1, NEVER),
     }
     peaks |= {name: peak(step, before) for name, step in single.items()}
-    equal = {"outputs": torch.equal(plain.gradients()[0], watched.gradients()[0])}
+    equal = {"outputs": torch.equal(everything(plain)[0], everything(watched)[0])}
     long = max(rounds // 3, 2)
     turns = [(name, step, rounds, repeat) for name, step in single.items()]
     turns.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), long, many))
@@ -134,12 +134,9 @@ def small_equality(mode: str = FUSED, **options: Any) -> dict[str, bool]:
 
 def everything(runner: Runner) -> list[torch.Tensor]:
     """The output, the gradient of the input, and those of the weights."""
-    y = runner.call(runner.x, *runner.tables)
-    y.backward(runner.dy)
-    found = [y.detach(), runner.x.grad, *(p.grad for p in runner.model.parameters())]
-    runner.model.zero_grad()
-    runner.x.grad = None
-    return [t for t in found if t is not None]
+    found = [*runner.run(), *(p.grad for p in runner.model.parameters() if p.grad is not None)]
+    runner.drop()
+    return found
 
 
 def _median(times: list[float]) -> float:

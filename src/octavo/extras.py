@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,11 @@ def hub_hint(folder: str | Path) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)) or Path(org).exists():
         return ""
     return f". For a model of Hugging Face's hub: hf download {folder} --local-dir models/{name}"
+
+
+def installed(package: str) -> str:
+    """The version of a package; "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

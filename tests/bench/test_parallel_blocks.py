@@ -32,7 +32,7 @@ def measure(rank: int, folder: str) -> list[Any]:
     deadline = ranks.Deadline(math.inf)
     tensor_parallel.Bench(TINY, 16, mesh, 2, deadline, compiled=False).run(names)
     runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], TINY, 16, mesh, compiled=False)
-    return [t.tolist() for t in runner.gradients()]
+    return [t.tolist() for t in runner.step()]
 
 
 def fail(model: nn.Module, mesh: Any) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from calibration_examples import write_model
 
+from octavo.artifact.files import ArtifactError
 from octavo.calibration import calibrate
 from octavo.evaluation import PromptOptions
 from octavo.nn.delayed import histories
@@ -43,5 +44,5 @@ def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):
     with pytest.raises(FileNotFoundError, match="calibration.json"):
         begin(model=str(model), recipe="delayed", calibration=str(tmp_path / "absent"))
     other = write_model(tmp_path / "other", "qwen2")
-    with pytest.raises(ConfigError, match="is a calibration of another model than"):
+    with pytest.raises(ArtifactError, match="is a calibration of another model than"):
         begin(model=str(other), recipe="delayed", calibration=str(calibration))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench import record
-from bench.gpu.gpt_parity import gaps
+from bench.gpu.gpt_parity import check_alike, gaps
 from bench.gpu.recipes import errors, losses, speed
 from bench.gpu.recipes.variants import BASE, VARIANTS
 
@@ -83,10 +83,7 @@ def merge(folder: Path) -> dict[str, Any]:
     keys = [(run["mode"], run["seed"]) for run in runs]
     if not any(mode == BASE for mode, _ in keys) or len(set(keys)) < len(keys):
         raise ValueError(f"{folder} must hold each run once, those of {BASE} among them; it holds {sorted(keys)}")
-    for run in runs:
-        for key in ("settings", "corpus"):
-            if run[key] != runs[0][key]:
-                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
+    check_alike(runs)
     final = {(run["mode"], run["seed"]): run["final"] for run in runs if run["final"] is not None}
     bf16 = [loss for (mode, _), loss in final.items() if mode == BASE]
     others = {path.stem: content for path, content in files.items() if path.stem in ("errors", "speed")}

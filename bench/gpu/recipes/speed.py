@@ -10,47 +10,35 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 import octavo
 from bench.gpu import llama
 from bench.gpu.llama import Plain
+from bench.gpu.passes import Passes, draw_matrices
 from bench.gpu.recipes.variants import BASE, CONTROL, implementations, recipe_of
 from bench.gpu.timing import decibels, interleaved, summary
-from octavo.models.llama import LlamaConfig, rope_tables
+from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=2)
 LEAST_DB = 6.0  # of the output and of the gradient of the input, against BF16: less is a wrong kernel
 
 
-class Runner:
+class Runner(Passes):
     """The blocks with a recipe, and their step."""
 
     def __init__(self, name: str, config: LlamaConfig, tokens: int, device: torch.device) -> None:
         with torch.device(device):
-            self.model = Plain(config).to(torch.bfloat16)
-        torch.manual_seed(0)
-        for p in self.model.parameters():
-            if p.ndim > 1:
-                nn.init.normal_(p, std=0.02)
-        octavo.convert(self.model, recipe_of(name))
-        for block in self.model.layers:
+            model = Plain(config).to(torch.bfloat16)
+        draw_matrices(model)
+        octavo.convert(model, recipe_of(name))
+        for block in model.layers:
             block.compile()
-        generator = torch.Generator(device).manual_seed(1)
-        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
-        self.x, self.dy = x.to(torch.bfloat16).requires_grad_(), dy.to(torch.bfloat16)
-        self.tables = rope_tables(config, torch.arange(tokens, device=device))
+        super().__init__(model, config, tokens, device)
 
     def step(self) -> list[torch.Tensor]:
-        """The output and the gradient of the input. The gradients of the weights are dropped, as by `zero_grad`."""
-        y = self.model(self.x, *self.tables)
-        y.backward(self.dy)
-        dx = self.x.grad
-        assert dx is not None
-        self.model.zero_grad()
-        self.x.grad = None
+        found = super().step()
         octavo.update_scales(self.model)
-        return [y.detach(), dx]
+        return found
 
 
 def measure(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
@@ -45,10 +44,8 @@ class SafetensorsWriter(StorageWriter):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._partial.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._partial.__exit__(*error)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:

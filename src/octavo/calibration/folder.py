@@ -24,7 +24,6 @@ from octavo.artifact.atomic_folder import whole_folder
 from octavo.artifact.files import ArtifactError, load_tensors, read_json, save_tensors
 from octavo.calibration.observer import KINDS, Observed
 from octavo.calibration.statistics import PERCENTILES, Statistics
-from octavo.hf.source import Source
 
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
@@ -164,16 +163,19 @@ def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> 
     return observed
 
 
-def load_calibration(folder: Path, source: Source) -> Calibration:
-    """Open the calibration in `folder`, which must be of the model `source`.
+def load_calibration(folder: str | Path, model: Path, description: Path | None = None) -> Calibration:
+    """The calibration in `folder`, which must be of a model.
+
+    Args:
+        model, description: as of `hash_model`.
 
     Raises:
-        FileNotFoundError, ArtifactError: a file is missing or damaged.
-        ValueError: the calibration is of another model, or of another checkpoint of a run.
+        FileNotFoundError: a file is missing.
+        ArtifactError: a file is damaged; or the calibration is of another model, or of another checkpoint of a run.
     """
     found = Calibration.load(folder)
-    if found.model_hash != hash_model(source.origin, source.description):
-        raise ValueError(f"{folder} is a calibration of another model than {source.origin}: calibrate this one")
+    if found.model_hash != hash_model(model, description):
+        raise ArtifactError(f"{folder} is a calibration of another model than {model}: calibrate this one")
     return found
 
 

@@ -5,12 +5,12 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo.extras import installed
 from octavo.ops.gpu_architecture import find_architecture
 from octavo.version import __version__
 
@@ -28,7 +28,7 @@ def read_versions(device: torch.device) -> dict[str, Any]:
         "octavo": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        **{name: number for name in _PACKAGES if (number := _installed(name))},
+        **{name: number for name in _PACKAGES if (number := installed(name))},
         "device": device.type,
     }
     optional = {"driver": driver_version(), "toolkit": _toolkit_version(), "cuda": torch.version.cuda}
@@ -78,10 +78,3 @@ def _output(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

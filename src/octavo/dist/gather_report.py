@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from octavo.words import plural
+from octavo.words import plural, some_of
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,13 @@ class GatherReport:
         reasons = defaultdict(list)
         for name, reason in self.wide.items():
             reasons[reason].append(name)
-        lines += [f"  {len(names)} wide: {reason} ({_some(names)})" for reason, names in reasons.items()]
+        lines += [f"  {len(names)} wide: {reason} ({some_of(names)})" for reason, names in reasons.items()]
         fused = defaultdict(list)
         for unit, module in self.unfused.items():
             fused[module].append(unit)
         lines += [
-            f"  not fused: {module}, since {_some(units)} {'is a unit' if len(units) == 1 else 'are units'} of FSDP's: "
-            "shard the block that holds it instead"
+            f"  not fused: {module}, since {some_of(units)} {'is a unit' if len(units) == 1 else 'are units'} of "
+            "FSDP's: shard the block that holds it instead"
             for module, units in fused.items()
         ]
         return "\n".join(lines)
-
-
-def _some(names: list[str]) -> str:
-    """The names, at most three of them."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

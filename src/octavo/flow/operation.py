@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+PHASES = ("forward", "recomputation", "backward")
+
 
 @dataclass(frozen=True)
 class Operation:

@@ -62,11 +62,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in self._model.named_modules():
             # Calls are counted by a stack: a hook that is always called takes the name off again, when recomputation
             # stops early too.
-            for hook in (
-                module.register_forward_pre_hook(self._entering(name), prepend=True),
-                module.register_forward_hook(self._leaving, always_call=True),
-            ):
-                self._hooks.callback(hook.remove)
+            self._hooks.enter_context(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self._hooks.enter_context(module.register_forward_hook(self._leaving, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -10,12 +10,10 @@ from torch import nn
 
 from octavo.flow.folding import Row, fold, patterns_of
 from octavo.flow.left_out import LeftOut, NeverCalled, find_left_out, find_never_called
-from octavo.flow.operation import Operation
+from octavo.flow.operation import PHASES, Operation
 from octavo.flow.recorder import Recorder
 from octavo.flow.tables import Table, as_text, fp32_table, left_out_table, module_table, operation_table, totals_table
 from octavo.tracing.arithmetic import NAMES
-
-PHASES = ("forward", "recomputation", "backward")
 
 
 @dataclass(frozen=True)

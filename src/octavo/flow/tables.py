@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from octavo.flow.folding import Row
 from octavo.flow.left_out import LeftOut
+from octavo.flow.operation import PHASES
 from octavo.tracing.arithmetic import WIDTHS
+from octavo.words import plural, some_of
 
-_NAMED = 3  # modules in a row
 _SILENT = ("cast", "copy")  # kinds without arithmetic
 
 
@@ -38,7 +39,7 @@ def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
 def module_table(rows: Sequence[Row]) -> Table:
     """One row for each module: the operations of each phase by dtype, and the share of the FLOPs."""
     total = sum(row.flops for row in rows) or 1
-    phases = [p for p in ("forward", "recomputation", "backward") if any(row.operation.phase == p for row in rows)]
+    phases = [p for p in PHASES if any(row.operation.phase == p for row in rows)]
     modules = list(dict.fromkeys(row.operation.module for row in rows))
     found = []
     for module in modules:
@@ -59,7 +60,7 @@ def fp32_table(rows: Sequence[Row]) -> Table:
             names.append(each.name)
             modules.append(each.module or "(model)")
     found = [
-        (" ".join(dict.fromkeys(names)), _first(list(dict.fromkeys(modules))), reason)
+        (" ".join(dict.fromkeys(names)), some_of(list(dict.fromkeys(modules))), reason)
         for reason, (names, modules) in groups.items()
     ]
     return Table("FP32 in the forward pass, and why", ("operations", "modules", "why"), found, (), ("modules", "why"))
@@ -101,11 +102,6 @@ def as_text(table: Table) -> str:
     return "\n".join([table.title, *lines])
 
 
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
 def _by_dtype(rows: Sequence[Row]) -> str:
     """The operations with arithmetic by dtype, and the number of casts: "BF16 mm, FP32 mean mul, 2 casts"."""
     parts = []
@@ -115,7 +111,7 @@ def _by_dtype(rows: Sequence[Row]) -> str:
             parts.append(f"{dtype} {' '.join(dict.fromkeys(names))}")
     casts = sum(1 for row in rows if row.operation.kind == "cast")
     if casts:
-        parts.append(f"{casts} cast{'s' if casts > 1 else ''}")
+        parts.append(plural(casts, "cast"))
     return ", ".join(parts)
 
 

@@ -132,7 +132,7 @@ class FoldJob:
 
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
-        calibration = load_calibration(folder, self.source)
+        calibration = load_calibration(folder, self.source.origin, self.source.description)
         turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
         for pair in self.places.pairs:
             if pair.writer not in turned:

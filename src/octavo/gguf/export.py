@@ -87,17 +87,13 @@ def export_gguf(
         raise ValueError(f"unknown type {weights!r} of weights: choose one of {', '.join(WEIGHTS)}")
     if out.exists():
         raise FileExistsError(f"{out} exists already: choose another file, or remove it first")
-    gguf = _package()
+    gguf = import_extra("gguf", "gguf", "a GGUF file is written with the package gguf")
     opened = open_source(source, step)
     model = _Model(gguf, opened, weights)
     rows = model.specs["token_embd.weight"].shape[0]
     words = read_gguf_tokenizer(opened.description, opened.config, rows) if tokenizer else None
     size = write_file(gguf, out, model.architecture, _metadata(model, words), model.content(progress))
     return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
-
-
-def _package() -> Any:
-    return import_extra("gguf", "gguf", "a GGUF file is written with the package gguf")
 
 
 class _Model:

@@ -144,21 +144,17 @@ class BlockModel:
 
     @contextmanager
     def _loaded(self, names: list[str]) -> Iterator[None]:
-        empty = {name: self._owner(name)[0]._parameters[self._owner(name)[1]] for name in names}
         filled: dict[str, nn.Parameter] = {}
-        try:
+        with ExitStack() as emptied:
             for name in names:
                 owner, leaf = self._owner(name)
                 disk = self._on_disk[name]
                 if disk not in filled:
                     tensor = self._files.get(disk).to(self.device, UNQUANTIZED_DTYPE)
                     filled[disk] = nn.Parameter(tensor, requires_grad=False)
+                emptied.callback(owner._parameters.__setitem__, leaf, owner._parameters[leaf])
                 owner._parameters[leaf] = filled[disk]
             yield
-        finally:
-            for name, parameter in empty.items():
-                owner, leaf = self._owner(name)
-                owner._parameters[leaf] = parameter
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         module, _, leaf = name.rpartition(".")

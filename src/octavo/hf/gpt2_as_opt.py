@@ -111,7 +111,7 @@ class Conv1DReader(ShardReader):
         for name, spec in found.items():
             if _MASK.fullmatch(name):
                 continue
-            for opt, tensor in _convert(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")).items():
+            for opt, tensor in _convert(name, spec.meta()).items():
                 self.specs[opt], self._from[opt] = Spec.of(tensor), name
 
     def trained_names(self) -> dict[str, str]:

@@ -124,7 +124,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     meta_model = transformers_meta_model(config, path)
     reader = open_tensors(path, config) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
     required = model_tensors(meta_model.model)
-    stored = meta_model.split_experts({name: _meta(spec) for name, spec in reader.specs.items()})
+    stored = meta_model.split_experts({name: spec.meta() for name, spec in reader.specs.items()})
     needed = meta_model.split_experts(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
     check_match(found, needed, f"{path} is not of the model that its config.json describes")
@@ -136,7 +136,7 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     config = read_json(folder.model / "config.json")
     meta_model = _meta_model(folder.model, config, settings)
     reader = open_tensors(checkpoint, config)
-    found = {name: _meta(spec) for name, spec in reader.specs.items()}
+    found = {name: spec.meta() for name, spec in reader.specs.items()}
     check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
@@ -148,10 +148,6 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
         skip = [name for name in skip if name in meta_model.linears()]
         promoted = {ours: promoted[name] for ours, name in trained.items() if name in promoted}
     return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained, promoted=promoted)
-
-
-def _meta(spec: Spec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> MetaModel:

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.models.tokenizer_json import character_json, save_tokenizer_json
-
-_NAMED = 8  # unknown characters that an error names
+from octavo.words import some_of
 
 
 class CharacterTokenizer:
@@ -55,11 +54,9 @@ class CharacterTokenizer:
         known = self._codes[np.minimum(ids, len(self._codes) - 1)] == codes
         if not known.all():
             unknown = [repr(chr(code)) for code in np.unique(codes[~known])]
-            more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
             raise ValueError(
-                f"the tokenizer has no token for {', '.join(unknown[:_NAMED])}{more}: its tokens are the "
-                f"{self.vocabulary_size} characters of the text that the model was trained on; leave other characters "
-                "out"
+                f"the tokenizer has no token for {some_of(unknown, 8)}: its tokens are the {self.vocabulary_size} "
+                "characters of the text that the model was trained on; leave other characters out"
             )
         return ids.astype(np.uint32)
 

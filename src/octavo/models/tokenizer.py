@@ -10,7 +10,7 @@ itself; the n-th of the others is the code point 256 + n.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -107,12 +107,10 @@ class BpeTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        arrays: list[npt.NDArray[Any]] = []
-        for start in range(0, len(texts), _BATCH):
-            some = list(texts[start : start + _BATCH])
-            encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
-            arrays += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        return arrays
+        def encode(some: list[str]) -> list[list[int]]:
+            return [found.ids for found in self._tokenizer.encode_batch_fast(some, add_special_tokens=False)]
+
+        return _in_batches(texts, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -160,13 +158,12 @@ class HuggingFaceTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        arrays: list[npt.NDArray[Any]] = []
-        for start in range(0, len(texts), _BATCH):
+        def encode(some: list[str]) -> Any:
             # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
-            some = list(texts[start : start + _BATCH])
             encoded = self._tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            arrays += [np.array(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
-        return arrays
+            return encoded["input_ids"]
+
+        return _in_batches(texts, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -194,6 +191,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
+
+
+def _in_batches(texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[npt.NDArray[Any]]:
+    batches = (list(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH))
+    return [np.array(ids, dtype=np.uint32) for batch in batches for ids in encode(batch)]
 
 
 def _auto_tokenizer() -> Any:

@@ -142,7 +142,8 @@ def _static_scales(
     layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
     if not layers and not experts and options.kv_cache is None:
         if options.calibration is not None:
-            load_calibration(options.calibration, source)  # nothing of it is stored, but a wrong folder is an error
+            # nothing of it is stored, but a wrong folder is an error
+            load_calibration(options.calibration, source.origin, source.description)
         return None
     if options.input_scales is not None:
         return given_scales(options, source, [*layers, *experts])

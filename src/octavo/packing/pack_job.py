@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, Packing, quantization_config
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
+from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import Spec
 from octavo.hf.source import Source
 from octavo.nn.coverage import Leftover, find_coverage
@@ -48,30 +49,23 @@ class PackJob:
         """The tensors of the files that hold the model's tensor `name`, see `octavo.hf.model_writer.Change`."""
         module, _, leaf = name.rpartition(".")
         in_files = self.source.meta_model.split_experts
-        if leaf != "weight" or module not in self.schemes:
-            rounded = in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
-            return self._with_experts(rounded) if self.experts else rounded
-        scheme = self.schemes[module]
-        q = self.weights.quantize(module, tensor)
-        stored = {name: q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
-        if self.static is not None and scheme.static:
-            stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
-        return self.packing.to_files(in_files(stored))
-
-    def _with_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the files, with the data and scale of each packed expert in place of its weight."""
+        if leaf == "weight" and module in self.schemes:
+            return self.packing.to_files(in_files(self._packed(module, self.schemes[module], tensor)))
         stored: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            module = _layer(name)
-            if module in self.experts:
-                q = self.weights.quantize(module, tensor.contiguous())
-                scale = self.experts[module].stored_scale(q)
-                stored |= {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scale}
-                if self.static is not None and self.experts[module].static:
-                    stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(tensor.device)
-            else:
-                stored[name] = tensor
+        rounded = in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
+        for part, t in rounded.items():
+            expert = _layer(part)
+            packed = expert in self.experts
+            stored |= self._packed(expert, self.experts[expert], t.contiguous()) if packed else {part: t}
         return self.packing.to_files(stored)
+
+    def _packed(self, module: str, scheme: Scheme, w: Tensor) -> dict[str, Tensor]:
+        """The bytes and the scales in place of a weight."""
+        q = self.weights.quantize(module, w)
+        stored = {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
+        if self.static is not None and scheme.static:
+            stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(w.device)
+        return stored
 
     @property
     def bf16_bytes(self) -> int:

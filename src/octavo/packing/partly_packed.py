@@ -39,7 +39,7 @@ class PartlyPackedModel:
         tensors = PackedTensors(packed)
         packing, specs = tensors.packing, tensors.reader.specs
         in_model = source.meta_model.stack_experts(_tensors(tensors))
-        self._model = _fill(source)
+        self._model: nn.Module = source.fill_bf16()
         self.causal = is_language_model(source.meta_model.model)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
@@ -52,6 +52,8 @@ class PartlyPackedModel:
             self._forms[name] = (linear, layer.to(device))
             stored = [spec.nbytes for key, spec in specs.items() if _is_of(key, disk)]
             self.saved[name] = 2 * linear.weight.numel() - sum(stored)
+        if not isinstance(self._model, Decoder):
+            self._model.config.use_cache = False
         self._model.to(device)
         self._device = torch.device(device)
 
@@ -62,8 +64,7 @@ class PartlyPackedModel:
 
         def run(ids: Tensor) -> Tensor:
             for name, forms in self._forms.items():
-                parent, _, leaf = name.rpartition(".")
-                setattr(self._model.get_submodule(parent), leaf, forms[name in names])
+                self._model.set_submodule(name, forms[name in names])
             kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
             result = model_outputs(self._model, ids.to(self._device), self.causal, **kept)
             if result.shape[:-1] != ids.shape:
@@ -89,14 +90,6 @@ def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
 def _is_of(key: str, disk: str) -> bool:
     """Whether the tensor `key` of the files is the weight of the layer `disk`, or a scale of it."""
     return key.rpartition(".")[0] == disk and not key.endswith(".bias")
-
-
-def _fill(source: Source) -> nn.Module:
-    model = source.fill_bf16()
-    if not isinstance(model, Decoder):
-        model.config.use_cache = False
-    filled: nn.Module = model
-    return filled
 
 
 def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:

@@ -54,7 +54,7 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
         )
         freeze = ", or find them with --freeze 64 --data TEXT" if layers else ""
         raise ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
-    calibration = load_calibration(folder, source)
+    calibration = load_calibration(folder, source.origin, source.description)
     if missing := [name for name in layers if name not in calibration.layers]:
         raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
     inputs = {name: calibration.scale(name, rule).reshape(1) for name in layers}

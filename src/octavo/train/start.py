@@ -11,7 +11,7 @@ from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
 from octavo.artifact.run import RunFolder, check_config
-from octavo.calibration.folder import Calibration, hash_model
+from octavo.calibration.folder import load_calibration
 from octavo.extras import hub_hint
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ def start_run(config: Config, console: Console) -> Trainer:
 
     Raises:
         ConfigError, DataError: settings or data that cannot be trained on; nothing has been written.
+        ArtifactError: the calibration is of another model.
         FileExistsError: `config.out` holds a run already.
         LockedError: another program trains there.
         WriteError: the folder could not be written.
@@ -205,7 +206,7 @@ def prepare_run(
         check_vocabulary(made.model, max(int(corpus.train.max()), int(corpus.validation.max())))
     if config.calibration and checkpoint is None:
         with same_outcome():
-            calibration = _open_calibration(config)
+            calibration = load_calibration(config.calibration, Path(config.model))
         seed_scales(made.model, calibration)
     print_line(console, header_text(config, made.model, device, corpus, made.report))
     if made.gathered is not None:
@@ -229,15 +230,6 @@ def _check_settings(config: Config) -> tuple[Degrees, torch.device]:
     device = own_device(config.device)
     check_async_tp(config, degrees, device)
     return degrees, device
-
-
-def _open_calibration(config: Config) -> Calibration:
-    found = Calibration.load(config.calibration)
-    if found.model_hash != hash_model(Path(config.model)):
-        raise ConfigError(
-            f"{config.calibration} is a calibration of another model than {config.model}: calibrate this one"
-        )
-    return found
 
 
 def read_data(config: Config, run: RunFolder, console: Console) -> RunData:

@@ -38,7 +38,7 @@ from octavo.verification.numbers import (
     widen,
 )
 from octavo.verification.quality import measure_quality
-from octavo.verification.readers import make_probe, try_readers
+from octavo.verification.readers import Probe, try_readers
 from octavo.verification.reference import PackedLayers, probe_ids
 from octavo.verification.result import LayerReport, Report, over_budget
 from octavo.verification.sizes import measure_sizes
@@ -160,18 +160,24 @@ class Verification:
         self.progress(0, 4, "opening with every reader")
         self.kv_scales = cache_scales(self.files)
         meta_model = self._meta_model()
-        vocabulary = int(meta_model.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-        ids = probe_ids(self.batches, vocabulary, meta_model.context)
+        ids = probe_ids(self.batches, meta_model.vocabulary, meta_model.context)
 
-        def run(rounding: RoundInput, dtype: torch.dtype) -> Tensor:
-            return self._packed_model(rounding, dtype)(ids)
+        def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
+            return self._packed_model(rounding, dtype)(ids).cpu()
 
-        causal, cache, mixture = (
-            is_language_model(meta_model.model),
-            bool(self.kv_scales),
-            meta_model.experts is not None,
+        probe = Probe(
+            self.files.folder,
+            self.layers,
+            self.files.settings,
+            causal=is_language_model(meta_model.model),
+            cache=bool(self.kv_scales),
+            mixture=meta_model.experts is not None,
+            ids=ids,
+            reference=run(round_input),
+            emulated=run(round_input_by_compressed_tensors),
+            unrounded=run(leave_input),
+            bf16=run(round_input, torch.bfloat16),
         )
-        probe = make_probe(self.files.folder, self.layers, self.files.settings, ids, causal, cache, mixture, run)
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
             self.report.readers.append(reader)

@@ -42,7 +42,6 @@ from octavo.hf.quiet import quiet_transformers
 from octavo.runtime.build import fill
 from octavo.runtime.packed_linear import PackedLinear
 from octavo.verification.layer_spec import LayerSpec
-from octavo.verification.numbers import RoundInput, leave_input, round_input, round_input_by_compressed_tensors
 from octavo.verification.reference import distance
 from octavo.version import __version__
 from octavo.words import plural
@@ -147,24 +146,6 @@ class Probe:
         off, allowed = distance(actual, self.reference), self.tolerance(factors)
         outcome = "agrees" if off <= allowed else "disagrees"  # NaN disagrees
         return ReaderResult(name, version, outcome, note, off, allowed)
-
-
-def make_probe(
-    folder: Path,
-    layers: Mapping[str, LayerSpec],
-    settings: Mapping[str, Any],
-    ids: Tensor,
-    causal: bool,
-    cache: bool,
-    mixture: bool,
-    run: Callable[[RoundInput, torch.dtype], Tensor],
-) -> Probe:
-    """Run the reference: `run(round_input, dtype)` gives its outputs for `ids`."""
-    reference = run(round_input, torch.float32).cpu()
-    emulated = run(round_input_by_compressed_tensors, torch.float32).cpu()
-    unrounded = run(leave_input, torch.float32).cpu()
-    bf16 = run(round_input, torch.bfloat16).cpu()
-    return Probe(folder, layers, settings, causal, cache, mixture, ids, reference, emulated, unrounded, bf16)
 
 
 def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any, NamedTuple, Self
 
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality
+from octavo.extras import installed
 from octavo.verification.result import Report
 from octavo.version import __version__
 
@@ -31,18 +31,11 @@ class Invocation:
 
     @classmethod
     def now(cls, command: str) -> Self:
-        installed = {name: version for name in _PACKAGES if (version := _version(name))}
-        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | installed)
+        versions = {name: version for name in _PACKAGES if (version := installed(name))}
+        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, {"octavo": __version__} | versions)
 
 
 _PACKAGES = ("torch", "transformers", "compressed-tensors", "vllm")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def to_dict(report: Report, invocation: Invocation) -> dict[str, Any]:

@@ -74,8 +74,7 @@ class StreamedModel:
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
             if isinstance(module, nn.Linear) and weight in stored and len(tied.get(weight, [])) < 2:
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, StreamedLinear(name, module, self))
+                model.set_submodule(name, StreamedLinear(name, module, self))
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
             model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
@@ -143,7 +142,7 @@ class BaselineModel:
         self.folder = self._source.description
         self.context, self.vocabulary = self._source.meta_model.context, self._source.meta_model.vocabulary
         self.causal = is_language_model(self._source.meta_model.model)
-        metas = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in self._source.specs.items()}
+        metas = {name: spec.meta() for name, spec in self._source.specs.items()}
         self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
 
     def get(self, name: str) -> Tensor:

@@ -125,21 +125,16 @@ class Packing:
         declared = self.kv_cache or (self.layout == "autofp8" and any(map(is_kv_scale, tensors)))
         return take_kv_scales(tensors, linears, declared, where)
 
-    def _is_number(self, name: str) -> bool:
-        module, _, leaf = name.rpartition(".")
-        scheme = self.schemes.get(module)
-        of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
-        return is_kv_scale(name) or (leaf in (SCALE_NAME, INPUT_SCALE_NAME) and of_tensor)
-
     def _shaped_for_disk(self, name: str, scale: Tensor) -> Tensor:
         if self.layout not in ("modelopt", "autofp8"):
             return scale
-        if self._is_number(name):
-            return scale.reshape(())
         module, _, leaf = name.rpartition(".")
-        if leaf != SCALE_NAME or module not in self.schemes:
+        scheme = self.schemes.get(module) if leaf in (SCALE_NAME, INPUT_SCALE_NAME) else None
+        if is_kv_scale(name) or (scheme is not None and scheme.weight.granularity == TENSOR):
+            return scale.reshape(())
+        if scheme is None or leaf != SCALE_NAME:
             return scale
-        return scale[:, None, :, None] if self._is_block(module) else scale.flatten()
+        return scale[:, None, :, None] if scheme.name == "block" else scale.flatten()
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
         """Convert the tensor `name` (its name in memory) from its form in a file to its form in memory."""
@@ -148,9 +143,6 @@ class Packing:
         module, _, leaf = name.rpartition(".")
         is_scale = leaf in (SCALE_NAME, INPUT_SCALE_NAME) and module in self.schemes
         return read_scale(tensor, leaf, self.schemes[module]) if is_scale else tensor
-
-    def _is_block(self, module: str) -> bool:
-        return self.schemes[module].name == "block"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

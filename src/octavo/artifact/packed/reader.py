@@ -127,8 +127,7 @@ class PackedTensors:
         if ours not in self._scales:
             raise ArtifactError(f"{self.folder}: {ours} is missing, and {name}.weight is packed: pack it again")
         spec = self.reader.specs[self._scales[ours]]
-        meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        if (found := Spec.of(self.packing.from_files({self._scales[ours]: meta})[ours])) != required:
+        if (found := Spec.of(self.packing.from_files({self._scales[ours]: spec.meta()})[ours])) != required:
             raise ArtifactError(
                 f"{self.folder}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
                 f"{found.dtype} {list(found.shape)}"
