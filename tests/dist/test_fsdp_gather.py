@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.dist import fp8_all_gather
+from octavo.dist.shard_cache import ShardCache
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.ops import quantize
 
@@ -108,3 +109,33 @@ def test_the_all_gather_sends_half_the_bytes_of_bf16_in_as_many_collectives() ->
         assert sum(sent["fp8"]["gather"]) <= 0.502 * sum(sent["bf16"]["gather"])
         assert not sent["bf16"]["reduce"]
         assert sent["fp8"]["reduce"] == [2 * 4]  # one number a weight, once
+
+
+def bytes_held(rank: int) -> dict[str, list[int]]:
+    """The bytes that a rank holds of its rows after a forward pass, a backward pass and a step, and of all its rows."""
+    held, weights = {}, []
+    fill = ShardCache.fill
+    ShardCache.fill = lambda self, found: (weights.extend(found), fill(self, found))[1]  # type: ignore[method-assign]
+    for recipe in ("rowwise", "tensorwise", "blockwise"):
+        weights.clear()
+        torch.manual_seed(0)
+        model = blocks(256, count=1)
+        octavo.convert(model, recipe, skip=("*plain", "*down_proj"))
+        model = sharded(model)
+        fp8_all_gather(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for run in (lambda: model(batch()).sum(), lambda: loss.backward(), optimizer.step):  # noqa: B023
+            loss = run()
+            found.append(sum(weight.data.numel() for weight in weights if weight.data is not None))
+        held[recipe] = [*found, sum(weight.local.numel() for weight in weights)]
+    return held
+
+
+def test_the_bytes_of_a_rank_are_freed_once_they_are_sent() -> None:
+    for held in run_ranks(2, bytes_held):
+        for recipe in ("rowwise", "tensorwise"):
+            forward, backward, stepped, whole = held[recipe]
+            assert forward == backward == 0
+            assert stepped == whole > 0
+        assert len(set(held["blockwise"])) == 1  # those of square blocks stay

@@ -1,7 +1,8 @@
 """FSDP2's all-gather of the weights in eight bits.
 
-The bytes and scales of a rank's rows are made once, after an optimizer step, and every all-gather until the next step
-sends them. They equal those that one rank makes of the whole weight
+The scales of a rank's rows are found once, after an optimizer step, and every all-gather until the next step sends
+them. The bytes are made with them. They are freed when the first forward pass has sent those of all weights, and later
+all-gathers cast the rows again. Bytes and scales equal those that one rank makes of the whole weight
 (`octavo.dist.shard_quantization`).
 """
 
@@ -32,9 +33,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         report = octavo.dist.fp8_all_gather(model)
 
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
-    rank quantizes its own rows once after each optimizer step, and holds the bytes: one byte a weight, divided by the
-    ranks. The bytes and scales are those that one rank makes of the whole weight. For that, one small all-reduce takes
-    place after a step. There is no other collective.
+    rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
+    once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
+    that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
+    makes of the whole weight. For that, one small all-reduce takes place after a step. There is no other collective.
 
     Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
     leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a

@@ -1,4 +1,4 @@
-"""Weights whose rows on this rank are quantized together: in two launches, into one memory that stays.
+"""Weights whose rows on this rank are quantized together: in two launches, into one memory.
 
 A row's scale has a floor, a fraction of the largest scale of the tensor. A scale of the whole tensor needs the amax of
 the tensor. Both depend on one number a weight, its largest amax, which the caller reduces over the ranks between the
@@ -6,6 +6,7 @@ two steps. Where tensor parallelism has split the columns, the amax of each row 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -33,9 +34,11 @@ class ShardGroup:
         self.by_row = self.cast.granularity == ROW
         local, sizes = weights[0].local, [weight.unit.shard_rows for weight in weights]
         self.starts = [0, *accumulate(sizes)][:-1]
-        self.batch = RowBatch([weight.local for weight in weights], self.starts)
         rows, device = sum(sizes), local.device
-        self.data = torch.zeros(rows, local.shape[1], dtype=self.cast.fmt.dtype, device=device)
+        self.rows = [slice(start, start + size) for start, size in zip(self.starts, sizes, strict=True)]
+        self.shape = rows, local.shape[1]
+        self.data: Tensor | None = None  # between `measure` and `finish`
+        self._find_matrices()
         # cuBLASLt demands that the scale of a tensor begins at a multiple of 16 bytes.
         self.scale = (
             torch.ones(rows, 1, device=device) if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
@@ -45,9 +48,7 @@ class ShardGroup:
         self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
         self.cast_at_once = self.by_row and not split
         for i, weight in enumerate(weights):
-            rows_of = slice(self.starts[i], self.starts[i] + sizes[i])
-            scale = self.scale[rows_of] if self.by_row else self.scale[i : i + 1]
-            weight.hold(self.data[rows_of].view(torch.uint8), scale, self.largest_here[i : i + 1])
+            weight.take_scale(self._scale_of(i), self.largest_here[i : i + 1], partial(self._cast_again, i))
 
     @property
     def given(self) -> bool:
@@ -60,11 +61,29 @@ class ShardGroup:
         """Whether the scales depend on rows of other ranks."""
         return not self.given and (not self.by_row or bool(self.cast.relative_floor))
 
+    def _find_matrices(self) -> None:
+        local = [weight.local for weight in self.weights]
+        self.batch = RowBatch(local, self.starts)
+        self.each = [RowBatch([t], [0]) for t in local]
+
+    def _scale_of(self, i: int) -> Tensor:
+        return self.scale[self.rows[i]] if self.by_row else self.scale[i : i + 1]
+
+    def _cast_again(self, i: int) -> Tensor:
+        """The bytes [shard_rows, K] of weight i by its scale, uint8; any in rows of padding, which no rank reads."""
+        rows = self.rows[i].stop - self.rows[i].start
+        data = torch.empty(rows, self.shape[1], dtype=self.cast.fmt.dtype, device=self.scale.device)
+        with torch.no_grad():
+            cast_rows(self.each[i], self._scale_of(i).expand(rows, 1).reshape(-1), None, data, self.cast)
+        return data.view(torch.uint8)
+
     def measure(self) -> None:
         """Find the amax of each row; also write the bytes by it where most rows need no other scale."""
-        local = [weight.local for weight in self.weights]
-        if self.batch.addresses != [t.data_ptr() for t in local]:
-            self.batch = RowBatch(local, self.starts)
+        if self.batch.addresses != [weight.local.data_ptr() for weight in self.weights]:
+            self._find_matrices()
+        for weight in self.weights:
+            weight.data = None  # those of the step before, where none were sent since
+        self.data = torch.empty(self.shape, dtype=self.cast.fmt.dtype, device=self.scale.device)
         row_amaxes(self.batch, self.amax, self.data if self.cast_at_once else None, self.cast)
         self.amax_here.copy_(self.amax)
 
@@ -84,22 +103,31 @@ class ShardGroup:
 
     def finish(self, largest: Tensor) -> None:
         """Write the scales, and the bytes by them; `largest` [weights] is that of all ranks where it is needed."""
+        assert self.data is not None
         if self.by_row:
-            floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
-            scale = self._scale(self.amax, floor_of)
-            self.scale.copy_(scale.view(-1, 1))
-            if self.cast_at_once and not self.cast.relative_floor:
-                return
+            self._finish_rows(largest, self.data)
+        else:
+            self._finish_tensors(largest, self.data)
+        for weight, rows in zip(self.weights, self.rows, strict=True):
+            weight.data = self.data[rows].view(torch.uint8)
+        self.data = None
+
+    def _finish_rows(self, largest: Tensor, data: Tensor) -> None:
+        floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
+        scale = self._scale(self.amax, floor_of)
+        self.scale.copy_(scale.view(-1, 1))
+        if not self.cast_at_once or self.cast.relative_floor:
             written = self._scale(self.amax, None) if self.cast_at_once else None
-            cast_rows(self.batch, scale, written, self.data, self.cast)
-            return
+            cast_rows(self.batch, scale, written, data, self.cast)
+
+    def _finish_tensors(self, largest: Tensor, data: Tensor) -> None:
         if self.given:
             scales = torch.cat([weight.history.scale.view(1) for weight in self.weights if weight.history is not None])
             scale = torch.where(largest.isfinite(), scales, torch.nan)
         else:
             scale = scale_from_amax(largest, self.cast.fmt, power_of_two=self.cast.power_of_two)
         self.scale.copy_(scale.view(-1, 1))
-        cast_rows(self.batch, scale[self.weight_of_row], None, self.data, self.cast)
+        cast_rows(self.batch, scale[self.weight_of_row], None, data, self.cast)
 
     def _scale(self, amax: Tensor, largest_scale: Tensor | None) -> Tensor:
         floor = 0.0 if largest_scale is None else self.cast.relative_floor

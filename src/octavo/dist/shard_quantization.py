@@ -23,7 +23,7 @@ ProcessGroups = tuple[Any, ...]
 
 
 class ShardQuantizer:
-    """Quantizes the rows of this rank of many weights. The memory of the results stays the same."""
+    """Quantizes the rows of this rank of many weights."""
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
         self.alone = [weight for weight in weights if weight.is_alone]
@@ -101,7 +101,7 @@ def _hold_quantized(weight: ShardedWeight) -> None:
         scale = torch.ones(
             weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device
         )
-        weight.hold(data, scale, None)
+        weight.hold(data, scale)
     assert weight.data is not None
     assert weight.scale is not None
     weight.data[: local.shape[0]] = q.data.view(torch.uint8)

@@ -40,6 +40,7 @@ class ShardedWeight:
     Attributes:
         parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
         data: the bytes [shard_rows, ...] of this rank's rows, uint8; scale: of these rows.
+        cast_again: makes `data` anew; None where it is held from one step to the next.
         key: `current_key` when the bytes were made.
     """
 
@@ -51,6 +52,7 @@ class ShardedWeight:
         self.parameter: Any = getattr(layer, leaf)
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
+        self.cast_again: Callable[[], Tensor] | None = None
         self.key: tuple[Any, ...] = ()
 
     @property
@@ -94,22 +96,43 @@ class ShardedWeight:
         # An operation on the DTensor counts as a write to that alone, one on its local tensor as a write to both.
         return self.parameter._version, self.local._version, self.local.data_ptr(), scale
 
-    def hold(self, data: Tensor, scale: Tensor, amax: Tensor | None) -> None:
-        """Take the memory from which the all-gather sends."""
+    def hold(self, data: Tensor, scale: Tensor) -> None:
+        """Take the memory from which the all-gather sends, and hold it."""
         self.data, self.scale = data, scale
+
+    def take_scale(self, scale: Tensor, amax: Tensor, cast_again: Callable[[], Tensor]) -> None:
+        """Take the memory of the scale, and what makes the bytes by it."""
+        self.scale, self.cast_again = scale, cast_again
         if self.history is not None:
             self.layer.weight_cache.amax = amax
+
+    def bytes_to_send(self) -> Tensor:
+        """The bytes of this rank's rows, called in the stream that sends them.
+
+        Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all were
+        sent, so that it is not beside the activations. Later gathers cast the rows again.
+        """
+        data = self.data
+        if self.cast_again is None:
+            assert data is not None
+            return data
+        self.data = None
+        if data is None:
+            return self.cast_again()
+        if data.device.type != "cpu":
+            data.record_stream(torch.accelerator.current_stream(data.device))
+        return data
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
             """The inputs of the all-gather, and what the other hook needs besides."""
             self.prepare(self)
-            assert self.data is not None
+            data = self.bytes_to_send()
             assert self.scale is not None
             # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
             if self.cast.granularity == TENSOR or mesh.size() == 1:
-                return (self.data,), self.scale
-            return (self.data, self.scale), None
+                return (data,), self.scale
+            return (data, self.scale), None
 
         def post_all_gather(
             outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None

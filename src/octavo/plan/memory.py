@@ -15,6 +15,7 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 
 from dataclasses import dataclass, fields
 
+from octavo.numerics.granularity import ROW, TENSOR
 from octavo.plan.activations import block_bytes, checkpointed_bytes, is_fused
 from octavo.plan.architecture import Block
 from octavo.plan.attention import is_fp8
@@ -69,7 +70,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     in_head = start and loss > passing
     return Memory(
         weights=on_gpu * states.weight,
-        fp8_copies=0.0 if states.offloaded else states.copies * model.block_weights / ways,
+        fp8_copies=states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
         gradients=on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         optimizer=on_gpu * states.moments,
         activations=saved if start else first,
@@ -79,6 +80,13 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
         offloaded=own * (states.total - states.copies) if states.offloaded else 0.0,
         moment=f"{'start' if start else 'end'} of backward",
     )
+
+
+def _holds_copies(setup: Setup) -> bool:
+    """Whether the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
+    w = setup.recipe.w
+    gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
+    return not setup.states.offloaded and not gathered
 
 
 def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
