@@ -76,8 +76,9 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
-        operands = (q.data, stack.data, q.scale, stack.scale, q.granularity.name, stack.granularity.name)
-        yield "grouped_mm", (*operands, ends, torch.bfloat16, "emulated", False)
+        scales = (q.scale, stack.scale, q.granularity.name, stack.granularity.name)
+        yield "grouped_mm", (q.data, stack.data, torch.bfloat16, *scales, ends, "emulated", False)
+        yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
     yield "grouped_mm_dw", (h, x_t, b.scale, offsets, torch.float32, "emulated", True)

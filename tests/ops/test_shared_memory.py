@@ -82,3 +82,15 @@ def test_weight_only_gemm(capability, m, granularity, monkeypatch):
     scale = torch.ones(granularity.scale_shape((4096, 4096)))
     kernel.weight_only_mm(x, w, scale, granularity, None, None, native=capability >= 89)
     assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", [80, 90, *SMALL])
+@pytest.mark.parametrize("m", [16, 8192])
+def test_grouped_weight_only_gemm(capability, m, monkeypatch):
+    from octavo.ops.weight_only import grouped_kernel, kernel
+
+    compile_for(capability, kernel, monkeypatch)  # whose `choose` it calls
+    compiled = compile_for(capability, grouped_kernel, monkeypatch)
+    x, w, offsets = on_cpu(m, 4096, dtype=torch.bfloat16), on_cpu(8, 512, 4096), torch.zeros(8, dtype=torch.int32)
+    grouped_kernel.grouped_weight_only_mm(x, w, torch.ones(8, 512, 1), ROW, offsets, native=capability >= 89)
+    assert compiled.fit()

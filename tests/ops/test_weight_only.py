@@ -2,10 +2,18 @@
 
 import pytest
 import torch
-from weight_only_examples import CASTS, assert_close, operands
+from grouped_examples import SIZES as GROUPS
+from weight_only_examples import (
+    CASTS,
+    GROUPED_CASTS,
+    assert_close,
+    assert_close_in_groups,
+    grouped_operands,
+    operands,
+)
 
-from octavo.numerics import ROW, Cast, QTensor, group
-from octavo.ops import quantize, weight_only_mm
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
+from octavo.ops import grouped_weight_only_mm, quantize, weight_only_mm
 from octavo.ops.weight_only import backend, find_weight_only_backend, op
 
 CUDA = torch.device("cuda")
@@ -24,6 +32,25 @@ def test_every_element_is_rounded_once(cast, size, dtype):
     assert_close(y, x, w, bias)
     residual = torch.randn(m, n).to(dtype)
     assert torch.equal(weight_only_mm(x, w, bias=bias, residual=residual), y + residual)
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("cast", GROUPED_CASTS)
+def test_each_row_times_the_matrix_of_its_group(cast, sizes):
+    x, w, offsets = grouped_operands(cast, sizes, 160, 136)
+    y = grouped_weight_only_mm(x, w, offsets)
+    assert (y.shape, y.dtype) == ((len(x), 136), torch.bfloat16)
+    assert_close_in_groups(y, x, w, sizes)
+
+
+def test_operands_of_other_shapes_and_scales_are_refused():
+    x, w, offsets = grouped_operands("row", [3, 5], 32, 16)
+    with pytest.raises(ValueError, match=r"w \[E, N, K\] with the same K, got torch.bfloat16 \[11, 31\]"):
+        grouped_weight_only_mm(x[:, :31], w, offsets)
+    with pytest.raises(ValueError, match=r"offsets must be torch.int32 \[2\], got torch.int64"):
+        grouped_weight_only_mm(x, w, offsets.long())
+    with pytest.raises(ValueError, match="scales of their own, got e4m3 with tensor scales"):
+        grouped_weight_only_mm(x, QTensor(w.data, torch.ones(1, 1, 1), w.format, TENSOR), offsets)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 64, 32), (3, 64, 0), (3, 0, 32)])

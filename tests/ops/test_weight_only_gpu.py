@@ -6,11 +6,18 @@ E4M3 is widened by the GPU's own conversion, and by the integer instructions of 
 import pytest
 import torch
 from gemm_examples import on_gpu
-from gpu_memory import poison
-from weight_only_examples import CASTS, assert_close, operands
+from gpu_memory import no_waits, poison
+from weight_only_examples import (
+    CASTS,
+    GROUPED_CASTS,
+    assert_close,
+    assert_close_in_groups,
+    grouped_operands,
+    operands,
+)
 
 from octavo.numerics import QTensor
-from octavo.ops import weight_only_mm
+from octavo.ops import grouped_weight_only_mm, weight_only_mm
 from octavo.ops.triton_support import has_kernels
 from octavo.ops.weight_only.backend import MAX_M
 
@@ -98,6 +105,23 @@ def test_dequantize(cast):
             poison()
             wide = kernel.dequantize(w.data.cuda(), w.scale.cuda(), w.granularity, dtype, native=native)
             assert torch.equal(wide.cpu(), w.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("sizes", [[7, 0, 33, 16, 1], [0, 0, 300], [1, 1, 1], [129, 0, 64]], ids=str)
+@pytest.mark.parametrize("cast", GROUPED_CASTS)
+def test_every_element_of_groups_of_rows(cast, sizes):
+    from octavo.ops.weight_only import grouped_kernel as kernel
+
+    x, w, offsets = grouped_operands(cast, sizes, 1056 if cast != "block" else 1000, 515, torch.float16)
+    on_device = x.cuda(), w.data.cuda(), w.scale.cuda(), w.granularity, offsets.cuda()
+    for native in ways():
+        poison()
+        y = kernel.grouped_weight_only_mm(*on_device, native=native)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((sum(sizes) + 3, 515), torch.float16, True)
+        assert_close_in_groups(y, x, w, sizes)
+        assert torch.equal(kernel.grouped_weight_only_mm(*on_device, native=native)[:-3], y[:-3])
+    with no_waits():
+        grouped_weight_only_mm(on_device[0], QTensor(*on_device[1:3], w.format, w.granularity), on_device[4])
 
 
 @pytest.mark.parametrize("m", [1, MAX_M, MAX_M + 1])

@@ -15,7 +15,7 @@ from octavo.recipe import rowwise
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx", "group32", "group64", "group128"])
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "static", "block", "mx", "group32", "group64", "weight"])
 def test_every_scheme_gives_what_its_bytes_say(scheme):
     experts, _, _ = packed_experts((scheme, scheme))
     values = routed()
@@ -38,7 +38,7 @@ def test_channel_has_the_bits_of_training():
     assert torch.equal(packed(*values), trained(*values))
 
 
-@pytest.mark.parametrize("scheme", ["channel", "static", "block", "mx"])
+@pytest.mark.parametrize("scheme", ["channel", "static", "block", "mx", "weight"])
 def test_a_step_waits_for_nothing_and_becomes_a_graph(scheme):
     experts, _, _ = packed_experts((scheme, scheme), "cuda")
     x, index, weight = (t.cuda() for t in routed())

@@ -34,10 +34,11 @@ def operands(sizes: list[int], k: int, n: int, spare: int = 0, pair: str = "row"
     a = torch.randn(m, k) * torch.exp2(torch.randint(-12, 13, (m, 1)))
     b = torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-4, 5, (len(sizes), n, 1)))
     cast_a, cast_b = PAIRS[pair]
-    return quantize(a, cast_a), _stack([quantize(matrix, cast_b) for matrix in b]), offsets_of(sizes)
+    return quantize(a, cast_a), stacked([quantize(matrix, cast_b) for matrix in b]), offsets_of(sizes)
 
 
-def _stack(matrices: list[QTensor]) -> QTensor:
+def stacked(matrices: list[QTensor]) -> QTensor:
+    """Matrices [N, K] as one tensor [E, N, K]."""
     data, scale = (
         torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)  # torch.stack lacks float8 dtypes
         for parts in ([q.data for q in matrices], [q.scale for q in matrices])

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from gemm_examples import wide
+from grouped_examples import offsets_of, rows_of, stacked
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
@@ -16,6 +17,7 @@ CASTS = {
     "group128": Cast(granularity=group(128)),
     "mx": Cast(granularity=group(32), scale="e8m0"),
 }
+GROUPED_CASTS = [name for name in CASTS if name != "tensor"]
 HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
 
@@ -25,6 +27,22 @@ def operands(cast: str, m: int, k: int, n: int, dtype: torch.dtype = torch.bfloa
     x = torch.randn(m, k).to(dtype)
     w = torch.randn(n, k) * torch.exp2(torch.randint(-6, 3, (n, 1)))
     return x, quantize(w, CASTS[cast])
+
+
+def grouped_operands(
+    cast: str, sizes: list[int], k: int, n: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, QTensor, Tensor]:
+    """x [M, K] with 3 rows behind the groups, w [E, N, K], and the offsets."""
+    x, _ = operands(cast, sum(sizes) + 3, k, n, dtype)
+    matrices = [operands(cast, i, k, n)[1] for i in range(len(sizes))]
+    return x, stacked(matrices), offsets_of(sizes)
+
+
+def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int]) -> None:
+    """`assert_close` for each group of rows."""
+    for e, rows in enumerate(rows_of(sizes)):
+        if sizes[e]:
+            assert_close(y[rows], x[rows], QTensor(w.data[e], w.scale[e], w.format, w.granularity))
 
 
 def assert_close(y: Tensor, x: Tensor, w: QTensor, bias: Tensor | None = None, *, rounded_weight: bool = False) -> None:

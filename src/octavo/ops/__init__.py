@@ -40,7 +40,7 @@ from octavo.ops.quantization import (
 from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
 from octavo.ops.rotary import rotate_append
 from octavo.ops.transposition import transpose
-from octavo.ops.weight_only import find_weight_only_backend, weight_only_mm
+from octavo.ops.weight_only import find_weight_only_backend, grouped_weight_only_mm, weight_only_mm
 
 __all__ = [
     "Attended",
@@ -66,6 +66,7 @@ __all__ = [
     "group_shifts",
     "grouped_mm",
     "grouped_mm_dw",
+    "grouped_weight_only_mm",
     "norm_backward",
     "norm_quantize",
     "norm_quantize_inference",

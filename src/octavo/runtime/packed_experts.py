@@ -5,8 +5,7 @@
     out[t] = sum over s of weight[t,s] * y[row of slot s]
 
 The operations of the scheme `channel`, and their order, are those of training (`octavo.nn.experts_function`). All
-experts run as one grouped GEMM. Weight-only GEMMs (`octavo.runtime.gemm_path`) run expert by expert, for which the host
-waits for the number of rows of each.
+experts run as one grouped GEMM, of eight-bit inputs or weight-only (`octavo.runtime.gemm_path`).
 """
 
 from typing import Any
@@ -29,6 +28,7 @@ from octavo.ops import (
     gather_quantize,
     group_of_rows,
     grouped_mm,
+    grouped_weight_only_mm,
     quantize,
     requantize,
     sort_by_expert,
@@ -37,7 +37,7 @@ from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.recipe import ROW_X
 from octavo.runtime.gemm_path import input_cast
 from octavo.runtime.packed_gradient import wants_gradient
-from octavo.runtime.packed_linear import PackedModule, packed_product
+from octavo.runtime.packed_linear import PackedModule
 
 
 class PackedGroupedLinear(PackedModule):
@@ -81,13 +81,7 @@ class PackedGroupedLinear(PackedModule):
         cast = self._input_cast
         if cast is not None:
             return self.product(self._quantized(x, offsets, cast), offsets, x.dtype)
-        y = x.new_zeros(x.shape[0], self.weight.shape[1])
-        start = 0
-        for e, end in enumerate(offsets.tolist()):  # the host waits
-            if end > start:
-                y[start:end] = packed_product(x[start:end], self._matrix(e), None, x.dtype)  # [M_e,K] @ [N,K]^T
-            start = end
-        return y
+        return grouped_weight_only_mm(x, self._packed(self.weight, self.weight_scale), offsets)  # [M_e,K] @ [N,K]^T
 
     def product(self, x_q: QTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """y [M, N] of the quantized input [M, K]."""

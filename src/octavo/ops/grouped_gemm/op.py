@@ -48,7 +48,7 @@ def grouped_mm(
     granularities = a.granularity, b.granularity
     backend = _backend(a.data.device, (a.format.name, b.format.name), granularities, emulate)
     names = a.granularity.name, b.granularity.name
-    y: Tensor = _grouped_mm(a.data, b.data, a.scale, b.scale, *names, offsets, out_dtype, backend, fast_accumulation)
+    y: Tensor = _grouped_mm(a.data, b.data, out_dtype, a.scale, b.scale, *names, offsets, backend, fast_accumulation)
     return y
 
 
@@ -129,12 +129,12 @@ def _check_aligned(a: Tensor, *sizes: int) -> None:
 def _grouped_mm(
     a: Tensor,
     b: Tensor,
+    out_dtype: torch.dtype,
     scale_a: Tensor,
     scale_b: Tensor,
     granularity_a: str,
     granularity_b: str,
     offsets: Tensor,
-    out_dtype: torch.dtype,
     backend: str,
     fast_accumulation: bool,
 ) -> Tensor:
@@ -149,17 +149,7 @@ def _grouped_mm(
 
 
 @_grouped_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    granularity_a: str,
-    granularity_b: str,
-    offsets: Tensor,
-    dtype: torch.dtype,
-    *rest: Any,
-) -> Tensor:
+def _(a: Tensor, b: Tensor, dtype: torch.dtype, *rest: Any) -> Tensor:
     register_lowerings()
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 

@@ -48,7 +48,7 @@ def weight_only_mm(
     native: whether the GPU converts E4M3 by an instruction; None asks it.
     """
     (m, k), n = x.shape, w.shape[0]
-    x, w, scale = x.contiguous(), w.contiguous(), _readable(scale)
+    x, w, scale = x.contiguous(), w.contiguous(), readable_scale(scale)
     y = allocate(x, (m, n))
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
@@ -81,7 +81,7 @@ def dequantize(
     w: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype, native: bool | None = None
 ) -> Tensor:
     """w * scale, computed in float32 and rounded to `dtype`, [N, K]."""
-    (n, k), scale = w.shape, _readable(scale)
+    (n, k), scale = w.shape, readable_scale(scale)
     wide = allocate(scale, (n, k), dtype)
     if wide.numel() == 0:
         return wide
@@ -95,7 +95,7 @@ def dequantize(
     return wide
 
 
-def _readable(scale: Tensor) -> Tensor:
+def readable_scale(scale: Tensor) -> Tensor:
     """A scale in E8M0 as bytes: Triton has no such dtype."""
     return (scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale).contiguous()
 
@@ -209,13 +209,35 @@ def _tile_kernel(
     offs_n = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
+    start_k = tl.program_id(2) * K_PER_SPLIT
+    acc = sum_products(
+        x_ptr, w_ptr, scale_ptr, offs_m, offs_n, M, start_k, tl.minimum(start_k + K_PER_SPLIT, K),
+        K, BLOCK_M, SCALE_ROWS, STRIDE_SCALE, GROUP, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    if partials_ptr is not None:
+        offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
+        tl.store(partials_ptr + offs, acc, mask_m[None, :])
+    else:
+        if not GROUP:
+            acc *= tl.load(scale_ptr + offs_n // SCALE_ROWS * STRIDE_SCALE)[:, None]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0,
+                   mask_m[None, :])  # fmt: skip
+
+
+@triton.jit
+def sum_products(
+    x_ptr, w_ptr, scale_ptr, offs_m, offs_n, end_m, start_k, end_k,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for rows `offs_m` of x, of which those before `end_m`
+    count, and rows `offs_n` of w, all of them within w. Scales of groups are multiplied in, others are not."""
     offs_k = tl.arange(0, BLOCK_K)
     w_row_ptr = w_ptr + offs_n.to(tl.int64) * K
-    x_row_ptr = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * K  # rows beyond M are computed, and not stored
+    x_row_ptr = x_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end are not stored
     offs_scale = offs_n // SCALE_ROWS * STRIDE_SCALE
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    start_k = tl.program_id(2) * K_PER_SPLIT
-    for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
+    for k in tl.range(start_k, end_k, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
             w = tl.load(w_row_ptr[:, None] + (k + offs_k)[None, :])
             x = tl.load(x_row_ptr[None, :] + (k + offs_k)[:, None])
@@ -227,14 +249,7 @@ def _tile_kernel(
             acc += product * _widen_scale(tl.load(scale_ptr + offs_scale + k // GROUP))[:, None]
         else:
             acc = tl.dot(_widen(w, x.dtype), x, acc)  # [N,K] @ [K,M]
-    if partials_ptr is not None:
-        offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
-        tl.store(partials_ptr + offs, acc, mask_m[None, :])
-    else:
-        if not GROUP:
-            acc *= tl.load(scale_ptr + offs_scale)[:, None]
-        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0,
-                   mask_m[None, :])  # fmt: skip
+    return acc
 
 
 @triton.jit

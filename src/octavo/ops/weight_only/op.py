@@ -50,6 +50,38 @@ def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residua
     return y
 
 
+def grouped_weight_only_mm(x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
+    """y [M, N]: each row of group e of `x` times matrix e of `w`, transposed, as in `weight_only_mm`.
+
+    A group may be empty. A GPU from Ampere on computes all groups in one launch, and nothing is read on the host.
+    Elsewhere the groups are computed one by one.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32.
+        w: [E, N, K] in E4M3, with scales of any granularity but tensor.
+        offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: a weight of another format, or shapes or dtypes that do not match.
+    """
+    if w.format.name != "e4m3" or w.granularity.rows is None:
+        raise ValueError(
+            "grouped_weight_only_mm takes weights in e4m3 with scales of their own, got "
+            f"{w.format.name} with {w.granularity.name} scales: quantize each to e4m3 by row"
+        )
+    if x.ndim != 2 or w.data.ndim != 3 or x.shape[1] != w.data.shape[2] or x.dtype not in FLOATS:
+        raise ValueError(
+            "grouped_weight_only_mm takes x [M, K] of float32, bfloat16 or float16 and w [E, N, K] with the same K, "
+            f"got {x.dtype} {list(x.shape)} and {list(w.shape)}"
+        )
+    check_tensor("offsets", offsets, (w.data.shape[0],), torch.int32)
+    y: Tensor = _grouped_weight_only_mm(x, w.data, w.scale, w.granularity.name, offsets)
+    return y
+
+
 @operation("weight_only_mm", lambda x, *rest: has_kernels(x.device, LOWEST))
 def _weight_only_mm(
     x: Tensor, w: Tensor, scale: Tensor, granularity: str, bias: Tensor | None, residual: Tensor | None
@@ -80,3 +112,23 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     register_lowerings()
     return x.new_empty((x.shape[0], w.shape[0]))
+
+
+@operation("grouped_weight_only_mm")
+def _grouped_weight_only_mm(x: Tensor, w: Tensor, scale: Tensor, granularity: str, offsets: Tensor) -> Tensor:
+    by = parse_granularity(granularity)
+    if x.numel() and find_weight_only_backend(x.device, x.dtype, by, 1).name == "triton":
+        from octavo.ops.weight_only import grouped_kernel
+
+        return grouped_kernel.grouped_weight_only_mm(x, w, scale, by, offsets)
+    y, start = x.new_zeros((x.shape[0], w.shape[1])), 0
+    for e, end in enumerate(offsets.tolist()):
+        y[start:end] = _weight_only_mm(x[start:end], w[e], scale[e], granularity, None, None)
+        start = end
+    return y
+
+
+@_grouped_weight_only_mm.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    register_lowerings()
+    return x.new_empty((x.shape[0], w.shape[1]))
