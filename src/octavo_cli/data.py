@@ -22,6 +22,13 @@ def print_reading(report: ReadReport) -> None:
         say(line)
 
 
+def refuse_unused(data: list[str] | None, device: str, options: str) -> None:
+    """Raise a ValueError if --data or --device is given without one of `options`, which alone run the model."""
+    given = "--data" if data else f"--device {device}" if device != "cpu" else ""
+    if given:
+        raise ValueError(f"{given} is for {options}, which runs the model on text: add it, or leave {given} out")
+
+
 def required_data(data: list[str] | None) -> list[str]:
     """The words of --data, which --freeze needs."""
     if not data:

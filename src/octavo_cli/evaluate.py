@@ -91,7 +91,7 @@ def _held_out(opened: Opened, run: Path) -> tuple[Batches, int, ReadReport]:
 
     folder = RunFolder(run)
     if not (folder.model / "config.json").is_file():
-        raise ValueError(f"{run} is no run of octavo train, so it holds no text out: give --data, or --held-out RUN")
+        raise ValueError(f"{run} is no run of octavo train, so no text was held out: give --data, or --held-out RUN")
     batches, read = finished.held_out(run, opened.tokenizer)
     if batches.context > opened.context:
         raise ValueError(f"the run {run} has sequences of {batches.context} tokens, the model sees {opened.context}")

@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, print_reading, required_data
+from octavo_cli.data import DATA_HELP, print_reading, refuse_unused, required_data
 from octavo_cli.display import print_facts, progress, say
 from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step, option
 
@@ -107,6 +107,8 @@ def pack_command(
     kept = None
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")
+    if not budget and freeze is None:
+        refuse_unused(data, device, "--budget or --freeze")
     with progress("packing") as advance:
         if freeze is not None:
             report = pack_frozen(

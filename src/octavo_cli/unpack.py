@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, print_reading, required_data
+from octavo_cli.data import DATA_HELP, print_reading, refuse_unused, required_data
 from octavo_cli.display import progress, say
 from octavo_cli.options import Device, Freeze, Layout, Out, Packed, option
 
@@ -55,6 +55,8 @@ def convert_layout(
 
     if freeze is not None and scheme not in (None, "static"):
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
+    if freeze is None:
+        refuse_unused(data, device, "--freeze")
     with progress("converting") as advance:
         if freeze is None:
             result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)

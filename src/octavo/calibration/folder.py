@@ -119,6 +119,8 @@ class Calibration:
             ArtifactError: a file is damaged, or of another version of the format.
         """
         where = Path(folder) / DESCRIPTION
+        if not where.is_file():
+            raise FileNotFoundError(f"{where} is missing: give a folder that octavo calibrate wrote")
         described = read_json(where)
         if described.get("format_version") != FORMAT_VERSION:
             raise ArtifactError(
