@@ -79,7 +79,7 @@ class Bisection:
 
 def bisect(
     config: Config,
-    out: Path,
+    out: str | Path,
     *,
     seeds: int = 3,
     steps: int | None = None,
@@ -114,7 +114,7 @@ def bisect(
     gemms = _quantized_gemms(config)
     if not gemms:
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
-    with ShortRuns(settle(config), out, length, checkpoint, Part(gemms), on_run) as runs:
+    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run) as runs:
         whole = runs.run(Part(gemms), config.seed)
         finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
         losses = tuple(runs.run(BF16, seed).loss for seed in runs.seeds(seeds))

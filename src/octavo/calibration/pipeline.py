@@ -32,9 +32,9 @@ from octavo.version import __version__
 
 
 def calibrate(
-    model: Path,
+    model: str | Path,
     data: Sequence[str],
-    out: Path,
+    out: str | Path,
     *,
     prompts: PromptOptions = PromptOptions(samples=256, context=2048),
     device: str = "cpu",
@@ -63,6 +63,7 @@ def calibrate(
             with inf or NaN.
         WriteError: the disk refused. The finished parts stay, and the same call resumes after them.
     """
+    model, out = Path(model), Path(out)
     check_absent(out)
     place = choose_device(device)
     described, stored = find_model(model, step)

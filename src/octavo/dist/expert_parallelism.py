@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from octavo.nn import Experts
 from octavo.nn.expert_conversion import find_experts, to_fp8_experts
 from octavo.nn.experts import gather_rows, scatter_rows
+from octavo.nn.layer_limits import check_module
 from octavo.ops import sort_by_expert
 
 
@@ -47,14 +48,18 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         The names of the modules.
 
     Raises:
+        TypeError: `model` is no module, or `mesh` no DeviceMesh.
         ValueError: a mesh of several dimensions, no experts, or a number of experts that the ranks do not divide.
 
     Example:
 
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
         octavo.convert(model)
-        octavo.dist.expert_parallel(model, mesh)
+        expert_parallel(model, mesh)
     """
+    check_module(model, "expert_parallel")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f'expert_parallel takes a DeviceMesh, such as init_device_mesh("cuda", (2,)), got {mesh!r}')
     if mesh.ndim != 1:
         raise ValueError(f"expert parallelism needs a mesh of one dimension, got {mesh}: take one of its dimensions")
     found: dict[str, Any] = {name: m for name, m in find_experts(model).items() if hasattr(m, Experts.matrices[0])}

@@ -18,6 +18,7 @@ from octavo.dist.gather_report import GatherReport, GatherRow
 from octavo.dist.shard_cache import ShardCache
 from octavo.dist.sharded_weight import ShardedWeight, WeightStack
 from octavo.nn.expert_conversion import computed_stacks
+from octavo.nn.layer_limits import check_module
 from octavo.nn.linear import Linear, RecipeLayer
 
 
@@ -87,8 +88,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
 
 def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
     """The converted layers of a model, and their names."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fp8_all_gather takes a torch.nn.Module, got {model!r}: pass the model itself")
+    check_module(model, "fp8_all_gather")
     return {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
 
 

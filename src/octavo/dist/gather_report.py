@@ -24,7 +24,7 @@ class GatherRow:
 
 @dataclass(frozen=True)
 class GatherReport:
-    """The report of `octavo.dist.fp8_all_gather`; `str()` of it has one line for each reason.
+    """The report of `octavo.dist.fp8_all_gather`; printed, it has one line for each reason.
 
     Args:
         rows: one for each converted linear layer, in the order of the model's modules.
@@ -45,7 +45,7 @@ class GatherReport:
         """The names of the layers whose weights are gathered wide, each with its reason."""
         return {row.name: row.reason for row in self.rows if row.gathered == "wide"}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"FP8 all-gather: {plural(len(self.gathered), 'weight')} in eight bits, {len(self.wide)} wide"]
         reasons = defaultdict(list)
         for name, reason in self.wide.items():

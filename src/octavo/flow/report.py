@@ -18,7 +18,7 @@ from octavo.tracing.arithmetic import NAMES
 
 @dataclass(frozen=True)
 class DtypeFlow:
-    """The dtypes of a forward and backward pass; `str()` of it is a set of tables.
+    """The dtypes of a forward and backward pass; printed, it is a set of tables.
 
     Args:
         model: the class of the model.
@@ -98,7 +98,7 @@ class DtypeFlow:
             "notes": list(self.notes),
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         tables = [as_text(table) for table in self.tables() if table.rows]
         return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks()])
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.flow.recorder import Recorder
 from octavo.flow.report import DtypeFlow, make_report
+from octavo.nn.layer_limits import check_module
 from octavo.tracing.fakes import Fakes, clear_errors
 from octavo.tracing.gpu_autocast import GpuAutocast
 
@@ -53,8 +54,7 @@ def dtype_flow(
         >>> [(each.name, each.computes_in) for each in flow.operations if each.kind in ("product", "sum")][:2]
         [('addmm', 'BF16'), ('native_layer_norm', 'FP32')]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"dtype_flow takes a torch.nn.Module, got {model!r}: pass the model itself")
+    check_module(model, "dtype_flow")
     if autocast not in _AUTOCAST:
         raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     fakes, gpu = Fakes(), GpuAutocast(autocast)

@@ -65,10 +65,10 @@ class FoldReport(WrittenModel):
 
 
 def fold(
-    model: Path,
-    out: Path,
+    model: str | Path,
+    out: str | Path,
     *,
-    smooth: Path | None = None,
+    smooth: str | Path | None = None,
     alpha: float = 0.5,
     rotate: bool = False,
     seed: int = 0,
@@ -98,6 +98,7 @@ def fold(
             model.
         WriteError: the disk refused.
     """
+    model, out = Path(model), Path(out)
     check_absent(out)
     if smooth is None and not rotate:
         raise ValueError("fold needs --smooth with a calibration of the model, --rotate, or both")
@@ -108,7 +109,7 @@ def fold(
     source = open_source(model, step)
     job = FoldJob(source, read_map(source, rotate=rotate), DTYPES[dtype])
     if smooth is not None:
-        job.smooth(smooth, alpha, beside_rotation=rotate)
+        job.smooth(Path(smooth), alpha, beside_rotation=rotate)
     if rotate:
         job.rotate(seed)
     record = {"dtype": dtype, "folded": job.record_of}

@@ -57,8 +57,8 @@ class GgufReport:
 
 
 def export_gguf(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     *,
     weights: str = "q8_0",
     tokenizer: bool = True,
@@ -83,6 +83,7 @@ def export_gguf(
         ValueError: an architecture, a feature of it, or a size that is not supported.
         WriteError: the disk refused.
     """
+    source, out = Path(source), Path(out)
     if weights not in WEIGHTS:
         raise ValueError(f"unknown type {weights!r} of weights: choose one of {', '.join(WEIGHTS)}")
     if out.exists():

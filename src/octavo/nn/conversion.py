@@ -13,6 +13,7 @@ from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
 from octavo.nn.expert_conversion import expert_rows
 from octavo.nn.fast_path import leave_fast_paths
+from octavo.nn.layer_limits import check_module
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.only_if_faster import gemm_shapes, skip_slower
@@ -75,7 +76,7 @@ def convert(
         parameters that stay in high precision, with their shares of the model's FLOPs and parameters.
 
     Raises:
-        TypeError: `model` is not a module, or `recipe` neither a name nor a `Recipe`.
+        TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, or `skip` a string.
         ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, a GPU
             without the GEMMs of the recipe, or a `batch` with which the model cannot be traced.
         RuntimeError: the forward pass fails with `batch`.
@@ -85,8 +86,7 @@ def convert(
         >>> octavo.convert(model, "rowwise", skip=["2"]).converted
         ['0']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert takes a torch.nn.Module, got {model!r}: pass the model itself")
+    check_module(model, "convert")
     candidates = find_candidates(model, skip)
     device = _execution_device(candidates.weight) if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)

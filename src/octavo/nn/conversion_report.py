@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The report of `convert`; `str()` of it is a table.
+    """The report of `convert`; printed, it is a table.
 
     Args:
         recipe: of the converted layers.
@@ -83,7 +83,7 @@ class Conversion:
             return ""
         return f"; with sides below {LEAST_SIDE} they are slower than in BF16 (only_if_faster=True leaves them there)"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = (*self.rows, *self.experts)
         width = max(len(row.name) for row in rows)
         lines = [self.summary()]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octavo.nn.layer_limits import check_module
 from octavo.numerics.cast import Cast
 from octavo.numerics.scaling import History, scale_from_amax
 
@@ -97,6 +98,7 @@ def update_scales(model: nn.Module) -> None:
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are those of all
     ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
     """
+    check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
     if not found:
         return

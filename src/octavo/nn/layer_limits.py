@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from octavo.ops.checks import FLOATS
@@ -22,6 +22,12 @@ def unsupported(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"octavo's layers do not support {what}. octavo.restore(model) makes them plain PyTorch layers again"
     )
+
+
+def check_module(model: object, function: str) -> None:
+    """Raise a TypeError, which names the public function `function`, unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, got {model!r}: pass the model itself")
 
 
 def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:

@@ -117,6 +117,11 @@ class Linear(RecipeLayer, nn.Linear):
 
     parallel: Parallel | None = None  # set where each rank has a part of the layer
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            "octavo.Linear is made of an nn.Linear: make a model of nn.Linear, and call octavo.convert(model)"
+        )
+
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)

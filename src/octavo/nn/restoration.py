@@ -4,6 +4,7 @@ from torch import nn
 
 from octavo.nn.expert_conversion import restore_experts
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
+from octavo.nn.layer_limits import check_module
 from octavo.nn.linear import RecipeLayer, restore_layer
 from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
@@ -41,8 +42,7 @@ def restore(model: nn.Module) -> list[str]:
         >>> octavo.restore(model)
         ['0']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"restore takes a torch.nn.Module, got {model!r}: pass the model itself")
+    check_module(model, "restore")
     for name, module in model.named_modules():
         if isinstance(module, RecipeLayer) and shards(module):
             raise ValueError(

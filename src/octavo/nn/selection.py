@@ -75,7 +75,9 @@ def _other_matrices(model: nn.Module) -> str:
 
 
 def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
-    """Raise a ValueError for a glob of `skip` that matches none of the layers `names`."""
+    """Raise a ValueError for a glob of `skip` that matches none of the layers `names`; a TypeError for a string."""
+    if isinstance(skip, str):
+        raise TypeError(f"skip takes a list of globs, got the string {skip!r}: give [{skip!r}]")
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in names):
             first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")

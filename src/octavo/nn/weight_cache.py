@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.nn.gathered_weight import GatheredWeight
+from octavo.nn.layer_limits import check_module
 from octavo.nn.parallel import parallel_of
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
@@ -119,6 +120,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     The cache takes one byte a weight. Weights that optimizers, `load_state_dict` or assignments change are cast again;
     writes through `.data` or shared memory are not noticed (`octavo.nn.weight_cache`).
     """
+    check_module(model, "cast_once")
     caches = _caches(model)
 
     def refresh(*_: Any) -> None:

@@ -105,8 +105,8 @@ class BudgetReport:
 
 
 def pack_within(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     budgets: Sequence[Budget],
     data: Sequence[str],
     options: PackOptions = PackOptions(),
@@ -134,6 +134,7 @@ def pack_within(
     Raises:
         ValueError: the budgets cannot be held with anything packed; and the errors of `pack` and `open_prompts`.
     """
+    source, out = Path(source), Path(out)
     check_absent(out)
     if not budgets or not data:
         raise ValueError("a budget is measured on text: give --data, text files, folders, .jsonl or hf:DATASET")

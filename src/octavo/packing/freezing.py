@@ -35,8 +35,8 @@ WARM_UP = PromptOptions(samples=64, context=512)
 
 
 def pack_frozen(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     data: Sequence[str],
     options: PackOptions = PackOptions(),
     *,
@@ -60,6 +60,7 @@ def pack_frozen(
         ValueError: no layer is packed by static, or a layer saw no input, or inf or NaN; and the errors of `pack` and
             `open_prompts`.
     """
+    source, out = Path(source), Path(out)
     check_absent(out)
     if options.scheme is not None and "static" not in (options.scheme, *options.layers.values()):
         raise ValueError(
@@ -88,8 +89,8 @@ def _check_options(source: Source, options: PackOptions) -> None:
 
 
 def freeze_folder(
-    folder: Path,
-    out: Path,
+    folder: str | Path,
+    out: str | Path,
     data: Sequence[str],
     *,
     layout: str = "compressed-tensors",
@@ -112,6 +113,7 @@ def freeze_folder(
         ValueError: the folder's scales of inputs are stored already; and the errors of `convert_layout` and
             `open_prompts`.
     """
+    folder, out = Path(folder), Path(out)
     check_absent(out)
     place = choose_device(device)
     meta_model = read_meta_model(read_config(folder), folder)

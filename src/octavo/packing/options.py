@@ -42,6 +42,7 @@ class PackOptions:
             scheme is then static unless another is given, and `calibration` gives the scales of keys and values alone.
 
     Raises:
+        TypeError: `skip` is a string.
         ValueError: an unknown rule or cache, a rule without a calibration, or a scale that is not one positive number.
     """
 
@@ -60,6 +61,8 @@ class PackOptions:
     input_scales: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.skip, str):
+            raise TypeError(f"skip takes a list of globs, got the string {self.skip!r}: give [{self.skip!r}]")
         if self.rule is not None and self.rule not in SCALE_RULES:
             raise ValueError(f"unknown rule {self.rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
         if self.rule is not None and self.calibration is None:

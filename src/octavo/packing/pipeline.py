@@ -31,8 +31,8 @@ from octavo.progress import Progress, no_progress
 
 
 def pack(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     options: PackOptions = PackOptions(),
     *,
     step: int | None = None,
@@ -57,8 +57,9 @@ def pack(
         WriteError: the disk refused.
 
     Example:
-        >>> pack(Path("models/qwen"), Path("packed/qwen"), scheme="block")
+        >>> pack("models/qwen", "packed/qwen", scheme="block")
     """
+    source, out = Path(source), Path(out)
     check_absent(out)
     options = replace(options, **fields)
     return pack_source(open_source(source, step), out, options, progress)

@@ -47,7 +47,7 @@ class Repacked:
         return all(math.isinf(db) for db in self.sqnr.values())
 
 
-def unpack(folder: Path, out: Path, progress: Progress = no_progress) -> Repacked:
+def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress) -> Repacked:
     """Write a packed model in BF16. Every weight is data * scale, rounded once.
 
     Raises:
@@ -55,6 +55,7 @@ def unpack(folder: Path, out: Path, progress: Progress = no_progress) -> Repacke
         FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
         WriteError: the disk refused.
     """
+    folder, out = Path(folder), Path(out)
     packed = _open(folder)
     specs = {name: packed.reader.specs[name] for name in packed.others}
     specs |= {
@@ -75,8 +76,8 @@ def unpack(folder: Path, out: Path, progress: Progress = no_progress) -> Repacke
 
 
 def convert_layout(
-    folder: Path,
-    out: Path,
+    folder: str | Path,
+    out: str | Path,
     *,
     layout: str = "compressed-tensors",
     scheme: str | None = None,
@@ -102,6 +103,7 @@ def convert_layout(
             have.
         WriteError: the disk refused.
     """
+    folder, out = Path(folder), Path(out)
     packed = _open(folder)
     packing = _target(packed, layout, scheme, input_scales)
     sqnr: dict[str, float] = {}

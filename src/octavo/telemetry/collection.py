@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo.artifact.atomic_folder import WriteError
+from octavo.nn.layer_limits import check_module
 from octavo.telemetry.layers import Layers
 from octavo.telemetry.measurement import Measurement, Sample
 from octavo.telemetry.schema import OPERANDS, RECOMPUTED, Event, WatchedLayer
@@ -62,6 +63,7 @@ def watch(
         resumed_at: the steps done when the watch begins, of a run that goes on. Records of later steps are dropped.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: the model has no linear layer, is watched already, or `interval` or `rows` is less than 1.
         FileExistsError: the folder has the records of another watch, and `resumed_at` is 0.
         ArtifactError: the records in the folder of a resumed run are damaged, or of other layers.
@@ -75,6 +77,7 @@ def watch(
         ...         optimizer.zero_grad()
         ...         watch.step()
     """
+    check_module(model, "watch")
     return Watch(model, folder, interval, rows, dtype, limit, resumed_at)
 
 

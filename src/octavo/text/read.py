@@ -47,6 +47,7 @@ def read_text(sources: Sequence[str], chat: Chat | None = None) -> Reading:
         chat: writes a conversation as text (`chat_of` gives the template of a tokenizer).
 
     Raises:
+        TypeError: `sources` is a string.
         DataError: a source does not exist or leads to no text, a file that is named itself is not text, a row is
             malformed (the message names the file and the line), or `chat` is None and a row is a conversation.
         ImportError: an `hf:` source without the extra `hf`.
@@ -56,6 +57,8 @@ def read_text(sources: Sequence[str], chat: Chat | None = None) -> Reading:
         reading = read_text(["books/", "chats.jsonl"], chat_of(tokenizer))
         print(*reading.report.lines(), sep="\\n")
     """
+    if isinstance(sources, str):
+        raise TypeError(f"data is a list of sources, got the string {sources!r}: give [{sources!r}]")
     if not sources:
         raise DataError("data must name at least one source; got none")
     tally = Tally()

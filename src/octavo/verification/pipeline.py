@@ -47,8 +47,8 @@ from octavo.verification.weights import check_weights
 
 
 def verify(
-    packed: Path,
-    against: Path,
+    packed: str | Path,
+    against: str | Path,
     data: Sequence[str] = (),
     *,
     budgets: Sequence[Budget] = (),
@@ -77,6 +77,7 @@ def verify(
         DataError: the text cannot be read, or makes no prompts.
         ValueError: the device is not there, or a budget lacks text or is not for this kind of model.
     """
+    packed, against = Path(packed), Path(against)
     if not packed.is_dir():
         raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
     refuse_run(packed)
