@@ -21,6 +21,7 @@ from octavo.numerics import ROW, Cast, Granularity, group
 from octavo.ops import Backend
 from octavo.ops.gemm import backend
 from octavo.ops.gpu_architecture import ARCHITECTURES as GPUS
+from octavo.ops.grouped_gemm import backend as grouped_backend
 from octavo.packing import pack, unpack
 from octavo.runtime import gemm_path
 from octavo.runtime import packed_experts as packed_experts_module
@@ -183,17 +184,20 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
 
     for kind in (Cast, Granularity):
         monkeypatch.setattr(kind, "__post_init__", refuse)
-    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    for module in (backend, grouped_backend):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         torch.compiler.reset()
 
         def choose(x: torch.Tensor) -> torch.Tensor:
-            return x + (1 if input_cast(scheme, CUDA) is None else 2)
+            casts = input_cast(scheme, CUDA), expert_input_cast(scheme, x, CUDA)
+            return x + 2 - sum(cast is None for cast in casts)
 
-        weight_only = capability == (8, 0) and scheme is not INT8
-        found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(1))
-        assert found.item() == (1 if scheme.inputs is None or weight_only else 2)
+        weight_only = scheme.inputs is None or (capability == (8, 0) and scheme is not INT8)
+        found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(2, 32, 64))
+        no_experts = weight_only or scheme is INT8
+        assert found[0, 0, 0].item() == 2 - weight_only - no_experts
 
 
 def test_a_compiled_layer_gives_the_same(models: Path) -> None:
