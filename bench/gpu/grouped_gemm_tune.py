@@ -1,0 +1,82 @@
+"""Times the grouped GEMM of block scales with many tilings, by experts and tokens, beside BF16's grouped GEMM.
+
+It prints the tiling that `octavo.ops.gemm.block_scaled_kernel.choose` takes and the best four in microseconds and
+TFLOP/s. Change `choose` by it. The routing is drawn at random. It writes no result.
+
+    python -m bench.gpu.grouped_gemm_tune [--tokens 16,8192]
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu.moe import SHAPES, Shape
+from bench.gpu.timing import replayed
+from octavo.numerics import Cast
+from octavo.ops import quantize, sort_by_expert
+from octavo.ops.gemm.backend import SQUARE, STRIP
+from octavo.ops.gemm.block_scaled_kernel import Tiling, choose
+from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
+
+# BLOCK_N, BLOCK_M, groups of a step, stages and warps that are worth a try, up to so many likely rows of a group
+TILINGS = {
+    16: [(64, 16, 2, 3, 4), (64, 16, 1, 6, 4), (128, 16, 2, 3, 4), (128, 16, 1, 4, 4)],
+    64: [(64, 64, 1, 5, 4), (128, 64, 1, 4, 8), (128, 64, 1, 4, 4), (64, 32, 2, 4, 4)],
+    1 << 20: [(128, 128, 1, 5, 8), (128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (256, 128, 1, 4, 8), (256, 64, 1, 4, 8)],
+}
+
+
+def main() -> None:
+    given = sys.argv[sys.argv.index("--tokens") + 1] if "--tokens" in sys.argv else "16,512,8192"
+    for name, shape in SHAPES.items():
+        for n, k in ((2 * shape.mlp_width, shape.width), (shape.width, shape.mlp_width)):
+            w = torch.randn(shape.experts, n, k, device="cuda", dtype=torch.bfloat16)
+            data, scale = packed(w)
+            for tokens in map(int, given.split(",")):
+                measure(f"{name}, {tokens} tokens, {n} x {k}", shape, tokens, w, data, scale)
+
+
+def packed(w: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices [E, N, K] in blocks."""
+    data = torch.empty_like(w, dtype=torch.float8_e4m3fn)
+    scales = []
+    for e, matrix in enumerate(w):
+        q = quantize(matrix, Cast(granularity=SQUARE))
+        data[e] = q.data
+        scales.append(q.scale)
+    return data, torch.stack(scales)
+
+
+def measure(name: str, shape: Shape, tokens: int, w: Tensor, data: Tensor, scale: Tensor) -> None:
+    (e, n, k), m = w.shape, tokens * shape.top_k
+    index = torch.rand(tokens, e, device="cuda").topk(shape.top_k).indices
+    offsets = sort_by_expert(index, e).offsets
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    a = quantize(x, Cast(granularity=STRIP))
+    bf16 = 1e3 * replayed(lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offsets), rounds=4)
+    rows = kernel.likely_rows(m, e)
+    chosen = choose(rows, n, k, 128, x.device)
+    print(f"{name}: BF16 {bf16:.1f} us", flush=True)
+    product = partial(kernel.grouped_mm, a.data, a.scale, data, scale, SQUARE, offsets, torch.bfloat16)
+    found = dict(times(chosen, rows, product))
+    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:4]):
+        rate = 2 * m * n * k / found[tiling] / 1e6
+        print(f"    {tuple(tiling)[:5]} {found[tiling]:8.1f} us  {rate:5.0f} TFLOP/s", flush=True)
+
+
+def times(chosen: Tiling, rows: int, product: Callable[[Tiling], Tensor]) -> Iterable[tuple[Tiling, float]]:
+    """Microseconds of each tiling of a product."""
+    others = next(tilings for most, tilings in TILINGS.items() if rows <= most)
+    for tiling in (chosen, *(Tiling(*each) for each in others)):
+        try:
+            yield tiling, 1e3 * replayed(partial(product, tiling), rounds=4)
+        except Exception as error:  # the tiling needs more shared memory than there is
+            print(f"    {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
