@@ -2,9 +2,10 @@
 
 Two shapes: ViT-H/14 (128 images of 257 tokens), whose blocks are timm's where timm is installed and else those of
 `octavo.models.vision`; and a transformer of the size of SDXL's (1280 wide, 20 heads, 10 blocks, 1,024 tokens attending
-to themselves and to 77 of a text, a GEGLU MLP), in plain modules. Each block is compiled by itself. First come the
-outputs and gradients against BF16's, then the modes take turns. The peak memory is that of a step, weights, gradients
-and input included, by which each mode's model is alone on the GPU.
+to themselves and to 77 of a text, a GEGLU MLP), whose blocks are diffusers' where diffusers is installed and else those
+below. Each block is compiled by itself. First come the outputs and gradients against BF16's, then the modes take turns.
+The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
+GPU.
 
 "ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. `only_if_faster_to_best`
 is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly.
@@ -28,6 +29,7 @@ from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.timing import decibels, interleaved
 from octavo.models.vision import Block
+from octavo.nn import GEGLU, NormLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
@@ -49,47 +51,58 @@ SHAPES = {"ViT-H/14": Shape(6, 128, 257, 1280, 16), "SDXL-size": Shape(10, 16, 1
 TINY = {"ViT-H/14": Shape(2, 2, 9, 64, 4), "SDXL-size": Shape(2, 2, 16, 64, 4, 5)}  # for a rehearsal on a CPU
 
 
-class CrossAttention(nn.Module):
-    """q of x; k and v of `text`, which is x itself in self-attention."""
+class Attention(nn.Module):
+    layer_after = "to_out"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(width, width, bias=i == 3) for i in range(4))
 
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        projected = self.to_q(x), self.to_k(text), self.to_v(text)
+    def forward(self, *projected: Any) -> Tensor:
+        """[B, T, width] from q [B, T, width], k and v [B, S, width]."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected)
         return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class DiffusionBlock(nn.Module):
-    """A transformer block of SDXL's U-Net, as `BasicTransformerBlock` of diffusers."""
+    """A transformer block of SDXL's U-Net, as `BasicTransformerBlock` of diffusers. Once it is converted, norms and the
+    activation quantize in the pass that computes them."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
-        self.attn1, self.attn2 = CrossAttention(width, heads), CrossAttention(width, heads)
+        self.attn1, self.attn2 = Attention(width, heads), Attention(width, heads)
         self.proj, self.out = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+        self.qkv = NormLinear(self, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
+        self.q, self.mlp = NormLinear(self, "norm2", "attn2.to_q"), GEGLU(self, "proj", "out")
 
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        n = self.norm1(x)
-        x = x + self.attn1(n, n)
-        x = x + self.attn2(self.norm2(x), text)
-        u, gate = self.proj(self.norm3(x)).chunk(2, dim=-1)
-        return x + self.out(u * F.gelu(gate))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        projected, _ = self.qkv(x)
+        (q,), x = self.q(x, self.attn1(*projected))
+        k, v = self.attn2.to_k(encoder_hidden_states), self.attn2.to_v(encoder_hidden_states)
+        return self.mlp.forward_residual(x, self.norm3, self.attn2(q, k, v))
 
 
 class Stack(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        kind = DiffusionBlock if shape.text else vision_block()
+        kind = diffusion_block() if shape.text else vision_block()
         self.blocks = nn.ModuleList(kind(shape.width, shape.heads) for _ in range(shape.layers))
 
     def forward(self, x: Tensor, *text: Tensor) -> Tensor:
+        attended = {"encoder_hidden_states": text[0]} if text else {}
         for block in self.blocks:
-            x = block(x, *text)
+            x = block(x, **attended)
         return x
+
+
+def diffusion_block() -> Callable[[int, int], nn.Module]:
+    """diffusers' block; ours without diffusers."""
+    block = library_block("diffusers.models.attention", "BasicTransformerBlock")
+    if block is None:
+        return DiffusionBlock
+    return lambda width, heads: block(width, heads, width // heads, cross_attention_dim=width)
 
 
 def vision_block() -> Callable[[int, int], nn.Module]:
@@ -99,9 +112,13 @@ def vision_block() -> Callable[[int, int], nn.Module]:
 
 
 def timm_block() -> Any:
-    """timm's class; None without timm, or with one that the installed PyTorch or torchvision does not fit."""
+    return library_block("timm.models.vision_transformer", "Block")
+
+
+def library_block(module: str, name: str) -> Any:
+    """A library's class; None without the library, or where the installed PyTorch or torchvision does not fit it."""
     try:
-        return importlib.import_module("timm.models.vision_transformer").Block
+        return getattr(importlib.import_module(module), name)
     except (ImportError, RuntimeError):
         return None
 

@@ -12,6 +12,7 @@ from fused_oracle import (
     NormThenMLP,
     check,
     check_equal,
+    geglu,
     gelu,
     is_fused,
     linears,
@@ -45,6 +46,13 @@ def test_a_residual_needs_a_norm() -> None:
             with pytest.raises(ValueError, match="a residual needs a norm: pass both, or add it to x"):
                 block.mlp(tokens(3), residual=tokens(3))
             octavo.convert(block)
+
+
+def test_tensor_parallelism_refuses_a_geglu() -> None:
+    block = geglu()
+    block.mlp.fc1.parallel = "a way"
+    with pytest.raises(ValueError, match="cuts the first layer of a GEGLU between up and gate"):
+        block(tokens(3))
 
 
 @BUILDERS

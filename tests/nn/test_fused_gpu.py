@@ -18,6 +18,7 @@ from fused_oracle import (
     check,
     exact,
     exact_unquantized,
+    geglu,
     gelu,
     linears,
     output_gradients,
@@ -60,7 +61,8 @@ def inputs(t: int = T) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("build", "kind", "bias"),
     [(linears, "rms", True), (linears, "layer", False), (swiglu, "rms", False), (swiglu, "none", True),
-     (swiglu, "llama", True), (gelu, "layer", True), (gelu, "none", False), (gelu, "layer without bias", False)],
+     (swiglu, "llama", True), (gelu, "layer", True), (gelu, "none", False), (gelu, "layer without bias", False),
+     (geglu, "layer", True)],
 )  # fmt: skip
 def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str, bias: bool) -> None:
     block = build(kind, K, F, bias).to(torch.bfloat16)
@@ -223,11 +225,11 @@ SMALL = 4096  # bytes that do not grow with the tokens
 
 
 @pytest.mark.usefixtures("no_garbage")
-@pytest.mark.parametrize("build", [swiglu, gelu])
+@pytest.mark.parametrize("build", [swiglu, gelu, geglu])
 def test_an_mlp_keeps_the_stream_and_u(build) -> None:
     """Beside y: x + residual, u, and four float32 a token (mean, 1/rms, two scales); a float32 a row of the weights."""
     block, (x, residual) = on_gpu(build), inputs()
-    columns = 2 * F if build is swiglu else F
+    columns = F if build is gelu else 2 * F
     bound = T * (2 * K + 2 * K + 2 * columns + 4 * 4) + 4 * (columns + K) + SMALL
     assert bound - T * K < held(block, x.requires_grad_(), residual.requires_grad_()) <= bound
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_oracle import BUILDERS, check_equal, gelu, is_fused, linears, output_gradients, run, swiglu, tokens
+from fused_oracle import BUILDERS, check_equal, geglu, gelu, is_fused, linears, output_gradients, run, swiglu, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +12,7 @@ import octavo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False)])
+@pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False), (geglu, False)])
 def test_compiled_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
     torch.compiler.reset()
     block = build()

@@ -132,9 +132,11 @@ def test_gelu_is_flat_where_its_density_would_be_subnormal():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("kind", "column"), [("gelu", 70), ("swiglu", 70), ("swiglu", 200)])
+@pytest.mark.parametrize(
+    ("kind", "column"), [("gelu", 70), ("swiglu", 70), ("swiglu", 200), ("geglu", 70), ("geglu", 200)]
+)
 def test_a_row_that_is_not_finite_is_nan_and_no_other(kind, column, value):
-    """For swiglu, both in gate and in up."""
+    """For a gated activation, both in gate and in up."""
     u, dh, _, _ = given(kind, (17, 130), torch.bfloat16)
     broken = u.clone()
     broken[4, column] = value

@@ -124,8 +124,8 @@ def constant_rows(values: list[float], kind: str) -> tuple[Tensor, ...]:
     """u (or its gate) with a row of 130 for each of `values`, dh, and factors of one, which keep small numbers."""
     column = torch.tensor(values, device="cuda").unsqueeze(1)
     u, dh = column.expand(-1, 130), 1 + torch.rand(len(values), 130, device="cuda")
-    if kind == "swiglu":
-        u = torch.cat((u, torch.randn_like(dh)), 1)
+    if kind != "gelu":
+        u = torch.cat((u, torch.randn_like(dh)) if kind == "swiglu" else (torch.randn_like(dh), u), 1)
     return u.contiguous(), dh, torch.ones(1, u.shape[1], device="cuda"), torch.ones_like(column)
 
 
@@ -167,7 +167,7 @@ def test_strided_inputs(kind):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("kind", "half"), [("gelu", 0), ("swiglu", 0), ("swiglu", 1)], ids=["gelu", "gate", "up"])
+@pytest.mark.parametrize(("kind", "half"), [("gelu", 0), ("swiglu", 0), ("swiglu", 1), ("geglu", 0), ("geglu", 1)])
 @pytest.mark.parametrize("f", [130, 20000])
 def test_a_row_that_is_not_finite(f, kind, half, value):
     """In the last column, which is in the second block of a long row."""

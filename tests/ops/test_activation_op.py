@@ -75,7 +75,7 @@ def test_casts_that_the_kernels_do_not_do_are_refused(cast):
 
 
 BAD = [
-    ("relu", torch.ones(3, 8), "unknown activation 'relu': choose one of swiglu, gelu"),
+    ("relu", torch.ones(3, 8), "unknown activation 'relu': choose one of swiglu, geglu, gelu"),
     ("swiglu", torch.ones(3, 7), r"swiglu takes a matrix .* whose columns divide by 2, got torch.float32 \[3, 7\]"),
     ("swiglu", torch.ones(8), r"swiglu takes a matrix .* whose columns divide by 2, got torch.float32 \[8\]"),
     ("gelu", torch.ones(2, 3, 8), r"gelu takes a matrix of .* got torch.float32 \[2, 3, 8\]"),

@@ -74,13 +74,13 @@ def test_norm(center, capability, monkeypatch):
     assert compiled.fit()
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu"])
 def test_activation(kind, capability, monkeypatch):
     from octavo.ops.activation import kernel
 
     compiled = compile_for(capability, kernel, monkeypatch)
     h, ones = rows(14336), torch.ones(M, 1)
-    u = rows(2 * 14336) if kind == "swiglu" else h
+    u = h if kind == "gelu" else rows(2 * 14336)
     kernel.activation_quantize(u, kind, Cast())
     kernel.activation_backward(h, u, kind, Cast(scale="pow2"), torch.ones(14336), ones, Cast(), ones, True, None)
     assert compiled.fit()

@@ -57,7 +57,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center, statistics)
         yield "norm_backward", (x, x, vector, row, row, residual, center)
         yield "requantize_norm", (x, "e4m3", row, mean, row, vector, bias)
-    for (kind, width), biased in product((("gelu", 1), ("swiglu", 2)), (False, True)):
+    for (kind, width), biased in product((("gelu", 1), ("swiglu", 2), ("geglu", 2)), (False, True)):
         u, factor = x.repeat(1, width), torch.rand(1, width * k)
         yield "activation_quantize", (u, ROW, kind)
         yield "activation_scales", (u, ROW, kind)

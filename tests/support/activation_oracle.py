@@ -8,7 +8,8 @@ from fused_op_examples import NEAR
 from quantize_oracle import matrix
 from torch import Tensor
 
-KINDS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
+KINDS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of h
+EITHER_ZERO = 1e-280  # a product of zero and gelu(gate) has no certain sign where float32 rounds gelu(gate) to zero
 UNDERFLOW = 2e-35  # the error of the reference's sigmoid where the true one is smaller
 
 
@@ -24,6 +25,9 @@ def given(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor
 def h64(u: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return F.gelu(u)
+    if kind == "geglu":
+        up, gate = u.chunk(2, 1)
+        return up * F.gelu(gate)
     gate, up = u.chunk(2, 1)
     return F.silu(gate) * up
 
@@ -39,6 +43,9 @@ def h_magnitude(u: Tensor, kind: str) -> Tensor:
     u = u.double()
     if kind == "gelu":
         return u.abs()
+    if kind == "geglu":
+        up, gate = u.chunk(2, 1)
+        return (up * gate).abs() + EITHER_ZERO
     gate, up = u.chunk(2, 1)
     return h64(u, kind).abs() * exponent_magnitude(gate) + (gate * up).abs() * (UNDERFLOW / NEAR)
 
@@ -53,6 +60,9 @@ def gradient_magnitude(dh: Tensor, u: Tensor, kind: str) -> Tensor:
     dh, u = dh.double().abs(), u.double()
     if kind == "gelu":
         return dh
+    if kind == "geglu":
+        up, gate = u.abs().chunk(2, 1)
+        return torch.cat((dh * gate, dh * up), 1) + EITHER_ZERO
     gate, up = u.chunk(2, 1)
     sigmoid = gate.sigmoid() * exponent_magnitude(gate) + UNDERFLOW / NEAR
     return torch.cat((dh * up.abs() * sigmoid * (1 + gate.abs()), dh * gate.abs() * sigmoid), 1)
@@ -64,5 +74,8 @@ def on_the_border(kind: str) -> Tensor:
     largest = h64(first.double(), kind).float() * 448 / 17
     if kind == "gelu":
         return torch.cat((first, largest), 1)  # beyond 6, gelu(u) is u
+    if kind == "geglu":
+        up, gate = first.chunk(2, 1)
+        return torch.cat((up, largest / 128, gate, torch.full_like(gate, 128.0)), 1)
     gate, up = first.chunk(2, 1)
     return torch.cat((gate, torch.full_like(gate, 128.0), up, largest / 128), 1)

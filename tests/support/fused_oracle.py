@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo import ops
-from octavo.nn import GELU, FusedMLP, NormLinear, SwiGLU
+from octavo.nn import GEGLU, GELU, FusedMLP, NormLinear, SwiGLU
 from octavo.recipe import rowwise
 
 RECIPE = rowwise()
@@ -78,16 +78,29 @@ class OwnGELU(GELU):
         self.fc1, self.fc2 = nn.Linear(width, mlp_width, bias=bias), nn.Linear(mlp_width, width, bias=bias)
 
 
+class OwnGEGLU(GEGLU):
+    """A `GEGLU` that owns its layers."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool) -> None:
+        super().__init__(self, "fc1", "fc2")
+        self.fc1, self.fc2 = nn.Linear(width, 2 * mlp_width, bias=bias), nn.Linear(mlp_width, width, bias=bias)
+
+
 Block = NormThenLinears | NormThenMLP
 
 
 def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], str]:
     """The names of the layers before and after the activation."""
-    return (("fc1",), "fc2") if isinstance(mlp, GELU) else (("gate_proj", "up_proj"), "down_proj")
+    return (("gate_proj", "up_proj"), "down_proj") if isinstance(mlp, SwiGLU) else (("fc1",), "fc2")
 
 
 def activation(mlp: FusedMLP, *u: Tensor) -> Tensor:
-    return F.gelu(u[0]) if isinstance(mlp, GELU) else F.silu(u[0]) * u[1]
+    if isinstance(mlp, SwiGLU):
+        return F.silu(u[0]) * u[1]
+    if isinstance(mlp, GELU):
+        return F.gelu(u[0])
+    up, gate = u[0].chunk(2, dim=-1)
+    return up * F.gelu(gate)
 
 
 def make_norm(kind: str, k: int) -> nn.Module | None:
@@ -118,6 +131,10 @@ def swiglu(kind: str = "rms", k: int = 64, f: int = 96, bias: bool = False) -> N
 
 def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
     return NormThenMLP(make_norm(kind, k), OwnGELU(k, f, bias))
+
+
+def geglu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
+    return NormThenMLP(make_norm(kind, k), OwnGEGLU(k, f, bias))
 
 
 def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -275,4 +292,4 @@ def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tenso
     return run(wide, wide.separate, x.double(), None if residual is None else residual.double())
 
 
-BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu])
+BUILDERS = pytest.mark.parametrize("build", [linears, swiglu, gelu, geglu])

@@ -7,7 +7,7 @@ from octavo.nn.delayed import load_scale_state, scale_state, update_scales
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
-from octavo.nn.mlp import GELU, FusedMLP, SwiGLU
+from octavo.nn.mlp import GEGLU, GELU, FusedMLP, SwiGLU
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.restoration import restore
 from octavo.nn.scale_learning import freeze_scales, learn_scales, saturation, seed_scales
@@ -16,6 +16,7 @@ from octavo.nn.weight_cache import cast_once
 
 __all__ = [
     "DEFAULT_SKIP",
+    "GEGLU",
     "GELU",
     "Conversion",
     "Experts",

@@ -11,6 +11,7 @@ from octavo.nn.backends import choose_recipe, gemm_backends
 from octavo.nn.candidates import find_candidates
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
+from octavo.nn.diffusers_fusion import fuse_diffusion_blocks
 from octavo.nn.expert_conversion import expert_rows
 from octavo.nn.fast_path import leave_fast_paths
 from octavo.nn.layer_limits import check_module
@@ -44,11 +45,12 @@ def convert(
     changed, and that this one skips, is restored.
 
     The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
-    fusable recipe (`rowwise`), `NormLinear`, `SwiGLU` and `GELU` quantize in the pass that computes the norm or the
-    activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.nn.transformers_fusion`) and the blocks of timm's vision transformers (`octavo.nn.timm_fusion`). With such
-    a recipe the experts of a mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and those of
-    transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others (`octavo.nn.expert_conversion`).
+    fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
+    or the activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
+    (`octavo.nn.transformers_fusion`), the blocks of timm's vision transformers (`octavo.nn.timm_fusion`) and the
+    transformer blocks of diffusers' U-Nets (`octavo.nn.diffusers_fusion`). With such a recipe the experts of a
+    mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral,
+    Qwen3-MoE, DeepSeek-V3 and others (`octavo.nn.expert_conversion`).
     `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are convolutions that are matrix products:
     those of size 1, and those of disjoint patches (`octavo.nn.convolution`).
     `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
@@ -99,6 +101,7 @@ def convert(
     if recipe.fusable:
         fuse_decoder_layers(model)
         fuse_vision_blocks(model)
+        fuse_diffusion_blocks(model)
     rows, speedup_source = candidates.rows(model, skip, forward), ""
     if only_if_faster:
         shapes = gemm_shapes(model, rows, recipe, _input_rows(model, rows, tokens, forward))

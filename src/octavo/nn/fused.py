@@ -128,7 +128,7 @@ def mlp(
         x: [..., K].
         residual: [..., K], only with a norm.
         norm: of x + residual; None feeds x itself to the first layer.
-        activation: "swiglu" or "gelu", as in `octavo.ops.activation_quantize`.
+        activation: "swiglu", "geglu" or "gelu", as in `octavo.ops.activation_quantize`.
         inner: the layers before the activation.
         outer: the layer after it.
     """

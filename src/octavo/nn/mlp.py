@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.fused import mlp
-from octavo.nn.norm_linear import FusableLayers, child, fusable_layers, fused_call, read_norm, stack_of
+from octavo.nn.norm_linear import FusableLayers, child, find, fusable_layers, fused_call, read_norm, stack_of
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import parallel_of
 from octavo.nn.weight_cache import WeightCache
@@ -18,7 +18,7 @@ from octavo.numerics.cast import Cast
 
 
 class FusedMLP(nn.Module):
-    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU` and `GELU`."""
+    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU`, `GELU` and `GEGLU`."""
 
     activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
     weight_cache: WeightCache
@@ -108,32 +108,55 @@ class SwiGLU(FusedMLP):
         return F.silu(gate) * up
 
 
-class GELU(FusedMLP):
-    """y = outer(gelu(inner(x))), the exact GELU, of layers that another module owns, so that they keep their names.
+class OwnedMLP(FusedMLP):
+    """An MLP of layers that another module owns, so that they keep their names. Base of `GELU` and `GEGLU`.
 
     Args:
         owner: the module under which the layers are found; it is not registered here.
-        inner: name of the layer before the activation.
-        outer: name of the layer after it.
+        inner: dotted name of the layer before the activation.
+        outer: dotted name of the layer after it.
     """
 
-    activation = "gelu"
     owner: nn.Module
 
     def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
         super().__init__()
         object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
-        self.names = (inner, outer)
+        self.names = (tuple(inner.split(".")), tuple(outer.split(".")))
         self.weight_cache = WeightCache()
 
     @property
     def inner(self) -> tuple[nn.Linear, ...]:
-        return (getattr(self.owner, self.names[0]),)
+        return (find(self.owner, self.names[0]),)
 
     @property
     def outer(self) -> nn.Linear:
-        outer: nn.Linear = getattr(self.owner, self.names[1])
+        outer: nn.Linear = find(self.owner, self.names[1])
         return outer
+
+
+class GELU(OwnedMLP):
+    """y = outer(gelu(inner(x))), the exact GELU."""
+
+    activation = "gelu"
 
     def activate(self, *u: Tensor) -> Tensor:
         return F.gelu(u[0])
+
+
+class GEGLU(OwnedMLP):
+    """y = outer(up * gelu(gate)), where inner(x) is up, gate: the halves of its last dimension, as in diffusers."""
+
+    activation = "geglu"
+
+    def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if parallel_of(self.inner) is not None:
+            raise ValueError(
+                "tensor parallelism cuts the first layer of a GEGLU between up and gate, which are halves of its "
+                "outputs: leave the layers of this MLP whole"
+            )
+        return super().run(x, norm, residual)
+
+    def activate(self, *u: Tensor) -> Tensor:
+        up, gate = u[0].chunk(2, dim=-1)
+        return up * F.gelu(gate)

@@ -54,11 +54,12 @@ class NormLinear(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        return _find(self.owner, self.names[0])
+        norm: nn.Module = find(self.owner, self.names[0])
+        return norm
 
     @property
     def linears(self) -> list[nn.Module]:
-        return [_find(self.owner, name) for name in self.names[1:]]
+        return [find(self.owner, name) for name in self.names[1:]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
@@ -91,7 +92,8 @@ class NormLinear(nn.Module):
         return f"{norm} -> {', '.join(linears)}"
 
 
-def _find(owner: nn.Module, name: tuple[str, ...]) -> nn.Module:
+def find(owner: nn.Module, name: tuple[str, ...]) -> Any:
+    """The submodule of `owner` with the dotted name whose parts are `name`."""
     for part in name:
         owner = child(owner, part)
     return owner

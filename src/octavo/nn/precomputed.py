@@ -17,6 +17,7 @@ class PrecomputedProjections:
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
         batch = next((y.shape[:-1] for y in outputs), x.shape[:-1])
         self.shape = torch.Size((*batch, x.shape[-1]))
+        self.ndim = len(self.shape)
         self.dtype: torch.dtype = x.dtype
         self.device: torch.device = x.device
         self.pairs = tuple(zip(layers, outputs, strict=True))

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from octavo.nn.diffusers_fusion import DiffusionBlock
 from octavo.nn.expert_conversion import restore_experts
 from octavo.nn.fast_path import CallingEncoder, CallingEncoderLayer
 from octavo.nn.layer_limits import check_module
@@ -17,6 +18,7 @@ _ADDED: dict[type, tuple[str, ...]] = {
     DecoderLayer: ("qkv",),
     SwiGLU: ("weight_cache",),
     VisionBlock: ("fused_qkv", "fused_mlp"),
+    DiffusionBlock: ("fused_qkv", "fused_q", "fused_mlp"),
     CallingEncoderLayer: (),
     CallingEncoder: (),
 }

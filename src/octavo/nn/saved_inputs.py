@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from octavo.nn.diffusers_fusion import is_plain_attention
 from octavo.nn.linear import Linear
 from octavo.nn.weight_cache import class_name
 
@@ -23,7 +24,7 @@ def mark_saved_inputs(model: nn.Module) -> None:
     """Tell the converted layers after attention in `model` whether it saves their input."""
     for module in model.modules():
         name = _layer_after(module)
-        layer = getattr(module, name) if name else None
+        layer = module.get_submodule(name) if name else None
         if isinstance(layer, Linear):
             layer.input_is_saved = _saves_output(module)
 
@@ -36,6 +37,8 @@ def _layer_after(attention: Any) -> str:
         return "" if changed else "proj"
     if library == "transformers" and name in TRANSFORMERS:
         return "o_proj"
+    if is_plain_attention(attention):  # of diffusers
+        return "to_out.0"
     ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`
     return ours
 

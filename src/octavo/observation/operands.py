@@ -58,11 +58,11 @@ def observe(
         kind: of the operand, and with it what `source` holds:
             "x"                 x [T, K]
             "norm", "center"    total [T, K], mean and rstd [T, 1], weight [K] and perhaps bias [K] of a norm
-            "swiglu", "gelu"    u [T, 2F] or [T, F], the input of the activation
+            "swiglu", "geglu", "gelu"               u [T, 2F] or [T, F], the input of the activation
             "w"                 the weights [N_i, K]
             "bytes"             nothing: the weights exist as bytes only
             "dy"                dy [T, N]
-            "swiglu_gradient", "gelu_gradient"      dh [T, F] and u
+            "swiglu_gradient", and so on            dh [T, F] and u
         sizes: N_i of the stacked layers: rows of w, columns of dy; empty for x, which they share.
         data, scale, spec: of the quantized operand, and the `Cast.spec` of its cast; None where the GEMM reads the
             operand in high precision.
@@ -149,6 +149,9 @@ def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
         return normed + bias[0] if bias else normed
     if kind == "gelu":
         return F.gelu(first)
+    if kind == "geglu":
+        up, gate = first.chunk(2, 1)
+        return up * F.gelu(gate)
     if kind == "swiglu":
         gate, up = first.chunk(2, 1)
         return F.silu(gate) * up
@@ -156,5 +159,8 @@ def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
     if kind == "gelu_gradient":
         gradient: Tensor = torch.ops.aten.gelu_backward(first, u)
         return gradient
+    if kind == "geglu_gradient":
+        up, gate = u.chunk(2, 1)
+        return torch.cat([first * F.gelu(gate), torch.ops.aten.gelu_backward(first * up, gate)], 1)
     gate, up = u.chunk(2, 1)
     return torch.cat([torch.ops.aten.silu_backward(first * up, gate), first * F.silu(gate)], 1)

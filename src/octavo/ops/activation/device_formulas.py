@@ -57,29 +57,40 @@ def _gelu(u):
 
 
 @triton.jit
-def activation_of_row(u_ptr, m, offs, F, SWIGLU: tl.constexpr):
+def _load(ptr, offs, mask):
+    return tl.load(ptr + offs, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def activation_of_row(u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr):
     """h of row m, at `offs`."""
-    if SWIGLU:
-        gate = tl.load(u_ptr + m * 2 * F + offs, offs < F, other=0.0).to(tl.float32)
-        up = tl.load(u_ptr + m * 2 * F + F + offs, offs < F, other=0.0).to(tl.float32)
-        h = gate * _sigmoid(gate) * up
+    mask = offs < F
+    if GATED and GELU:  # geglu
+        h, _, _ = _gelu(_load(u_ptr + m * 2 * F + F, offs, mask))
+        h *= _load(u_ptr + m * 2 * F, offs, mask)
+    elif GATED:  # swiglu
+        gate = _load(u_ptr + m * 2 * F, offs, mask)
+        h = gate * _sigmoid(gate) * _load(u_ptr + m * 2 * F + F, offs, mask)
     else:
-        u = tl.load(u_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
-        h, _, _ = _gelu(u)
+        h, _, _ = _gelu(_load(u_ptr + m * F, offs, mask))
     return h
 
 
 @triton.jit
-def gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU: tl.constexpr):
-    """The gradients of gate and up (or of u, and zeros) and h of row m, or of rows m, at `offs`."""
-    dh = tl.load(dh_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
-    if SWIGLU:
-        gate = tl.load(u_ptr + m * 2 * F + offs, offs < F, other=0.0).to(tl.float32)
-        up = tl.load(u_ptr + m * 2 * F + F + offs, offs < F, other=0.0).to(tl.float32)
+def gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr):
+    """The gradients of both halves of u (or of u, and zeros) and h of row m, or of rows m, at `offs`."""
+    mask = offs < F
+    dh = _load(dh_ptr + m * F, offs, mask)
+    if GATED and GELU:  # geglu
+        up, gate = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
+        h, cumulative, e = _gelu(gate)
+        return dh * h, dh * up * add(cumulative, gate * (e * DENSITY)), h * up
+    if GATED:  # swiglu
+        gate, up = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
         sigmoid = _sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid * add(1.0, gate * (1.0 - sigmoid))
         return dh * up * slope, dh * silu, silu * up
-    u = tl.load(u_ptr + m * F + offs, offs < F, other=0.0).to(tl.float32)
+    u = _load(u_ptr + m * F, offs, mask)
     h, cumulative, e = _gelu(u)
     return dh * add(cumulative, u * (e * DENSITY)), tl.zeros(dh.shape, tl.float32), h

@@ -49,16 +49,16 @@ def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) 
 
 def _columns(u: Tensor, kind: str) -> int:
     """F, the columns of h."""
-    return u.shape[1] // 2 if kind == "swiglu" else u.shape[1]
+    return u.shape[1] if kind == "gelu" else u.shape[1] // 2
 
 
 def _forward(u: Tensor, data: Tensor | None, scale: Tensor, kind: str, cast: Cast, *, given: bool) -> None:
     f = _columns(u, kind)
     block_f = _block_f(f, 2 * MAX_BLOCK_F)
-    warps = max(8, block_f // 1024) if kind == "swiglu" else _warps(f, block_f)
+    warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
     launcher(_forward_kernel, (u.shape[0],))(
-        u, data, scale, f, FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
-        GIVEN=given, BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
+        u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
+        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def activation_backward(
     block_f = _block_f(f, MAX_BLOCK_F)
     launcher(_backward_kernel, (m,))(
         dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, f,
-        FORMAT_MAX=cast.fmt.max, SWIGLU=kind == "swiglu", POWER_OF_TWO=cast.power_of_two,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=_warps(f, block_f),
     )  # fmt: skip
     if biased:
@@ -97,9 +97,14 @@ def _sum_gradients(dh: Tensor, u: Tensor, dbias: Tensor, kind: str) -> None:
     partials = allocate(u, (min(PARTIAL_SUMS, cdiv(m, SUM_BLOCK_M)), u.shape[1]), torch.float32)
     launcher(_sum_kernel, (cdiv(f, SUM_BLOCK_F), partials.shape[0]))(
         dh, u, partials, m, f,
-        SWIGLU=kind == "swiglu", BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=4,
+        **_formula(kind), BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=4,
     )  # fmt: skip
     sum_columns(partials, dbias)
+
+
+def _formula(kind: str) -> dict[str, bool]:
+    """The constants of the kernels that tell them the activation."""
+    return {"GATED": kind != "gelu", "GELU": kind != "swiglu"}
 
 
 def _block_f(f: int, longest: int) -> int:
@@ -117,17 +122,17 @@ def _warps(f: int, block_f: int) -> int:
 @triton.jit
 def _forward_kernel(
     u_ptr, data_ptr, scale_ptr, F,
-    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Without `data_ptr` the scales are computed alone; with GIVEN they are read.
     m = tl.program_id(0).to(tl.int64)
     if GIVEN:
         scale = tl.load(scale_ptr + m + tl.arange(0, 1))
-        _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
+        _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, GATED, GELU, BLOCK_F)
     elif ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
-        h = activation_of_row(u_ptr, m, offs, F, SWIGLU)
+        h = activation_of_row(u_ptr, m, offs, F, GATED, GELU)
         scale = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
         if data_ptr is not None:
             tl.store(data_ptr + m * F + offs, to_data(h * inverse(scale)[:, None], data_ptr.dtype.element_ty), offs < F)
@@ -136,53 +141,53 @@ def _forward_kernel(
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            bits = tl.maximum(bits, amax_bits(activation_of_row(u_ptr, m, offs, F, SWIGLU), 1))
+            bits = tl.maximum(bits, amax_bits(activation_of_row(u_ptr, m, offs, F, GATED, GELU), 1))
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         if data_ptr is not None:
-            _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, SWIGLU, BLOCK_F)
+            _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, GATED, GELU, BLOCK_F)
         tl.store(scale_ptr + m + tl.arange(0, 1), scale)
 
 
 @triton.jit
-def _store_activation(u_ptr, data_ptr, m, inv, F, SWIGLU: tl.constexpr, BLOCK_F: tl.constexpr):
+def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_F: tl.constexpr):
     """Store the data of row m of h, block by block."""
     for start in range(0, F, BLOCK_F):
         offs = start + tl.arange(0, BLOCK_F)[None, :]
-        h = activation_of_row(u_ptr, m, offs, F, SWIGLU)
+        h = activation_of_row(u_ptr, m, offs, F, GATED, GELU)
         tl.store(data_ptr + m * F + offs, to_data(h * inv, data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit
 def _backward_kernel(
     dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
-    FORMAT_MAX: tl.constexpr, SWIGLU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     if group_ptr is not None:
-        column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if SWIGLU else 1)
+        column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
     inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
     if ONE_BLOCK:
         offs = tl.arange(0, BLOCK_F)[None, :]
-        d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
+        d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
         _store_h(h * inv_h, h_data_ptr, m, offs, F)
-        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
+        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
-        _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, SWIGLU)
+        _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     else:
         bits = tl.zeros((1,), tl.int32)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
             _store_h(h * inv_h, h_data_ptr, m, offs, F)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
             bits = tl.maximum(bits, block_bits)
         scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
         for start in range(0, F, BLOCK_F):
             offs = start + tl.arange(0, BLOCK_F)[None, :]
-            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, SWIGLU)
-            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU)
-            _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, SWIGLU)
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
     tl.store(scale_ptr + m + tl.arange(0, 1), scale)
 
 
@@ -192,28 +197,29 @@ def _store_h(scaled, h_data_ptr, m, offs, F):
 
 
 @triton.jit
-def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, SWIGLU: tl.constexpr):
+def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED: tl.constexpr):
     """The gradients multiplied by their factors, and the bits of their amax."""
     factor = tl.load(row_scale_ptr + m)
     d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
     bits = amax_bits(d0, 1)
-    if SWIGLU:
+    if GATED:
         d1 = d1 * tl.load(column_scale_ptr + F + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
         bits = tl.maximum(bits, amax_bits(d1, 1))
     return d0, d1, bits
 
 
 @triton.jit
-def _store_gradient(d0, d1, inv, data_ptr, m, offs, F, SWIGLU: tl.constexpr):
-    offs_u = m * F * (2 if SWIGLU else 1) + offs
+def _store_gradient(d0, d1, inv, data_ptr, m, offs, F, GATED: tl.constexpr):
+    offs_u = m * F * (2 if GATED else 1) + offs
     tl.store(data_ptr + offs_u, (d0 * inv).to(data_ptr.dtype.element_ty), offs < F)
-    if SWIGLU:
+    if GATED:
         tl.store(data_ptr + offs_u + F, (d1 * inv).to(data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit
 def _sum_kernel(
-    dh_ptr, u_ptr, partials_ptr, M, F, SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    dh_ptr, u_ptr, partials_ptr, M, F,
+    GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
     offs = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
@@ -221,10 +227,10 @@ def _sum_kernel(
     sum1 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
         m = start + offs_m
-        d0, d1, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, SWIGLU)
+        d0, d1, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, GATED, GELU)
         sum0 += tl.where(m < M, d0, 0.0)
         sum1 += tl.where(m < M, d1, 0.0)
-    partial_ptr = partials_ptr + tl.program_id(1) * F * (2 if SWIGLU else 1) + offs
+    partial_ptr = partials_ptr + tl.program_id(1) * F * (2 if GATED else 1) + offs
     tl.store(partial_ptr, tl.sum(sum0, 0)[None, :], offs < F)
-    if SWIGLU:
+    if GATED:
         tl.store(partial_ptr + F, tl.sum(sum1, 0)[None, :], offs < F)

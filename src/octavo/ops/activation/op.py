@@ -18,7 +18,7 @@ from octavo.ops.checks import FLOATS, check_row_cast, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.triton_support import quantizes_rows, runs_fused
 
-WIDTHS = {"swiglu": 2, "gelu": 1}  # columns of u for each column of h
+WIDTHS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of h
 
 
 class ActivationGradient(NamedTuple):
@@ -33,8 +33,9 @@ def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     """Compute h = activation(u) and quantize it by row, in one pass.
 
     Args:
-        u: float32, bfloat16 or float16. [M, 2F] for kind "swiglu", the columns of gate before those of up; [M, F] for
-            kind "gelu" (the exact one, not the tanh approximation).
+        u: float32, bfloat16 or float16. [M, 2F] for the kinds "swiglu", with the columns of gate before those of up,
+            and "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not
+            the tanh approximation.
         cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
 
     Raises:

@@ -1,6 +1,7 @@
 """The activations in plain PyTorch. The kernels must equal them, and a CPU runs them.
 
     swiglu  u = [gate, up] (halves of each row),  h = gate * sigmoid(gate) * up      Shazeer (arXiv:2002.05202)
+    geglu   u = [up, gate],  h = up * gelu(gate), in the order of diffusers          Shazeer (arXiv:2002.05202)
     gelu    h = u * (1 + erf(u / sqrt(2))) / 2                                      Hendrycks and Gimpel (1606.08415)
 
 All steps are in float32, each rounded once. exp(x) is computed as 2^(x log2 e), with the exp2 of the device. A GPU has
@@ -23,7 +24,7 @@ LOG2_E = math.log2(math.e)
 
 
 def activation_quantize_reference(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Data and scale of h [M, F] from u [M, 2F] (swiglu) or [M, F] (gelu)."""
+    """Data and scale of h [M, F] from u [M, 2F] (swiglu, geglu) or [M, F] (gelu)."""
     return quantize_reference(_activation(u, kind), cast, None, None, None)
 
 
@@ -41,6 +42,9 @@ def _activation(u: Tensor, kind: str) -> Tensor:
     """h, in float32."""
     if kind == "gelu":
         return _gelu(u.float())[0]
+    if kind == "geglu":
+        up, gate = u.float().chunk(2, 1)
+        return _gelu(gate)[0] * up
     gate, up = u.float().chunk(2, 1)
     return gate * _sigmoid(gate) * up
 
@@ -54,6 +58,10 @@ def activation_gradient(dh: Tensor, u: Tensor, kind: str) -> tuple[Tensor, Tenso
         silu = gate * sigmoid
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((dh * up * slope, dh * silu), 1), silu * up
+    if kind == "geglu":
+        up, gate = u.float().chunk(2, 1)
+        h, cumulative, e = _gelu(gate)
+        return torch.cat((dh * h, dh * up * (cumulative + gate * (e * DENSITY))), 1), h * up
     h, cumulative, e = _gelu(u.float())
     return dh * (cumulative + u.float() * (e * DENSITY)), h
 
