@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.serve import BEYOND_CACHE, SHAPES, in_turn
+from bench.gpu.gemms import SHAPES, beyond_cache, fastest, in_turn
 from octavo.numerics import Cast, Granularity, QTensor, group
 from octavo.ops import quantize
 from octavo.ops.gemm import block_scaled_kernel as kernel
@@ -33,7 +33,7 @@ def main() -> None:
     for m in map(int, rows.split(",")):
         for n, k in shapes:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            count = max(2, BEYOND_CACHE // (n * k)) if m < 1024 else 2
+            count = beyond_cache(n, k) if m < 1024 else 2
             wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
             print(f"{m} x {n} x {k}: BF16 {in_turn(partial(F.linear, x), wide):.1f} us", flush=True)
             for name, granularities in PAIRS.items():
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor, wide: list[Tensor]) -> None:
-    """Time one kind of scales. The weights take turns, and together they are too large for the L2 cache at few rows."""
+    """Time one kind of scales."""
     (m, k), n, group_size = x.shape, len(wide[0]), granularities[0].cols or 1
     a, bs = (
         quantize(x, Cast(granularity=granularities[0])),
@@ -66,15 +66,9 @@ def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor,
     print(f"  {name}: quantize {in_turn(lambda _: quantize(x, cast), wide):.1f} us", end="")
     print(f", cuBLASLt {in_turn(native, bs):.1f} us" if group_size == 128 else "", flush=True)
     print(f"    widened to BF16 {in_turn(wide_product, bs):8.1f} us")
-    chosen, found = kernel.choose(m, n, k, group_size, x.device), {}
-    for tiling in dict.fromkeys((chosen, *(kernel.Tiling(*how) for how in tilings(m, group_size)))):
-        try:
-            found[tiling] = in_turn(partial(ours, tiling), bs)
-        except Exception as error:  # the tiling needs more shared memory than there is
-            print(f"    {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
-    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:4]):
-        flops = 2 * m * n * k / found[tiling] / 1e6
-        print(f"    {tuple(tiling)} {found[tiling]:8.1f} us  {flops:5.0f} TFLOP/s", flush=True)
+    chosen = kernel.choose(m, n, k, group_size, x.device)
+    for tiling, us in fastest(chosen, starmap(kernel.Tiling, tilings(m, group_size)), ours, bs, best=4):
+        print(f"    {tuple(tiling)} {us:8.1f} us  {2 * m * n * k / us / 1e6:5.0f} TFLOP/s", flush=True)
 
 
 def tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:

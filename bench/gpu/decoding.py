@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.gpu import serve_models as models
 from bench.gpu.llama import GEMMS
 from bench.gpu.modes import BASE, SERVE, SERVE_FP8_CACHE
-from bench.gpu.timing import Captured, decibels, interleaved, summary
+from bench.gpu.timing import Captured, against, interleaved, summary
 from octavo.numerics import ROW
 from octavo.ops import find_backend
 
@@ -32,9 +32,7 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> dict[str, Any]:
         partial(models.forward_again, packed, ids, context - 1, models.octavo_caches(packed, stores["fp8"]))
     )
     packed.set_attn_implementation(attention)  # for the measurements after this one
-    exact = steps[BASE]().clone()
-    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
-    assert all(db > 10 for db in quality.values()), quality  # NaN is not
+    quality = against(BASE, steps)
     times = interleaved(dict(steps), rounds=8, repeat=8, warmup=2)
     backend = " and ".join(sorted({runs(batch, n) for n, _ in GEMMS.values()}))
     ms = {name: summary(t) for name, t in times.items()}

@@ -8,14 +8,13 @@ as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it.
 
 import sys
 from collections.abc import Iterator
-from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import torch
 
+from bench.gpu.gemms import SHAPES, beyond_cache, fastest, in_turn
 from bench.gpu.kernels import copy_ms
-from bench.gpu.serve import BEYOND_CACHE, SHAPES, in_turn
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm import kernel
@@ -31,9 +30,9 @@ def main() -> None:
 
 
 def shape(m: int, n: int, k: int) -> None:
-    """Time one shape. The weights take turns, and together they are too large for the L2 cache."""
+    """Time one shape."""
     a = quantize(torch.randn(m, k, device="cuda"), Cast())
-    count = max(2, BEYOND_CACHE // (n * k))
+    count = beyond_cache(n, k)
     bs = [quantize(torch.randn(n, k, device="cuda"), Cast()) for _ in range(count)]
 
     def ours(tiling: Any, b: QTensor) -> None:
@@ -42,16 +41,11 @@ def shape(m: int, n: int, k: int) -> None:
     def native(b: QTensor) -> None:
         scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
-    chosen, found = kernel.choose(m, n, k, a.data.device), {}
-    for tiling in (chosen, *(kernel.Tiling(*how) for how in tilings(m))):
-        try:
-            found[tiling] = in_turn(partial(ours, tiling), bs)
-        except Exception as error:  # the tiling needs more shared memory than there is
-            print(f"  {tuple(tiling)}: {type(error).__name__}", flush=True)
+    found = fastest(kernel.choose(m, n, k, a.data.device), starmap(kernel.Tiling, tilings(m)), ours, bs)
     copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
     print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {in_turn(native, bs):.1f} us", flush=True)
-    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:3]):
-        print(f"  {tuple(tiling)} {found[tiling]:8.1f} us  {copy / found[tiling]:.2f} of a copy", flush=True)
+    for tiling, us in found:
+        print(f"  {tuple(tiling)} {us:8.1f} us  {copy / us:.2f} of a copy", flush=True)
 
 
 def tilings(m: int) -> Iterator[tuple[int, ...]]:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from bench import record
+from bench.gpu.gemms import beyond_cache
 from bench.gpu.llama import GEMMS
 from bench.gpu.schemes import check, linear, microseconds, pack
-from bench.gpu.serve import BEYOND_CACHE
 from bench.gpu.timing import interleaved
 from octavo.artifact.packed.scheme import CHANNEL, INT8
 from octavo.int8 import int8_mm, kernel
@@ -60,7 +60,7 @@ def measure(m: int, n: int, k: int, rounds: int) -> dict[str, Any]:
     """Microseconds of a call of each way, and the worst SQNR of a row of each layer."""
     torch.manual_seed(m + n + k)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    wide = [linear(n, k) for _ in range(max(2, BEYOND_CACHE // (n * k)) if m <= FEW else 1)]
+    wide = [linear(n, k) for _ in range(beyond_cache(n, k) if m <= FEW else 1)]
     packed = {scheme.name: [pack(layer, scheme, x) for layer in wide] for scheme in (CHANNEL, INT8)}
     worst = {name: check(layers[0], x)["worst_db"] for name, layers in packed.items()}
     operands = [operands_of(layer, x) for layer in packed[INT8.name]]

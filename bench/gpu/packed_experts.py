@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench import record
 from bench.gpu.moe import DEVICE, SHAPES, TINY, Shape
-from bench.gpu.timing import Captured, decibels, interleaved, summary
+from bench.gpu.timing import Captured, against, interleaved, summary
 from octavo.artifact.packed.scheme import get_scheme
 from octavo.nn import Experts
 from octavo.ops import quantize
@@ -60,9 +60,7 @@ def measure_tokens(
         x = torch.randn(tokens, shape.width, dtype=torch.bfloat16)
         weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
     steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
-    exact = steps["bf16"]()
-    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != "bf16"}
-    assert all(db > LEAST_DB for db in quality.values()), quality  # NaN is not
+    quality = against("bf16", steps, least=LEAST_DB)
     if DEVICE == "cuda" and kind == "decode":
         steps = {name: Captured(step) for name, step in steps.items()}
     times = interleaved(steps, rounds=rounds, repeat=10 if tokens <= 512 else 3)

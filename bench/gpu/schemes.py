@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import record
+from bench.gpu.gemms import beyond_cache, in_turn
 from bench.gpu.llama import GEMMS, TOKENS
-from bench.gpu.serve import BEYOND_CACHE, in_turn
 from bench.gpu.timing import decibels, interleaved
 from octavo.artifact.packed.scheme import SCHEMES, STATIC_INPUTS, Scheme
 from octavo.int8 import find_int8_backend
@@ -48,7 +48,7 @@ def measure(m: int, n: int, k: int, rounds: int) -> list[dict[str, Any]]:
     """A row for BF16 and for each scheme: microseconds of a call, the worst SQNR of a row, and the GEMM's backend."""
     torch.manual_seed(m + n + k)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    copies = max(2, BEYOND_CACHE // (n * k)) if m <= max(FEW) else 1
+    copies = beyond_cache(n, k) if m <= max(FEW) else 1
     wide = [linear(n, k) for _ in range(copies)]
     calls: dict[str, list[Callable[[], Tensor]]] = {BASE: [partial(layer, x) for layer in wide]}
     facts: dict[str, dict[str, Any]] = {BASE: {"backend": "torch.mm"}}

@@ -10,10 +10,10 @@ printed and written when it is done.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.decoding import decode, runs
+from bench.gpu.gemms import SHAPES, beyond_cache, in_turn
 from bench.gpu.kernels import copy_ms
-from bench.gpu.llama import GEMMS, TOKENS
+from bench.gpu.llama import TOKENS
 from bench.gpu.modes import BASE, SERVE, SERVE_GRAPH, SERVE_TORCHAO
-from bench.gpu.timing import Captured, decibels, interleaved, replayed, summary
+from bench.gpu.timing import Captured, against, decibels, interleaved, summary
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
@@ -33,11 +34,8 @@ from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
 from octavo.runtime.fused import fuse
 
 CONTEXT, BATCHES = 1024, (1, 64)
-SHAPES = tuple(GEMMS.values())  # (n, k)
 ROWS = (1, 8, 16, 32, 64, 128)
-BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
 Step = Callable[[], Tensor]
-Weight = TypeVar("Weight")
 
 
 def main() -> None:
@@ -92,9 +90,7 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
-    exact = steps[BASE]()
-    quality = {name: decibels(exact, step()) for name, step in steps.items() if name != BASE}
-    assert all(db > 10 for db in quality.values()), quality  # NaN is not
+    quality = against(BASE, steps)
     steps[SERVE_GRAPH] = Captured(steps[SERVE])
     times = interleaved(steps, rounds=6, repeat=2, warmup=2)
     return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
@@ -116,9 +112,9 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def gemm(m: int, n: int, k: int) -> dict[str, Any]:
-    """One shape. The weights take turns, and together they are too large for the L2 cache."""
+    """One shape."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    count = max(2, BEYOND_CACHE // (n * k))
+    count = beyond_cache(n, k)
     wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
 
@@ -134,16 +130,6 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
     times = {"us": in_turn(ours, bs), "cublaslt_us": in_turn(native, bs), "bf16_us": in_turn(lambda w: x @ w.t(), wide)}
     copy = 1e3 * copy_ms(moved) / count
     return {"m": m, "n": n, "k": k, **times, "copy_us": copy, "share": copy / times["us"], "runs": runs(m, n)}
-
-
-def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
-    """Microseconds of a call, over all weights in turn."""
-
-    def step() -> None:
-        for weight in weights:
-            call(weight)
-
-    return 1e3 * replayed(step, calls=2) / len(weights)
 
 
 if __name__ == "__main__":

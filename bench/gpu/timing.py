@@ -103,3 +103,11 @@ def summary(times: list[float]) -> dict[str, float]:
 def decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
     """The SQNR of `actual`."""
     return sqnr(*energies(exact, actual))
+
+
+def against(base: str, steps: Mapping[str, Step], least: float = 10) -> dict[str, float]:
+    """The SQNR of what each other step returns against that of `base`; all must exceed `least` decibels."""
+    exact = steps[base]().clone()  # a graph overwrites its result
+    found = {name: decibels(exact, step()) for name, step in steps.items() if name != base}
+    assert all(db > least for db in found.values()), found  # NaN is not
+    return found

@@ -8,13 +8,12 @@ It prints the tiling that `octavo.ops.weight_only.kernel.choose` takes and the b
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 from torch import Tensor
 
-from bench.gpu.llama import GEMMS
-from bench.gpu.serve import in_turn
+from bench.gpu.gemms import SHAPES, fastest
 from bench.gpu.weight_only import operands
 from octavo.numerics import ROW, QTensor
 from octavo.ops.gemm.kernel import Tiling
@@ -24,19 +23,14 @@ from octavo.ops.weight_only import kernel
 def main() -> None:
     rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "1,16,64"
     native = "--bytes" not in sys.argv
-    for m, (n, k) in product(map(int, rows.split(",")), GEMMS.values()):
+    for m, (n, k) in product(map(int, rows.split(",")), SHAPES):
         x, _, packed = operands(m, n, k)
-        chosen, found = kernel.choose(m, n, k, 0, x.device), {}
-        for tiling in (chosen, *(Tiling(*how) for how in tilings(m))):
-            try:
-                found[tiling] = in_turn(partial(call, x, tiling, native), packed)
-            except Exception as error:  # the tiling needs more shared memory than there is
-                print(f"  {tuple(tiling)}: {type(error).__name__}", flush=True)
-        best = sorted(found, key=lambda each: found[each])[:3]
-        print(m, n, k, [(tuple(tiling), round(found[tiling], 1)) for tiling in (chosen, *best)], flush=True)
+        chosen = kernel.choose(m, n, k, 0, x.device)
+        found = fastest(chosen, starmap(Tiling, tilings(m)), partial(call, x, native), packed)
+        print(m, n, k, [(tuple(tiling), round(us, 1)) for tiling, us in found], flush=True)
 
 
-def call(x: Tensor, tiling: Tiling, native: bool, w: QTensor) -> Tensor:
+def call(x: Tensor, native: bool, tiling: Tiling, w: QTensor) -> Tensor:
     return kernel.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native)
 
 

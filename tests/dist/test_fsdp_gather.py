@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from fsdp_examples import batch, blocks, counted, equal, sharded, train
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from octavo.dist import fp8_all_gather
@@ -16,19 +16,6 @@ from octavo.ops import quantize
 RECIPES = [name for name in octavo.PRESETS if name != "bf16"]
 # The others quantize w twice, or rotate it.
 GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise")
-
-
-def gathered_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that the layers of `model` see in a forward pass."""
-    seen: dict[str, Tensor] = {}
-
-    def look(name: str) -> Any:
-        return lambda layer, *_: seen.setdefault(name, layer.weight)
-
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for block in model:
-        block.register_forward_pre_hook(lambda *_: [look(n)(m) for n, m in linears.items()])
-    return seen
 
 
 def of_recipe(recipe: str) -> tuple[bool, bool]:

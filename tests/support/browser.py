@@ -74,12 +74,6 @@ class Browser:
         """Type into the element that has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
-    def pixel(self, selector: str, right: float, down: float) -> list[int]:
-        """The colour [r, g, b, a] in a canvas, at shares of its width and height."""
-        at = "const c = document.querySelector(arguments[0]);"
-        read = "c.getContext('2d').getImageData(c.width * arguments[1], c.height * arguments[2], 1, 1).data"
-        return list(self.driver.execute_script(f"{at} return [...{read}]", selector, right, down))
-
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
