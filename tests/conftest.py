@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -141,5 +142,18 @@ def octavo(
         finally:
             torch.set_num_threads(threads)
         return (ended.value.code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def refused(octavo: Callable[..., tuple[Any, str, str]]) -> Callable[..., str]:
+    """refused(*words): the one line on standard error with which that command ends. It prints at most what it read."""
+
+    def call(*words: object) -> str:
+        code, out, err = octavo(*words)
+        assert (code, [line for line in out.splitlines() if not line.startswith("read ")]) == (1, []), words
+        assert re.fullmatch(r"error: [^\n]+\n", err), err
+        return err
 
     return call

@@ -161,12 +161,8 @@ def test_a_text_may_exceed_the_sliding_window_of_the_model(octavo, tmp_path, cou
         (("--file", "prompts.txt"), "--prompt and --file both give prompts"),
     ],
 )
-def test_settings_out_of_range_are_refused_before_the_model_is_read(octavo, tmp_path, words, message):
-    code, out, err = octavo("generate", tmp_path / "no model", "--prompt", "a", *words)
-    assert (code, out) == (1, "")
-    assert err.startswith("error: ")
-    assert message in err
-    assert err.count("\n") == 1
+def test_settings_out_of_range_are_refused_before_the_model_is_read(refused, tmp_path, words, message):
+    assert message in refused("generate", tmp_path / "no model", "--prompt", "a", *words)
 
 
 @pytest.mark.parametrize(
@@ -180,28 +176,24 @@ def test_settings_out_of_range_are_refused_before_the_model_is_read(octavo, tmp_
         (b'{"prompt": 3}', "line 1 must be a JSON object"),
     ],
 )
-def test_files_that_hold_no_prompts(octavo, tmp_path, piped, content, message):
+def test_files_that_hold_no_prompts(refused, tmp_path, piped, content, message):
     (tmp_path / "prompts").write_bytes(content)
     for place in ((), ("--file", tmp_path / "prompts")):
         piped(content)
-        code, out, err = octavo("generate", tmp_path / "no model", *place)
-        assert (code, out) == (1, "")
+        err = refused("generate", tmp_path / "no model", *place)
         assert message in err
         assert err.startswith("error: " + ("standard input" if not place else str(place[1])))
 
 
-def test_a_file_that_is_not_there(octavo, tmp_path):
-    code, _, err = octavo("generate", tmp_path, "--file", tmp_path / "none")
-    assert (code, err) == (1, f"error: --file {tmp_path / 'none'} cannot be read: No such file or directory\n")
+def test_a_file_that_is_not_there(refused, tmp_path):
+    err = refused("generate", tmp_path, "--file", tmp_path / "none")
+    assert err == f"error: --file {tmp_path / 'none'} cannot be read: No such file or directory\n"
 
 
-def test_a_terminal_is_not_waited_for(octavo, tmp_path, monkeypatch):
+def test_a_terminal_is_not_waited_for(refused, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    code, _, err = octavo("generate", tmp_path)
-    assert (code, err) == (
-        1,
-        "error: no prompt: give --prompt TEXT, --file FILE, or prompts on standard input, one a line\n",
-    )
+    error = "error: no prompt: give --prompt TEXT, --file FILE, or prompts on standard input, one a line\n"
+    assert refused("generate", tmp_path) == error
 
 
 @pytest.mark.parametrize(
@@ -212,10 +204,9 @@ def test_a_terminal_is_not_waited_for(octavo, tmp_path, monkeypatch):
         (["a", ""], "prompt 2 of 2 must hold at least one token, got an empty one"),
     ],
 )
-def test_prompts_that_do_not_fit_the_model(octavo, llama, prompts, message):
+def test_prompts_that_do_not_fit_the_model(refused, llama, prompts, message):
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    code, out, err = octavo("generate", llama, *words, *GREEDY)
-    assert (code, out) == (1, "")
+    err = refused("generate", llama, *words, *GREEDY)
     assert err == f"error: {message}" + (": give some text to continue\n" if "empty" in message else "\n")
 
 

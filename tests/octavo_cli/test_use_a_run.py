@@ -185,15 +185,13 @@ def encoders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["bert", "packed-bert", "bertlm"])
-def test_an_encoder_gives_no_next_token(octavo, encoders, name):
-    code, out, err = octavo("generate", encoders / name, "--prompt", "hi", "--device", "cpu")
-    assert (code, out) == (1, "")
+def test_an_encoder_gives_no_next_token(refused, encoders, name):
+    err = refused("generate", encoders / name, "--prompt", "hi", "--device", "cpu")
     assert err.startswith(f"error: {encoders / name} holds an encoder (Bert")
     assert "which predicts no next token: a causal language model is required" in err
-    assert err.count("\n") == 1
 
 
-def test_bad_words_are_one_line(octavo, made, llama, tmp_path):
+def test_bad_words_are_one_line(refused, made, llama, tmp_path):
     bare = shutil.copytree(made / "bf16", tmp_path / "bare")
     (bare / "model" / "tokenizer.json").unlink()
     (bare / "model" / "tokenizer_config.json").unlink()
@@ -210,20 +208,14 @@ def test_bad_words_are_one_line(octavo, made, llama, tmp_path):
         (("compare", made / "fp8"), "compare takes two or more runs, got 1"),
         (("compare", made / "fp8", made / "packed"), "not a run of octavo train"),
     ):
-        code, out, err = octavo(*words)
-        assert (code, out) == (1, ""), words
-        assert message in err
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
+        assert message in refused(*words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 @pytest.mark.parametrize("name", ["fp8", "packed"])
-def test_a_gpu_that_is_not_there_is_one_line(octavo, made, name):
-    code, out, err = octavo("generate", made / name, "--prompt", "a", "--device", "cuda")
-    assert (code, out) == (1, "")
+def test_a_gpu_that_is_not_there_is_one_line(refused, made, name):
+    err = refused("generate", made / name, "--prompt", "a", "--device", "cuda")
     assert err.startswith("error: device cuda was asked for")
-    assert err.count("\n") == 1
 
 
 def test_a_packed_folder_may_be_named_by_a_string(made):
@@ -265,9 +257,8 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_command_names_the_folder_that_it_needs(octavo, made, words, advice, monkeypatch):
+def test_a_command_names_the_folder_that_it_needs(refused, made, words, advice, monkeypatch):
     monkeypatch.chdir(made)
-    code, _, err = octavo(*words)
-    assert code == 1
-    assert re.search(advice, err.replace("\n", " ")), err
+    err = refused(*words)
+    assert re.search(advice, err), err
     assert not (made / "tuned").exists()

@@ -145,7 +145,7 @@ def test_structure_alone(octavo: Any, folders: dict[str, Path]) -> None:
     assert "output dB" not in out
 
 
-def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_errors_are_one_line(refused: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     for more, message in (
         (("--budget", "ppl=half"), "the budget ppl must be a percentage above 0% and up to 100%, such as 0.5%, or a"),
         (("--json", tmp_path / "none" / "r.json"), "r.json cannot be written: No such file or directory. Nothing was"),
@@ -155,7 +155,4 @@ def test_errors_are_one_line(octavo: Any, folders: dict[str, Path], tmp_path: Pa
         (("--against", tmp_path / "none"), "give a run of octavo train, or a Hugging Face model"),
         (("--against", folders["packed"]), "is quantized already: give the model in BF16 that it was made from"),
     ):
-        code, out, err = octavo(*arguments(folders, *more))
-        assert code == 1
-        assert message in err
-        assert "Traceback" not in out + err
+        assert message in refused(*arguments(folders, *more))
