@@ -3,7 +3,8 @@
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
 shape, or a Llama of a billion parameters. No constant of the plan is fitted to them. Each configuration is trained by
 processes of its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and
-its time is the median of the last steps.
+its time is the median of the last steps. Two steps more are profiled: their kernels by kind, and the time without any,
+in which the GPU waits for the host. The plan does not count that.
 
     python -m bench.gpu.plan [--model 1b] [--only 1]      about four minutes on two GPUs
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from bench import record
+from bench.gpu.communication import profiled
 from octavo.nn import cast_once
 from octavo.plan.hardware import Gpu, known_gpus
 from octavo.plan.models import find_architecture
@@ -108,7 +110,7 @@ def start(config: Config, gpus: int, at: int, folder: Path) -> tuple[subprocess.
 
 
 def work(path: Path) -> None:
-    """Train as `octavo train` does, without saving, and write the peak memory and the times of the steps."""
+    """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
     task = json.loads(path.read_text())
     trainer = start_run(Config.from_dict(task["config"]), training_console())
     times = []
@@ -121,9 +123,10 @@ def work(path: Path) -> None:
             trainer.step()
             wait()
             times.append(time.perf_counter() - began)
-    if rank() == 0:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        Path(task["out"]).write_text(json.dumps({"peak_bytes": peak, "seconds": times[WARM:]}))
+        found = {"peak_bytes": peak, "seconds": times[WARM:], "kernels_ms": profiled(trainer.step)}
+    if rank() == 0:
+        Path(task["out"]).write_text(json.dumps(found))
 
 
 def wait() -> None:
@@ -158,7 +161,8 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
     errors = {"time": plan.time.total / seconds - 1}
     if found["peak_bytes"]:
         errors["memory"] = plan.memory.peak / found["peak_bytes"] - 1
-    return row | {"peak_bytes": found["peak_bytes"], "seconds": seconds, "errors": errors}
+    kernels = found.get("kernels_ms", {})
+    return row | {"peak_bytes": found["peak_bytes"], "seconds": seconds, "kernels_ms": kernels, "errors": errors}
 
 
 def planned_again(row: Row) -> Row:
@@ -166,7 +170,7 @@ def planned_again(row: Row) -> Row:
     wanted = row["gpus"], row["recipe"], row["checkpointing"]
     if wanted not in CONFIGURATIONS:
         raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
-    found = row if "error" in row else {"peak_bytes": row["peak_bytes"], "seconds": [row["seconds"]]}
+    found = row if "error" in row else row | {"seconds": [row["seconds"]]}
     again = compared(configured(row["model"], *wanted), row["gpus"], known_gpus()[row["gpu"]], found)
     return {"model": row["model"], **again}
 
@@ -179,7 +183,8 @@ def line(row: Row) -> str:
     memory = f"{planned['peak_bytes'] / 1e9:.2f} GB planned, {row['peak_bytes'] / 1e9:.2f} measured"
     seconds = f"{planned['seconds'] * 1e3:.1f} ms planned, {row['seconds'] * 1e3:.1f} measured"
     judged = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-    return f"{where} {memory}; {seconds}; {judged}"
+    idle = f"; {row['kernels_ms']['idle']:.1f} ms idle" if row["kernels_ms"] else ""
+    return f"{where} {memory}; {seconds}; {judged}{idle}"
 
 
 if __name__ == "__main__":

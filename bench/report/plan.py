@@ -198,6 +198,7 @@ def configurations(results: dict[str, Result]) -> Rows:
         yield {
             **first,
             **compared("ms", 1e3 * planned["seconds"], 1e3 * row["seconds"], ".1f"),
+            **({"ms without a kernel": f"{row['kernels_ms']['idle']:.1f}"} if row["kernels_ms"] else {}),
             **compared("peak GB", planned["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9, ".2f"),
         }
 

@@ -122,9 +122,9 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
 
 
 def _linear_seconds(setup: Setup, block: Block) -> float:
-    times = 1 if setup.recipe.quantized or setup.config.compile.blocks else 2
+    gradients = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)  # dw comes in BF16, and is cast to FP32
     products = sum(_product_seconds(setup, each) for each in block_products(setup, block))
-    return products + times * _cast_seconds(setup, block)
+    return products + _cast_seconds(setup, block) + gradients
 
 
 def _product_seconds(setup: Setup, product: Product) -> float:
