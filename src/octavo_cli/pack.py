@@ -174,7 +174,7 @@ def _facts(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str
     if by_budget:
         facts.append(("left in BF16", f"{len(by_budget)} by the budget, in the table below"))
     for entry in report.not_linear:
-        facts.append(("left in BF16", f"{str(entry).removesuffix(')')} of the parameters)"))
+        facts.append(("left in BF16", str(entry)))
     for name in report.left_out:
         facts.append(("left out", f"{name}: the model has no place for it"))
     facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))

@@ -66,7 +66,7 @@ def test_without_a_batch_parameters_stand_for_flops() -> None:
     coverage = octavo.convert(nn.ModuleDict({"a": nn.Linear(8, 24), "lm_head": nn.Linear(8, 8)})).coverage
     assert coverage.flops == pytest.approx(0.75)
     assert coverage.left[0].flops == pytest.approx(0.25)
-    assert "75.0 % of the FLOPs (of products with parameters, counted by parameters)" in str(coverage)
+    assert "75.0 % of the FLOPs (estimated from the sizes of the weights)" in str(coverage)
 
 
 def test_a_layer_whose_weight_is_read_and_that_is_never_called_is_skipped() -> None:

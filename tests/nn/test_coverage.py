@@ -35,7 +35,7 @@ def test_stacked_experts_are_named_with_their_share() -> None:
     assert left["lm_head.weight"].kind == "linear layer"
     computed = [model.get_submodule(name).weight for name in report.converted]
     assert report.coverage.computed == pytest.approx(share(*computed, of=model))
-    assert f"down_proj (expert stack, 2 of [4, 32, 48], {100 * down.share:.1f} %)" in report.summary()
+    assert f"down_proj (expert stack, 2 of [4, 32, 48], {100 * down.share:.1f} % of the parameters)" in report.summary()
 
 
 def test_the_shares_add_up_to_one() -> None:
@@ -105,4 +105,4 @@ def test_fp8_computes_nothing_in_bf16() -> None:
 def test_any_names_of_layers_can_be_asked_for() -> None:
     coverage = find_coverage(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False)), ["1"])
     assert coverage.computed == 0.75
-    assert str(coverage.left[0]) == "0.weight (linear layer, [8, 8], 25.0 %)"
+    assert str(coverage.left[0]) == "0.weight (linear layer, [8, 8], 25.0 % of the parameters)"

@@ -59,7 +59,7 @@ class Leftover:
     def __str__(self) -> str:
         many = f"{self.count} of " if self.count > 1 else ""
         tied = ", shared with the embedding" if self.tied else ""
-        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {_percent(self.share)})"
+        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {_percent(self.share)} of the parameters)"
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Coverage:
     def __str__(self) -> str:
         totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
         rest = ", ".join(f"{name} {_percent(share)}" for name, share in totals if share)
-        by = "of the batch" if self.activations is not None else "of products with parameters, counted by parameters"
+        by = "of the batch" if self.activations is not None else "estimated from the sizes of the weights"
         shares = f"{_percent(self.flops)} of the FLOPs ({by}) and {_percent(self.computed)} of the parameters"
         lines = [f"FP8 computes {shares}; left in high precision:"]
         if self.activations:
             lines.append(f"{_percent(self.activations)} of the FLOPs: products of activations, such as attention")
         lines += [f"{_percent(each.flops)} of the FLOPs: {each}" for each in self.left]
-        return "\n  ".join([*lines, f"no FLOPs: {rest}" if rest else "nothing else"])
+        return "\n  ".join([*lines, f"no FLOPs: {rest} of the parameters" if rest else "nothing else"])
 
 
 def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardPass | None = None) -> Coverage:
