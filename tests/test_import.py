@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 import octavo
 
 LOOK = """
-import json, os, random, signal, sys, warnings
+import json, os, random, signal, sys, time, warnings
+times = [time.process_time()]  # of the processor: other programs may take turns with this one
 import torch
+times.append(time.process_time())
 def state():
     return {
         "environment": dict(os.environ),
@@ -22,18 +27,13 @@ def state():
         "random": str(random.getstate()),
     }
 before, modules = state(), set(sys.modules)
+times.append(time.process_time())
 import octavo
+times.append(time.process_time())
 changed = [name for name, value in state().items() if value != before[name]]
 loaded = sorted(sys.modules.keys() - modules)
-print(json.dumps({"changed": changed, "cuda": torch.cuda.is_initialized(), "modules": loaded}))
-"""
-TIME = """
-import time
-begin = time.process_time()  # of the processor: other programs may take turns with this one
-import torch
-middle = time.process_time()
-import octavo
-print(middle - begin, time.process_time() - middle)
+found = {"changed": changed, "cuda": torch.cuda.is_initialized(), "modules": loaded}
+print(json.dumps(found | {"torch": times[1] - times[0], "octavo": times[3] - times[2]}))
 """
 # What only the command line, Hugging Face's formats, plots and FP8 competitors need.
 LEFT_ALONE = (
@@ -43,17 +43,22 @@ LEFT_ALONE = (
 )  # fmt: skip
 
 
-def python(code):
-    """Run `code` in a fresh interpreter; its output."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def look() -> dict[str, Any]:
+    """Import octavo in a fresh interpreter: the changes, the modules, and the seconds."""
+    printed = subprocess.run([sys.executable, "-c", LOOK], check=True, capture_output=True, text=True).stdout
+    return json.loads(printed)
 
 
-def test_nothing_is_changed_and_nothing_optional_is_loaded():
-    found = json.loads(python(LOOK))
-    assert found["changed"] == []
-    assert found["cuda"] is False
-    assert [name for name in LEFT_ALONE if name in found["modules"]] == []
-    assert "octavo.nn.linear" in found["modules"]
+@pytest.fixture(scope="module")
+def looked() -> dict[str, Any]:
+    return look()
+
+
+def test_nothing_is_changed_and_nothing_optional_is_loaded(looked):
+    assert looked["changed"] == []
+    assert looked["cuda"] is False
+    assert [name for name in LEFT_ALONE if name in looked["modules"]] == []
+    assert "octavo.nn.linear" in looked["modules"]
 
 
 def test_public_names_are_those_listed():
@@ -66,7 +71,14 @@ def test_public_names_are_those_listed():
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
 
 
-def test_costs_little_more_than_torch():
-    runs = [map(float, python(TIME).split()) for _ in range(3)]
-    torch_alone, octavo_beside_it = (min(seconds) for seconds in zip(*runs, strict=True))
-    assert octavo_beside_it < 0.3 * torch_alone
+def costs_little(runs):
+    torch_alone, octavo_beside_it = (min(run[name] for run in runs) for name in ("torch", "octavo"))
+    return octavo_beside_it < 0.3 * torch_alone
+
+
+def test_costs_little_more_than_torch(looked):
+    """In the shortest of three runs. One is enough if it is that short."""
+    runs = [looked]
+    while not costs_little(runs) and len(runs) < 3:
+        runs.append(look())
+    assert costs_little(runs)
