@@ -18,6 +18,7 @@ from bench.gpu.moe import SHAPES, Shape
 from bench.gpu.timing import replayed
 from octavo.numerics import Cast
 from octavo.ops import quantize, sort_by_expert
+from octavo.ops.compiling import compile_only
 from octavo.ops.gemm.backend import SQUARE, STRIP
 from octavo.ops.gemm.block_scaled_kernel import Tiling, choose
 from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
@@ -71,7 +72,11 @@ def measure(name: str, shape: Shape, tokens: int, w: Tensor, data: Tensor, scale
 def times(chosen: Tiling, rows: int, product: Callable[[Tiling], Tensor]) -> Iterable[tuple[Tiling, float]]:
     """Microseconds of each tiling of a product."""
     others = next(tilings for most, tilings in TILINGS.items() if rows <= most)
-    for tiling in (chosen, *(Tiling(*each) for each in others)):
+    tilings = chosen, *(Tiling(*each) for each in others)
+    with compile_only():  # in several threads
+        for tiling in tilings:
+            product(tiling)
+    for tiling in tilings:
         try:
             yield tiling, 1e3 * replayed(partial(product, tiling), rounds=4)
         except Exception as error:  # the tiling needs more shared memory than there is
