@@ -11,6 +11,7 @@ from grouped_examples import GROUPED_PAIRS, exact, exact_dw, offsets_of, operand
 from hopper import ONLY_HOPPER
 
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
+from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -62,9 +63,12 @@ def test_gradients_of_ragged_groups(sizes, fast):
         assert size or not dw[e].any()
 
 
+MANY_ROWS = [MAX_MEAN_ROWS + 300, MAX_MEAN_ROWS - 200]  # in groups smaller than 128 they are widened
+
+
 @pytest.mark.parametrize("pair", GROUPED_PAIRS[1:])
 @pytest.mark.parametrize(("k", "n"), [(48, 80), (512, 272)])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, MANY_ROWS], ids=str)
 def test_worst_row_of_scales_along_k(sizes, k, n, pair):
     a, b, offsets = operands(sizes, k, n, spare=3, pair=pair)
     product = exact(a, b, sizes)

@@ -18,6 +18,7 @@ from weight_only_examples import (
 
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm
+from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
 from octavo.ops.triton_support import has_kernels
 from octavo.ops.weight_only.backend import MAX_M
 
@@ -122,6 +123,15 @@ def test_every_element_of_groups_of_rows(cast, sizes):
         assert torch.equal(kernel.grouped_weight_only_mm(*on_device, native=native)[:-3], y[:-3])
     with no_waits():
         grouped_weight_only_mm(on_device[0], QTensor(*on_device[1:3], w.format, w.granularity), on_device[4])
+
+
+@pytest.mark.parametrize("cast", ["row", "block", "mx"])
+def test_many_rows_of_groups_multiply_the_widened_weight(cast):
+    sizes = [MAX_MEAN_ROWS + 200, MAX_MEAN_ROWS - 100]
+    x, w, offsets = grouped_operands(cast, sizes, 256, 384)
+    poison()
+    y = grouped_weight_only_mm(x.cuda(), on_gpu(w), offsets.cuda())
+    assert_close_in_groups(y, x, w, sizes, rounded_weight=True)
 
 
 @pytest.mark.parametrize("m", [1, MAX_M, MAX_M + 1])

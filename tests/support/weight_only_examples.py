@@ -38,11 +38,12 @@ def grouped_operands(
     return x, stacked(matrices), offsets_of(sizes)
 
 
-def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int]) -> None:
+def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int], *, rounded_weight: bool = False) -> None:
     """`assert_close` for each group of rows."""
     for e, rows in enumerate(rows_of(sizes)):
         if sizes[e]:
-            assert_close(y[rows], x[rows], QTensor(w.data[e], w.scale[e], w.format, w.granularity))
+            matrix = QTensor(w.data[e], w.scale[e], w.format, w.granularity)
+            assert_close(y[rows], x[rows], matrix, rounded_weight=rounded_weight)
 
 
 def assert_close(y: Tensor, x: Tensor, w: QTensor, bias: Tensor | None = None, *, rounded_weight: bool = False) -> None:

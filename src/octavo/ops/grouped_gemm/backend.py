@@ -1,7 +1,8 @@
 """The choice of the implementation that a grouped GEMM runs on.
 
     cutlass       row scales, both operands E4M3: PyTorch's `scaled_grouped_mm`, for Hopper alone
-    triton        scales that vary along K: our kernel, on NVIDIA GPUs from Ada (8.9)
+    triton        scales that vary along K: our kernel, on NVIDIA GPUs from Ada (8.9); with groups smaller than 128 and
+                  many rows, PyTorch's BF16 product of the widened operands
     emulated      the reference, in float32: a CPU
 
 ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, whose result is BF16. On other GPUs a
@@ -15,6 +16,10 @@ from octavo.ops.gemm import Backend
 from octavo.ops.gemm.backend import has_kernel_of_groups
 from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture
 from octavo.ops.triton_support import HAS_TRITON
+
+# Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
+# groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
+MAX_MEAN_ROWS = 1024
 
 
 def find_grouped_backend(

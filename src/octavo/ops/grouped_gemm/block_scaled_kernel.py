@@ -18,6 +18,7 @@ from octavo.ops.gemm.kernel import store_sums
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above
+from octavo.ops.weight_only.kernel import dequantize, widened_mm
 
 MAX_BLOCK_N = 128  # the rows of a square block of b, which share a scale
 
@@ -54,6 +55,21 @@ def grouped_mm(
         num_warps=warps,
     )  # fmt: skip
     return y
+
+
+def dequantized_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
+    wide_a = dequantize(a, scale_a, granularity_a, torch.bfloat16)
+    return widened_mm(wide_a, b, scale_b, granularity_b, offsets).to(out_dtype)
 
 
 def likely_rows(m: int, groups: int) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 from octavo.numerics.granularity import ROW, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor, eager_check
-from octavo.ops.gemm.backend import takes_blocks
+from octavo.ops.gemm.backend import STRIP, takes_blocks
 from octavo.ops.grouped_gemm import kernel
-from octavo.ops.grouped_gemm.backend import find_grouped_backend
+from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS, find_grouped_backend
 from octavo.ops.grouped_gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
 
@@ -144,6 +144,8 @@ def _grouped_mm(
     if backend == "triton":
         from octavo.ops.grouped_gemm import block_scaled_kernel
 
+        if by_a != STRIP and a.shape[0] > MAX_MEAN_ROWS * len(offsets):
+            return block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, offsets, out_dtype)
         return block_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, by_b, offsets, out_dtype)
     return kernel.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast_accumulation).to(out_dtype)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -88,11 +89,19 @@ def dequantize(
     w = w.contiguous()
     w = w if (has_kernels(w.device) if native is None else native) else w.view(torch.uint8)
     block_n, block_k = 16, 256
-    launcher(_dequantize_kernel, (cdiv(k, block_k), cdiv(n, block_n)))(
+    launcher(_dequantize_kernel, (cdiv(k, block_k) * cdiv(n, block_n),))(  # a stack has too many rows for axis 1
         w, scale, wide, n, k, SCALE_ROWS=granularity.rows or n, SCALE_COLS=granularity.cols or k,
         STRIDE_SCALE=scale.shape[1], BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     return wide
+
+
+def widened_mm(x: Tensor, w: Tensor, scale: Tensor, granularity: Granularity, offsets: Tensor) -> Tensor:
+    """PyTorch's grouped product of x [M, K] and the widened w [E, N, K] in BF16, for matrices of whole blocks."""
+    wide = dequantize(w.flatten(0, 1), scale.flatten(0, 1), granularity, torch.bfloat16).view(w.shape)
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = F.grouped_mm(x.contiguous(), wide.transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
+    return y
 
 
 def readable_scale(scale: Tensor) -> Tensor:
@@ -257,8 +266,9 @@ def _dequantize_kernel(
     w_ptr, scale_ptr, wide_ptr, N, K, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, STRIDE_SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    offs_n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
     offs = offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
     offs_scale = (offs_n // SCALE_ROWS * STRIDE_SCALE)[:, None] + (offs_k // SCALE_COLS)[None, :]

@@ -10,6 +10,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_tensor
+from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
 from octavo.ops.inductor import operation, register_lowerings
 from octavo.ops.triton_support import has_kernels
 from octavo.ops.weight_only.backend import LOWEST, find_weight_only_backend
@@ -53,8 +54,8 @@ def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residua
 def grouped_weight_only_mm(x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
     """y [M, N]: each row of group e of `x` times matrix e of `w`, transposed, as in `weight_only_mm`.
 
-    A group may be empty. A GPU from Ampere on computes all groups in one launch, and nothing is read on the host.
-    Elsewhere the groups are computed one by one.
+    A group may be empty. A GPU from Ampere on computes all groups in one launch, and nothing is read on the host; with
+    many rows in each group it widens w to BF16 first. Elsewhere the groups are computed one by one.
 
     Args:
         x: [M, K], bfloat16, float16 or float32.
@@ -118,8 +119,11 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 def _grouped_weight_only_mm(x: Tensor, w: Tensor, scale: Tensor, granularity: str, offsets: Tensor) -> Tensor:
     by = parse_granularity(granularity)
     if x.numel() and find_weight_only_backend(x.device, x.dtype, by, 1).name == "triton":
-        from octavo.ops.weight_only import grouped_kernel
+        from octavo.ops.weight_only import grouped_kernel, kernel
 
+        whole = w.shape[1] % (by.rows or 1) == 0 and x.dtype == torch.bfloat16
+        if whole and x.shape[0] > MAX_MEAN_ROWS * len(offsets):
+            return kernel.widened_mm(x, w, scale, by, offsets)
         return grouped_kernel.grouped_weight_only_mm(x, w, scale, by, offsets)
     y, start = x.new_zeros((x.shape[0], w.shape[1])), 0
     for e, end in enumerate(offsets.tolist()):
