@@ -19,6 +19,7 @@ from octavo.ops.activation.reference import activation_backward_reference, activ
 from octavo.ops.norm.reference import norm_quantize_reference
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
 from octavo.ops.requantization.reference import requantize_norm_reference, requantize_transposed_reference
+from octavo.ops.rotation.reference import rotate_reference
 from octavo.ops.transposition.reference import transpose_reference
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
@@ -78,6 +79,11 @@ def flat(result: Any) -> Iterator[Tensor]:
         yield result.scale
 
 
+def bits(rotation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The bits of BF16 numbers, two in an integer, which `check` compares."""
+    return rotation(x).view(torch.int32)
+
+
 def bf16(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
@@ -88,6 +94,7 @@ def kernels(k: int) -> Iterator[Kernel]:
     x, n = bf16(T, k), T * k
     for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
         yield from quantizations(x, dy_cast, seed)
+    yield Kernel("rotate", partial(bits, ops.rotate, x), partial(bits, rotate_reference, x), n, 4)
     q = ops.quantize(x, x_cast)
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):

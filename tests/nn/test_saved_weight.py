@@ -47,6 +47,16 @@ def test_no_bytes_of_the_weight_are_saved(recipe: str) -> None:
         octavo.update_scales(linear)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gemms", [("y",), ("dx",), ("dw",)], ids="-".join)
+def test_compiled_code_saves_no_rotated_weight(gemms: tuple[str, ...]) -> None:
+    """A rotation of the backward pass that did not wait for dy would be moved to the forward pass, and saved."""
+    torch._dynamo.reset()
+    linear = make(replace(rowwise(), name="rotated", rotate=gemms))
+    linear.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
+
+
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_gradients_are_those_of_saved_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = make(recipe)

@@ -1,5 +1,7 @@
 """Compiled code launches our kernels instead of calling our operations; with dynamic sizes it calls them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compiled_code import calls
@@ -56,6 +58,27 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
         noise = (exact.double() - here.double()).square().sum()
         # A value that is not rounded to BF16 between the kernels may quantize to the next code: noise as of FP8 itself.
         assert noise <= exact.double().square().sum() * 10**-2
+
+
+@pytest.mark.parametrize("change", ["rounding", "rotation"])
+def test_compiled_code_rounds_stochastically_and_rotates_in_kernels(change: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    recipe = octavo.recipe.rowwise()
+    if change == "rounding":
+        dy = replace(recipe.dy, rounding="stochastic")
+        recipe = replace(recipe, name="stochastic", dx=replace(recipe.dx, a=dy), dw=replace(recipe.dw, a=dy))
+    else:
+        recipe = replace(recipe, name="rotated", rotate=("y", "dx", "dw"))
+    model = nn.Linear(256, 128, bias=False).to("cuda", torch.bfloat16)
+    octavo.convert(model, recipe)
+    x = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16)
+    expected = gradients(model, model, x)
+    actual, codes = run_and_get_code(gradients, model, torch.compile(model, fullgraph=True), x)
+    assert calls(codes) == set()
+    assert "_rotation_kernel" in codes[0] or change == "rounding"
+    for exact, here in zip(expected, actual, strict=True):  # other random numbers, or one more rounding to BF16
+        assert (exact.double() - here.double()).square().sum() <= exact.double().square().sum() * 10**-2
 
 
 def test_equal_blocks_share_the_trace_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:

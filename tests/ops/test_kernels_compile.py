@@ -98,6 +98,16 @@ def test_transposition_and_requantization(capability, monkeypatch):
     assert compiled.fit()
 
 
+@pytest.mark.parametrize("columns", [64, 4096, 16384])
+def test_rotation(columns, capability, monkeypatch):
+    from octavo.ops.rotation import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    kernel.rotate(rows(columns))
+    kernel.rotate(on_cpu(M, columns, dtype=torch.float32))
+    assert compiled.fit()
+
+
 def test_permutation(capability, monkeypatch):
     from octavo.ops.permutation import kernel
 

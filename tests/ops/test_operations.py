@@ -37,6 +37,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield "quantize", (x, cast.spec, *factors, seed)
     for seed in seeds:
         yield "quantize_scaled", (x, one, "e4m3", seed)
+    yield "rotate", (x, None)
     q = quantize(x, Cast())
     w = quantize(matrix((24, k), torch.bfloat16), Cast())
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):

@@ -15,10 +15,10 @@ from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import Parallel, ParallelLinear
 from octavo.nn.precomputed import PrecomputedProjections
+from octavo.nn.rotation import rotate_activations
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.rotation import hadamard
 from octavo.recipe import Recipe
 
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
@@ -67,14 +67,14 @@ class RecipeLayer(nn.Module):
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         rotate = self.recipe.rotate
         if "y" in rotate:
-            x = hadamard(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
+            x = rotate_activations(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
         x_history, w_history, dy_history = histories
         saved = self.input_is_saved and "y" not in rotate
         call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self), input_is_saved=saved)
         if "dx" not in rotate:
             return linear(x, w, bias, call, cached)
-        y = hadamard(linear(x, w, None, call, cached).float())  # w was rotated along N, and y with it; so will be dy
+        y = rotate_activations(linear(x, w, None, call, cached))  # as w was, along N; and so will be dy
         return (y if bias is None else y + bias).to(dtype)
 
     @property

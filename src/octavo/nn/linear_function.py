@@ -31,8 +31,8 @@ from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_folded, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.rotation import hadamard, hadamard_gradient, scattered_signs
-from octavo.ops import quantize, quantize_scaled, quantize_transposed, scaled_mm
+from octavo.numerics.rotation import scattered_signs
+from octavo.ops import quantize, quantize_scaled, quantize_transposed, rotate, scaled_mm
 from octavo.ops.checks import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
@@ -127,7 +127,7 @@ class _Linear(torch.autograd.Function):
         )  # fmt: skip
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call), call).to(ctx.x_dtype).view(ctx.shape)
+            dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call, dy), call).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
             dw = _rotated_back(_dw(dy, g, x, s_x, folded_s_w, w.dtype, call), call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
@@ -140,22 +140,21 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
     return result
 
 
-def _rotated(w: Tensor, call: Call) -> Tensor:
-    """The weight as the recipe reads it."""
-    w = hadamard(w) if "y" in call.recipe.rotate else w
-    return hadamard(w, 0).contiguous() if "dx" in call.recipe.rotate else w
+def _rotated(w: Tensor, call: Call, after: Tensor | None = None) -> Tensor:
+    """The weight as the recipe reads it; `after` is that of `octavo.ops.transpose`."""
+    w = rotate(w, after) if "y" in call.recipe.rotate else w
+    return rotate(w.t(), after).t().contiguous() if "dx" in call.recipe.rotate else w
 
 
 def _rotated_back(dw: Tensor, call: Call) -> Tensor:
     """The gradient of w from `dw`, that of the weight as the recipe reads it."""
-    dw = hadamard_gradient(dw, 0).contiguous() if "dx" in call.recipe.rotate else dw
-    return hadamard_gradient(dw) if "y" in call.recipe.rotate else dw
+    dw = rotate(dw.t()).t().contiguous() if "dx" in call.recipe.rotate else dw
+    return rotate(dw) if "y" in call.recipe.rotate else dw
 
 
 def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
     """The transpose of `t` [T, R], quantized as a rotated dw reads it: tokens times signs, and rotated along T."""
-    signed = t.t().float() * scattered_signs(t.shape[0], t.device)  # each stage would round a bfloat16
-    return quantize(hadamard(signed), cast)
+    return quantize(rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:

@@ -15,24 +15,20 @@ import torch
 from torch import Tensor
 
 
-def hadamard(x: Tensor, dim: int = -1) -> Tensor:
-    """`x` rotated along a dimension, same shape and dtype, in n log2 n additions; differentiable."""
-    if dim != -1:
-        return hadamard(x.transpose(dim, -1)).transpose(dim, -1)
+def hadamard(x: Tensor) -> Tensor:
+    """`x` rotated along its last dimension, same shape and dtype, in n log2 n additions; differentiable.
+
+    Each addition rounds to the dtype of x. `octavo.ops.rotate` rounds once.
+    """
     y = _by_bits(x)
     for bit in range(1, y.ndim):
         y = _butterflies(y, -bit)
-    return y.mul(_size(x) ** -0.5).view(x.shape)
+    return y.mul(block_size(x.shape[-1]) ** -0.5).view(x.shape)
 
 
-def hadamard_gradient(dy: Tensor, dim: int = -1) -> Tensor:
-    """The gradient of `hadamard`, as autograd computes it: the same steps from the last to the first."""
-    if dim != -1:
-        return hadamard_gradient(dy.transpose(dim, -1)).transpose(dim, -1)
-    dx = _by_bits(dy).mul(_size(dy) ** -0.5)
-    for bit in reversed(range(1, dx.ndim)):
-        dx = _butterflies(dx, -bit)
-    return dx.view(dy.shape)
+def block_size(n: int) -> int:
+    """The size of a block of the rotation of n numbers: the largest power of two that divides n."""
+    return max(n & -n, 1)
 
 
 def scattered_signs(n: int, device: torch.device) -> Tensor:
@@ -48,17 +44,12 @@ def scattered_signs(n: int, device: torch.device) -> Tensor:
     return ((h >> 16) & 1).float() * 2 - 1
 
 
-def _size(x: Tensor) -> int:
-    """The largest power of two that divides the last dimension."""
-    return max(x.shape[-1] & -x.shape[-1], 1)
-
-
 def _by_bits(x: Tensor) -> Tensor:
     """`x` with a dimension of two for each bit of the position in a block.
 
     One shape serves all stages: views between them would nest their indices in compiled code, which then takes minutes.
     """
-    return x.reshape(-1, *[2] * (_size(x).bit_length() - 1))
+    return x.reshape(-1, *[2] * (block_size(x.shape[-1]).bit_length() - 1))
 
 
 def _butterflies(y: Tensor, dim: int) -> Tensor:

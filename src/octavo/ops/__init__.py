@@ -39,6 +39,7 @@ from octavo.ops.quantization import (
 )
 from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
 from octavo.ops.rotary import rotate_append
+from octavo.ops.rotation import rotate
 from octavo.ops.transposition import transpose
 from octavo.ops.weight_only import find_weight_only_backend, grouped_weight_only_mm, weight_only_mm
 
@@ -78,6 +79,7 @@ __all__ = [
     "requantize",
     "requantize_norm",
     "requantize_transposed",
+    "rotate",
     "rotate_append",
     "row_scales",
     "scaled_mm",

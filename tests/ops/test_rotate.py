@@ -1,0 +1,44 @@
+"""The rotation of a tensor against Sylvester's matrix in float64, and the inputs that it refuses."""
+
+import pytest
+import scipy.linalg
+import torch
+from quantize_oracle import matrix
+
+from octavo.ops import rotate
+
+
+def exact(x: torch.Tensor, size: int) -> torch.Tensor:
+    h = torch.from_numpy(scipy.linalg.hadamard(size) / size**0.5)
+    return (x.double().reshape(-1, size) @ h).view(x.shape)
+
+
+@pytest.mark.parametrize(("n", "size"), [(64, 64), (96, 32), (1024, 1024), (17, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rotation_rounds_to_its_dtype_once(dtype, n, size):
+    x = matrix((12, n), dtype).view(3, 4, n)
+    y = rotate(x)
+    assert (y.dtype, y.shape, y.is_contiguous()) == (dtype, x.shape, True)
+    error = (y.double() - exact(x, size)).abs()
+    sums = 1e-6 * x.double().abs().amax(-1, keepdim=True) * size**0.5  # the error of float32's sums
+    assert (error <= exact(x, size).abs() * torch.finfo(dtype).eps / 2 + sums).all()
+
+
+def test_it_rotates_strided_and_empty_tensors():
+    x = matrix((96, 12))
+    assert torch.equal(rotate(x.t()), rotate(x.t().contiguous()))
+    assert rotate(x[:0]).shape == (0, 12)
+    assert rotate(x[:, :0]).shape == (96, 0)
+    assert rotate(x[0]).shape == (12,)
+
+
+def test_the_result_is_never_the_input():
+    x = matrix((3, 5))
+    assert rotate(x).data_ptr() != x.data_ptr()
+    assert torch.equal(rotate(x), x)
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(2, 4).double(), torch.ones(2, 4).int()])
+def test_other_inputs_are_refused(x):
+    with pytest.raises(ValueError, match=r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got"):
+        rotate(x)
