@@ -148,6 +148,19 @@ def test_the_rate_of_smaller_layers_than_measured_is_no_higher(recipe, size):
     assert linear_seconds(gpu, used, (8192, 1024, size)) >= least * size / 1024 * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("recipe", "moved"), [("bf16", 12), ("rowwise", 2)])
+@pytest.mark.parametrize("compiled", ["--compile.blocks", "--no-compile.blocks"])
+def test_fp32_weights_are_cast_and_their_gradients_too(recipe, moved, compiled):
+    """A cast moves six bytes an element. A converted layer casts once a step, and writes its gradient in FP32."""
+    settings = ("--recipe", recipe, compiled)
+    narrow, wide = (
+        Case("llama-3-8b", (*settings, "--optimizer.weights", weights), "h100").training()
+        for weights in ("bf16", "fp32")
+    )
+    more = moved * wide.setup.model.block_weights / wide.setup.gpu.copy_rate
+    assert wide.time.linear_layers - narrow.time.linear_layers == pytest.approx(more)
+
+
 def test_the_gradients_of_biases_read_the_gradients_of_outputs():
     setup = Case("gpt2", ("--recipe", "rowwise"), "h100").training().setup
     block = setup.model.blocks[0]
