@@ -46,7 +46,7 @@ def fold_command(
     Both help INT8, and outliers beyond the range of a static scale. In our measurements (docs/log.md) FP8 with a scale
     for each token gained nothing from either, and lost a little by a rotation.
 
-    Example:
+    Examples:
 
       octavo calibrate models/llama calibrated/llama --data texts/
 

@@ -73,7 +73,7 @@ def pack_command(
     routers, layers that training skipped or moved to BF16, and everything but linear layers stay in BF16, and so do the
     experts of a mixture without --experts. --layer NAME=SCHEME packs a layer that training moved to BF16 all the same.
 
-    Example:
+    Examples:
 
       octavo pack runs/first packed/first
 

@@ -35,6 +35,7 @@ UNTESTED = {
     },
     "docs/learn/6_serving.md": {"vllm": "vLLM has an environment of its own: make test-vllm"},
     "docs/performance.md": {"make": "takes minutes, and wants a GPU"},
+    "docs/pretraining.md": {"torchrun": "takes hours, and wants GPUs"},
     "docs/quickstart.md": {
         "pip": "installs from the network",
         "hf": "downloads from the network",
