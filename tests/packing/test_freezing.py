@@ -13,10 +13,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import octavo
+from octavo.artifact.packed.layouts import read_config
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.calibration import calibrate
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_prompts
+from octavo.hf.meta_model import read_meta_model
 from octavo.models import Llama, LlamaConfig
 from octavo.packing import PackOptions, convert_layout, freeze_folder, pack, pack_frozen
 from octavo.runtime import load_packed
@@ -40,7 +42,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def batches(folder: Path, data: list[str]) -> list[Tensor]:
-    return open_prompts(data, folder, PROMPTS, context=64, vocabulary=256).batches(PROMPTS.batch)
+    return open_prompts(data, folder, PROMPTS, read_meta_model(read_config(folder), folder)).batches(PROMPTS.batch)
 
 
 def test_a_model_folder_gets_the_scales_of_a_calibration(bf16: Path, data: list[str], tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ def calibrate(
     place = choose_device(device)
     described, stored = find_model(model, step)
     parts = BlockModel(described, place, stored)
-    vocabulary = parts.model.get_input_embeddings().num_embeddings
-    chosen = open_prompts(data, described, prompts, context=parts.context, vocabulary=vocabulary, on_read=on_read)
+    chosen = open_prompts(data, described, prompts, parts.meta_model, on_read)
     settings: dict[str, Any] = {
         "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
         "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,

@@ -8,13 +8,15 @@ The choice of prompts depends on their text and the seed, not on file names: doc
 sorted by a keyed hash, and every document gives its share before any gives more.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from torch import Tensor
 from octavo.artifact.files import ArtifactError
 from octavo.extras import import_extra, open_local
 from octavo.text import DataError, Document, ReadReport, chat_of, read_text
+
+if TYPE_CHECKING:
+    from octavo.hf.meta_model import MetaModel
 
 OnRead = Callable[[ReadReport], None]
 """Called with the report of the text that was read, before a model runs on it."""
@@ -116,9 +121,7 @@ def open_prompts(
     data: Sequence[str],
     folder: Path,
     options: PromptOptions,
-    *,
-    context: int,
-    vocabulary: int,
+    meta_model: MetaModel,
     on_read: OnRead | None = None,
 ) -> Prompts:
     """Read the prompts for a model.
@@ -127,8 +130,7 @@ def open_prompts(
         data: sources of text, see `octavo.text.read_text`.
         folder: with the model's tokenizer.
         options: which prompts.
-        context: the number of tokens that the model can see.
-        vocabulary: the number of rows of the model's embedding.
+        meta_model: the model, whose context and vocabulary limit them.
         on_read: called with the report of the text.
 
     Raises:
@@ -137,14 +139,14 @@ def open_prompts(
         DataError: see `read_prompts`.
     """
     tokenizer = open_tokenizer(folder)
-    context = min(options.context, tokenizer.model_max_length, context)
+    context = min(options.context, tokenizer.model_max_length, meta_model.context)
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)
-    if (largest := max(map(max, prompts.ids))) >= vocabulary:
+    if (largest := max(map(max, prompts.ids))) >= meta_model.vocabulary:
         raise ArtifactError(
-            f"the tokenizer in {folder} gives the id {largest}, the model has {vocabulary} embeddings: the tokenizer "
-            "is of another model"
+            f"the tokenizer in {folder} gives the id {largest}, the model has {meta_model.vocabulary} embeddings: the "
+            "tokenizer is of another model"
         )
     return prompts
 

@@ -88,7 +88,7 @@ class BlockModel:
     Attributes:
         model: on the meta device, except the weights that are loaded.
         blocks: the names of its blocks.
-        context: the number of its positions.
+        meta_model: the same, with its context and vocabulary.
         experts: the matrices of the experts of each module of experts, by their names in the files.
 
     Raises:
@@ -100,10 +100,9 @@ class BlockModel:
 
     def __init__(self, folder: Path, device: str | torch.device, stored: Path | None = None) -> None:
         config = read_json(folder / "config.json")
-        meta_model = _meta_model(config, folder)
+        self.meta_model = meta_model = _meta_model(config, folder)
         self.model = cast(Any, meta_model.model)
         self.experts = expert_matrices(meta_model)
-        self.context = meta_model.context
         self.device = torch.device(device)
         files = meta_model.experts
         where = stored or folder

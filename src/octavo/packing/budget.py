@@ -144,8 +144,7 @@ def pack_within(
         )
     place, opened = choose_device(device), open_source(source, step)
     check_budgets(budgets, language_model=is_language_model(opened.meta_model.model))
-    context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
-    chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)
+    chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     batches = chosen.batches(prompts.batch, shortest=2)
     model = _pack_trial(opened, out.parent / f".{out.name}.budget", options, place, progress)
     record = {

@@ -69,8 +69,7 @@ def pack_frozen(
         )
     place, opened = choose_device(device), open_source(source, step)
     _check_options(opened, options)
-    context, vocabulary = opened.meta_model.context, opened.meta_model.vocabulary
-    chosen = open_prompts(data, opened.description, prompts, context=context, vocabulary=vocabulary, on_read=on_read)
+    chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     model = opened.fill_bf16(place).eval()
     layers = {
         each.name: each.module for each in select_linears(model, (*opened.skip, *options.skip)) if not each.reason
@@ -117,9 +116,7 @@ def freeze_folder(
     check_absent(out)
     place = choose_device(device)
     meta_model = read_meta_model(read_config(folder), folder)
-    chosen = open_prompts(
-        data, folder, prompts, context=meta_model.context, vocabulary=meta_model.vocabulary, on_read=on_read
-    )
+    chosen = open_prompts(data, folder, prompts, meta_model, on_read)
     model = load_packed(folder, place).model
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     if all(not layer.freezable for layer in layers.values()):

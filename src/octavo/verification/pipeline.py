@@ -89,10 +89,7 @@ def verify(
     report = Report(packed, against)
     batches: list[Tensor] = []
     if data:
-        context, vocabulary = baseline.context, baseline.vocabulary
-        read_prompts = open_prompts(
-            data, baseline.folder, prompts, context=context, vocabulary=vocabulary, on_read=on_read
-        )
+        read_prompts = open_prompts(data, baseline.folder, prompts, baseline.meta_model, on_read)
         report.data, batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
     files = read_files(packed)
     files.folded |= folded

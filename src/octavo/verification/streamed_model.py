@@ -129,8 +129,7 @@ class BaselineModel:
     Attributes:
         folder: with its config.json and its tokenizer.
         shapes: of its tensors, by their names in files.
-        context: the number of tokens that it can see.
-        vocabulary: the number of rows of its embedding.
+        meta_model: the model without weights.
         causal: whether it is a language model.
 
     Raises:
@@ -140,10 +139,10 @@ class BaselineModel:
     def __init__(self, path: Path) -> None:
         self._source: Source = open_source(path)
         self.folder = self._source.description
-        self.context, self.vocabulary = self._source.meta_model.context, self._source.meta_model.vocabulary
-        self.causal = is_language_model(self._source.meta_model.model)
+        self.meta_model = self._source.meta_model
+        self.causal = is_language_model(self.meta_model.model)
         metas = {name: spec.meta() for name, spec in self._source.specs.items()}
-        self.shapes = {name: tuple(t.shape) for name, t in self._source.meta_model.split_experts(metas).items()}
+        self.shapes = {name: tuple(t.shape) for name, t in self.meta_model.split_experts(metas).items()}
 
     def get(self, name: str) -> Tensor:
         return self._source.get_from_file(name)
