@@ -128,7 +128,7 @@ class _Column(torch.autograd.Function):
         observe_dy(call.observer, [dy], ctx.stack.sizes, g, call.recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
-        gradients = input_gradients(ctx, dn, dtotal, *saved)
+        gradients = input_gradients(ctx, dn, dtotal, saved)
         return None, None, None, *gradients, *ctx.stack.gradients(dw, ctx.stack.bias_gradient(dy))
 
 
@@ -235,7 +235,7 @@ class _MLP(torch.autograd.Function):
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
-        return None, None, None, None, *input_gradients(ctx, dn, dtotal, *saved), *layers
+        return None, None, None, None, *input_gradients(ctx, dn, dtotal, saved), *layers
 
 
 def _column_backward(

@@ -1,5 +1,6 @@
 """The input of a column-parallel layer: x + residual, its norm if there is one, and the bytes of that."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -33,16 +34,10 @@ def normed(
 
 
 def input_gradients(
-    ctx: Any,
-    dn: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    ctx: Any, dn: Tensor, dtotal: Tensor | None, saved: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, residual, gamma and beta."""
+    """The gradients of x, residual, gamma and beta, from those of the norm and of the total."""
+    total, mean, rstd, gamma, beta = saved
     if total is None or mean is None or rstd is None or gamma is None:
         return dn.to(ctx.x_dtype).view(ctx.shape), None, None, None
     dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=ctx.norm.center)
