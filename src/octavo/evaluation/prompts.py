@@ -8,15 +8,13 @@ The choice of prompts depends on their text and the seed, not on file names: doc
 sorted by a keyed hash, and every document gives its share before any gives more.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +23,20 @@ from octavo.artifact.files import ArtifactError
 from octavo.extras import import_extra, open_local
 from octavo.text import DataError, Document, ReadReport, chat_of, read_text
 
-if TYPE_CHECKING:
-    from octavo.hf.meta_model import MetaModel
-
 OnRead = Callable[[ReadReport], None]
 """Called with the report of the text that was read, before a model runs on it."""
+
+
+class TokenLimits(Protocol):
+    """What a model takes, such as `octavo.hf.meta_model.MetaModel`."""
+
+    @property
+    def context(self) -> int:
+        """The number of tokens that it can see."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of rows of its embedding."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def open_prompts(
     data: Sequence[str],
     folder: Path,
     options: PromptOptions,
-    meta_model: MetaModel,
+    limits: TokenLimits,
     on_read: OnRead | None = None,
 ) -> Prompts:
     """Read the prompts for a model.
@@ -130,7 +137,7 @@ def open_prompts(
         data: sources of text, see `octavo.text.read_text`.
         folder: with the model's tokenizer.
         options: which prompts.
-        meta_model: the model, whose context and vocabulary limit them.
+        limits: of the model.
         on_read: called with the report of the text.
 
     Raises:
@@ -139,13 +146,13 @@ def open_prompts(
         DataError: see `read_prompts`.
     """
     tokenizer = open_tokenizer(folder)
-    context = min(options.context, tokenizer.model_max_length, meta_model.context)
+    context = min(options.context, tokenizer.model_max_length, limits.context)
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)
-    if (largest := max(map(max, prompts.ids))) >= meta_model.vocabulary:
+    if (largest := max(map(max, prompts.ids))) >= limits.vocabulary:
         raise ArtifactError(
-            f"the tokenizer in {folder} gives the id {largest}, the model has {meta_model.vocabulary} embeddings: the "
+            f"the tokenizer in {folder} gives the id {largest}, the model has {limits.vocabulary} embeddings: the "
             "tokenizer is of another model"
         )
     return prompts
