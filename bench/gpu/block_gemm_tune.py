@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product, starmap
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +50,12 @@ def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor,
         [quantize(w, Cast(granularity=granularities[1])) for w in wide],
     )
 
-    def ours(tiling: Any, b: QTensor) -> None:
-        kernel.scaled_mm(
-            a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16, None, tiling
+    def ours(tiling: kernel.Tiling) -> float:
+        return in_turn(
+            lambda b: kernel.scaled_mm(
+                a.data, a.scale, a.granularity, b.data, b.scale, b.granularity, None, torch.bfloat16, None, tiling
+            ),
+            bs,
         )
 
     def native(b: QTensor) -> None:
@@ -67,7 +69,7 @@ def scales(name: str, granularities: tuple[Granularity, Granularity], x: Tensor,
     print(f", cuBLASLt {in_turn(native, bs):.1f} us" if group_size == 128 else "", flush=True)
     print(f"    widened to BF16 {in_turn(wide_product, bs):8.1f} us")
     chosen = kernel.choose(m, n, k, group_size, x.device)
-    for tiling, us in fastest(chosen, starmap(kernel.Tiling, tilings(m, group_size)), ours, bs, best=4):
+    for tiling, us in fastest(chosen, starmap(kernel.Tiling, tilings(m, group_size)), ours, best=4):
         print(f"    {tuple(tiling)} {us:8.1f} us  {2 * m * n * k / us / 1e6:5.0f} TFLOP/s", flush=True)
 
 

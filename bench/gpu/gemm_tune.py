@@ -9,7 +9,6 @@ as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it.
 import sys
 from collections.abc import Iterator
 from itertools import product, starmap
-from typing import Any
 
 import torch
 
@@ -35,13 +34,15 @@ def shape(m: int, n: int, k: int) -> None:
     count = beyond_cache(n, k)
     bs = [quantize(torch.randn(n, k, device="cuda"), Cast()) for _ in range(count)]
 
-    def ours(tiling: Any, b: QTensor) -> None:
-        kernel.scaled_mm(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True, tiling)
+    def ours(tiling: kernel.Tiling) -> float:
+        return in_turn(
+            lambda b: kernel.scaled_mm(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True, tiling), bs
+        )
 
     def native(b: QTensor) -> None:
         scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
 
-    found = fastest(kernel.choose(m, n, k, a.data.device), starmap(kernel.Tiling, tilings(m)), ours, bs)
+    found = fastest(kernel.choose(m, n, k, a.data.device), starmap(kernel.Tiling, tilings(m)), ours)
     copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
     print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {in_turn(native, bs):.1f} us", flush=True)
     for tiling, us in found:

@@ -1,7 +1,6 @@
 """Times GEMMs over weights that take turns, which together are too large for the L2 cache, as in a model."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from bench.gpu.llama import GEMMS
@@ -29,17 +28,13 @@ def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
 
 
 def fastest(
-    chosen: Tiling,
-    others: Iterable[Tiling],
-    call: Callable[[Tiling, Weight], Any],
-    weights: Sequence[Weight],
-    best: int = 3,
+    chosen: Tiling, others: Iterable[Tiling], us: Callable[[Tiling], float], best: int = 3
 ) -> list[tuple[Tiling, float]]:
     """The microseconds of the chosen tiling, then those of the `best` of all. Prints those that do not run."""
     found: dict[Tiling, float] = {}
     for tiling in dict.fromkeys((chosen, *others)):
         try:
-            found[tiling] = in_turn(partial(call, tiling), weights)
+            found[tiling] = us(tiling)
         except Exception as error:  # the tiling needs more shared memory than there is
             print(f"  {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
     return [(tiling, found[tiling]) for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:best])]

@@ -7,13 +7,13 @@ TFLOP/s. Change `choose` by it. The routing is drawn at random. It writes no res
 """
 
 import sys
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu.gemms import fastest
 from bench.gpu.moe import SHAPES, Shape
 from bench.gpu.timing import replayed
 from octavo.numerics import Cast
@@ -63,24 +63,12 @@ def measure(name: str, shape: Shape, tokens: int, w: Tensor, data: Tensor, scale
     chosen = choose(rows, n, k, 128, x.device)
     print(f"{name}: BF16 {bf16:.1f} us", flush=True)
     product = partial(kernel.grouped_mm, a.data, a.scale, data, scale, SQUARE, offsets, torch.bfloat16)
-    found = dict(times(chosen, rows, product))
-    for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:4]):
-        rate = 2 * m * n * k / found[tiling] / 1e6
-        print(f"    {tuple(tiling)[:5]} {found[tiling]:8.1f} us  {rate:5.0f} TFLOP/s", flush=True)
-
-
-def times(chosen: Tiling, rows: int, product: Callable[[Tiling], Tensor]) -> Iterable[tuple[Tiling, float]]:
-    """Microseconds of each tiling of a product."""
-    others = next(tilings for most, tilings in TILINGS.items() if rows <= most)
-    tilings = chosen, *(Tiling(*each) for each in others)
+    others = [Tiling(*each) for each in next(tilings for most, tilings in TILINGS.items() if rows <= most)]
     with compile_only():  # in several threads
-        for tiling in tilings:
+        for tiling in (chosen, *others):
             product(tiling)
-    for tiling in tilings:
-        try:
-            yield tiling, 1e3 * replayed(partial(product, tiling), rounds=4)
-        except Exception as error:  # the tiling needs more shared memory than there is
-            print(f"    {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
+    for tiling, us in fastest(chosen, others, lambda each: 1e3 * replayed(partial(product, each), rounds=4), best=4):
+        print(f"    {tuple(tiling)[:5]} {us:8.1f} us  {2 * m * n * k / us / 1e6:5.0f} TFLOP/s", flush=True)
 
 
 if __name__ == "__main__":

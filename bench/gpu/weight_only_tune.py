@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.gpu.gemms import SHAPES, fastest
+from bench.gpu.gemms import SHAPES, fastest, in_turn
 from bench.gpu.weight_only import operands
 from octavo.numerics import ROW, QTensor
 from octavo.ops.gemm.kernel import Tiling
@@ -26,12 +26,12 @@ def main() -> None:
     for m, (n, k) in product(map(int, rows.split(",")), SHAPES):
         x, _, packed = operands(m, n, k)
         chosen = kernel.choose(m, n, k, 0, x.device)
-        found = fastest(chosen, starmap(Tiling, tilings(m)), partial(call, x, native), packed)
+        found = fastest(chosen, starmap(Tiling, tilings(m)), partial(microseconds, x, packed, native))
         print(m, n, k, [(tuple(tiling), round(us, 1)) for tiling, us in found], flush=True)
 
 
-def call(x: Tensor, native: bool, tiling: Tiling, w: QTensor) -> Tensor:
-    return kernel.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native)
+def microseconds(x: Tensor, packed: list[QTensor], native: bool, tiling: Tiling) -> float:
+    return in_turn(lambda w: kernel.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native), packed)
 
 
 def tilings(m: int) -> Iterator[tuple[Any, ...]]:
