@@ -8,7 +8,6 @@ of a step at the default interval.
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import record
+from bench.options import option
 from examples import demo
 from octavo.telemetry import watch
 from octavo.telemetry.collection import CHECK_INTERVAL
@@ -70,7 +70,7 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    result = measure(int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else 150)
+    result = measure(int(option("--steps", "150")))
     print(f"a step {result['step_ms']:.1f} ms; more by the kind of its sample: {result['extra_ms']} ms")
     print(f"at interval {INTERVAL}: {result['overhead']:.2%}")
     print(record.write("cpu_watch", result))

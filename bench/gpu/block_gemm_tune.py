@@ -6,7 +6,6 @@ TFLOP/s, beside BF16 and, where it has the GEMM, cuBLASLt. Change `choose` by it
     python -m bench.gpu.block_gemm_tune [--rows 16,8192] [--shapes 2]
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.gemms import SHAPES, beyond_cache, fastest, in_turn
+from bench.options import option
 from octavo.numerics import Cast, Granularity, QTensor, group
 from octavo.ops import quantize
 from octavo.ops.gemm import block_scaled_kernel as kernel
@@ -27,8 +27,8 @@ PAIRS = {"group32": (group(32),) * 2, "group64": (group(64),) * 2, "group128": (
 
 
 def main() -> None:
-    rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "16,8192"
-    shapes = SHAPES[-int(sys.argv[sys.argv.index("--shapes") + 1]) :] if "--shapes" in sys.argv else SHAPES
+    rows = option("--rows", "16,8192")
+    shapes = SHAPES[-int(option("--shapes", str(len(SHAPES)))) :]
     for m in map(int, rows.split(",")):
         for n, k in shapes:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)

@@ -6,7 +6,6 @@ as a share of a copy of the same bytes. Change `choose` and `max_small_m` by it.
     python -m bench.gpu.gemm_tune [--rows 1,16,64]
 """
 
-import sys
 from collections.abc import Iterator
 from itertools import product, starmap
 
@@ -14,6 +13,7 @@ import torch
 
 from bench.gpu.gemms import SHAPES, beyond_cache, fastest, in_turn
 from bench.gpu.kernels import copy_ms
+from bench.options import option
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm import kernel
@@ -21,7 +21,7 @@ from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
 
 
 def main() -> None:
-    rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "1,16,64"
+    rows = option("--rows", "1,16,64")
     for m in map(int, rows.split(",")):
         for n, k in SHAPES:
             shape(m, n, k)

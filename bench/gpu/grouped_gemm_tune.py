@@ -6,7 +6,6 @@ TFLOP/s. Change `choose` by it. The routing is drawn at random. It writes no res
     python -m bench.gpu.grouped_gemm_tune [--tokens 16,8192]
 """
 
-import sys
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from bench.gpu.gemms import fastest
 from bench.gpu.moe import SHAPES, Shape
 from bench.gpu.timing import replayed
+from bench.options import option
 from octavo.numerics import Cast
 from octavo.ops import quantize, sort_by_expert
 from octavo.ops.compiling import compile_only
@@ -32,7 +32,7 @@ TILINGS = {
 
 
 def main() -> None:
-    given = sys.argv[sys.argv.index("--tokens") + 1] if "--tokens" in sys.argv else "16,512,8192"
+    given = option("--tokens", "16,512,8192")
     for name, shape in SHAPES.items():
         for n, k in ((2 * shape.mlp_width, shape.width), (shape.width, shape.mlp_width)):
             w = torch.randn(shape.experts, n, k, device="cuda", dtype=torch.bfloat16)

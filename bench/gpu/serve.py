@@ -9,7 +9,6 @@ printed and written when it is done.
     python -m bench.gpu.serve [--layers 32]
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,6 +26,7 @@ from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import TOKENS
 from bench.gpu.modes import BASE, SERVE, SERVE_GRAPH, SERVE_TORCHAO
 from bench.gpu.timing import Captured, against, decibels, interleaved, summary
+from bench.options import option
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import quantize
 from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
@@ -39,7 +39,7 @@ Step = Callable[[], Tensor]
 
 
 def main() -> None:
-    layers = int(sys.argv[sys.argv.index("--layers") + 1]) if "--layers" in sys.argv else 32
+    layers = int(option("--layers", "32"))
     torch._dynamo.config.recompile_limit = 64
     result: dict[str, Any] = {"layers": layers}
 

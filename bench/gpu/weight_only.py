@@ -34,6 +34,7 @@ from bench.gpu.gemms import beyond_cache, in_turn
 from bench.gpu.llama import GEMMS
 from bench.gpu.modes import BASE, W8A8, WEIGHT_ONLY, WEIGHT_ONLY_EAGER
 from bench.gpu.timing import Captured, against, decibels, interleaved, summary
+from bench.options import option
 from octavo.artifact.packed.scheme import WEIGHT
 from octavo.numerics import ROW, QTensor
 from octavo.ops import find_weight_only_backend, quantize, scaled_mm, weight_only_mm
@@ -49,7 +50,7 @@ Way = Callable[[QTensor], Tensor]
 
 def main() -> None:
     quick = "--quick" in sys.argv
-    layers = int(sys.argv[sys.argv.index("--layers") + 1]) if "--layers" in sys.argv else 32
+    layers = int(option("--layers", "32"))
     result: dict[str, Any] = {"layers": layers, "gemms": [], "decode": decode(layers)}
     print(result["decode"], flush=True)
     shapes = {name: GEMMS[name] for name in ("o", "down")} if quick else GEMMS

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from bench.gpu.gemms import SHAPES, fastest, in_turn
 from bench.gpu.weight_only import operands
+from bench.options import option
 from octavo.numerics import ROW, QTensor
 from octavo.ops.gemm.kernel import Tiling
 from octavo.ops.weight_only import kernel
 
 
 def main() -> None:
-    rows = sys.argv[sys.argv.index("--rows") + 1] if "--rows" in sys.argv else "1,16,64"
+    rows = option("--rows", "1,16,64")
     native = "--bytes" not in sys.argv
     for m, (n, k) in product(map(int, rows.split(",")), SHAPES):
         x, _, packed = operands(m, n, k)
