@@ -50,6 +50,8 @@ def evaluate_command(
 
     if data and held_out:
         raise ValueError("--data and --held-out both name the text: give one of them")
+    if batches is not None and batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {batches}")
     opened = open_source(source, step, device)
     if data:
         text, count, read = _given(opened, data, batch, context)

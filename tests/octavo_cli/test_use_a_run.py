@@ -205,6 +205,7 @@ def test_bad_words_are_one_line(refused, made, llama, tmp_path):
         (("evaluate", made / "packed", *cpu), "give --data, or --held-out RUN"),
         (("evaluate", llama, "--held-out", made / "packed", *cpu), "is no run of octavo train"),
         (("evaluate", llama, "--data", made / "text.txt", "--context", 65, *cpu), "from 1 to the model's 64"),
+        (("evaluate", llama, "--data", made / "text.txt", "--batches", 0), "--batches must be at least 1, got 0"),
         (("compare", made / "fp8"), "compare takes two or more runs, got 1"),
         (("compare", made / "fp8", made / "packed"), "not a run of octavo train"),
     ):
@@ -246,7 +247,7 @@ def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
         (["train", "--model", "fp8", "--out", "tuned"], "fp8 is a run of octavo train: continue it with --resume"),
-        (["train", "--model", ".", "--out", "tuned"], "holds no config.json: give a Hugging Face model folder"),
+        (["train", "--model", ".", "--out", "tuned"], "a local folder with a config.json"),
         (["train", "--resume", "nowhere"], "there is no folder nowhere: give the folder that octavo train wrote"),
         (["plan", "."], "holds no config.json: give a run of octavo train, or a Hugging Face model folder"),
         (["pack", "bf16", "out", "--calibration", "packed"], "is missing: give a folder that octavo calibrate wrote"),

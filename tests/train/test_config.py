@@ -76,7 +76,7 @@ def test_describe_covers_every_setting_with_help():
     ("overrides", "essentials"),
     [
         (["--stpes", "5"], ["stpes", "'steps'", "command line"]),
-        (["--zzzzzz", "5"], ["zzzzzz", "kv_heads", "tensorboard"]),
+        (["--zzzzzz", "5"], ["zzzzzz", "octavo train --settings lists all"]),
         (["5"], ["--key value", "'5'"]),
         (["--steps"], ["--steps", "an integer"]),
         (["--steps", "5", "6"], ["--steps", "one value", "5 6"]),

@@ -9,6 +9,7 @@ import torch
 from calibration_examples import write_model
 from safetensors.torch import load_file, save_file
 
+from octavo.artifact.files import ArtifactError
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import ConfigError
 
@@ -143,6 +144,26 @@ def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
     source = write_model(tmp_path / "source", "bert masked")
     says = ("BertLMHeadModel", "not causal", "earlier tokens", "choose such a model", source)
     refuses(begin, tmp_path, ConfigError, *says, model=str(source), recipe="bf16")
+
+
+@llama_only
+def test_a_truncated_file_of_weights(begin, source, tmp_path):
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[: len(content) // 2])
+    refuses(begin, tmp_path, ArtifactError, "truncated", source, model=str(source))
+
+
+@llama_only
+def test_a_folder_without_a_tokenizer(begin, source, tmp_path):
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    refuses(begin, tmp_path, FileNotFoundError, "no tokenizer in", source, "tokenizer.json", model=str(source))
+
+
+@llama_only
+def test_a_model_type_that_transformers_lacks(begin, source, tmp_path):
+    (source / "config.json").write_text('{"model_type": "mine"}')
+    refuses(begin, tmp_path, ConfigError, "model_type 'mine'", "does not implement", model=str(source))
 
 
 @llama_only

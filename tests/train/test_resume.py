@@ -160,7 +160,7 @@ def test_settings_of_another_version_are_named(stopped, go_on):
 
 def test_folder_that_is_no_run(tmp_path, go_on):
     refuses(tmp_path, go_on, ArtifactError, tmp_path, "no run")
-    refuses(tmp_path / "nowhere", go_on, ArtifactError, tmp_path / "nowhere", "no run")
+    refuses(tmp_path / "nowhere", go_on, ArtifactError, tmp_path / "nowhere", "there is no folder")
 
 
 def test_broken_checkpoint_changes_nothing_and_the_one_before_it_serves(begin, go_on, tmp_path):

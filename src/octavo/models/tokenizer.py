@@ -22,6 +22,7 @@ from octavo.models.characters import CharacterTokenizer
 from octavo.models.tokenizer_json import byte_json, characters_of, is_bytes, save_tokenizer_json
 from octavo.text import Chat, chat_of
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
 
@@ -125,6 +126,8 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path) -> None:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
+        if not any((Path(folder) / name).is_file() for name in _FILES):  # transformers would make an empty one
+            raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(_FILES)}")
         self._tokenizer = open_local(_auto_tokenizer(), folder)
 
     @classmethod

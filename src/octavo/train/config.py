@@ -182,8 +182,9 @@ class Config:
         return cls._merge(values, parse(overrides, _kinds()), str(path))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Self:
-        return cls._merge(values, {}, "the dictionary")
+    def from_dict(cls, values: Mapping[str, object], source: str = "the dictionary") -> Self:
+        """The settings with `values`. Messages say that the values are from `source`."""
+        return cls._merge(values, {}, source)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
-from octavo.artifact.files import read_json
+from octavo.artifact.files import ArtifactError, read_json
 from octavo.extras import import_extra, open_local
 from octavo.hf.meta_model import compute_buffers
 from octavo.hf.quiet import quiet_transformers
@@ -25,6 +26,7 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
             random weights, because the checkpoint holds the weights.
 
     Raises:
+        ArtifactError: a file of weights is truncated.
         ConfigError: no such folder, a folder that lacks weights, a model whose attention sees later tokens, or a
             context beyond its positions.
         ValueError: a folder that needs code of its own.
@@ -33,7 +35,7 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
     purpose = f"model {config.model!r} is a Hugging Face folder, which transformers opens"
     transformers = import_extra("transformers", "hf", purpose)
     source = Path(config.model)
-    _check_folder(saved if saved.exists() else source, config.model)
+    check_folder(saved if saved.exists() else source, config.model)
     with quiet_transformers():  # `_open` checks the facts that its tables report
         model = _open(transformers.AutoModelForCausalLM, transformers.AutoConfig, source, saved)
     return _prepared(model, config)
@@ -42,7 +44,9 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
 def describe_language_model(config: Config, saved: Path) -> nn.Module:
     """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
     transformers = import_extra("transformers", "hf", f"model {config.model!r} is a Hugging Face folder")
-    described = open_local(transformers.AutoConfig, saved if saved.exists() else Path(config.model))
+    source = saved if saved.exists() else Path(config.model)
+    check_folder(source, config.model)
+    described = open_local(transformers.AutoConfig, source)
     with quiet_transformers(), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     compute_buffers(model, "cpu")
@@ -66,15 +70,26 @@ def _prepared(model: Any, config: Config) -> nn.Module:
     return trained
 
 
-def _check_folder(folder: Path, name: str) -> None:
+def check_folder(folder: Path, name: str) -> None:
+    """Raise a ConfigError unless transformers implements the model that `folder`/config.json describes, in BF16.
+
+    Messages call the folder by `name`, which the settings give it.
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
         )
-    if read_json(folder / "config.json").get("quantization_config"):
+    described = read_json(folder / "config.json")
+    if described.get("quantization_config"):
         raise ConfigError(
             f"{name} is quantized already: train the BF16 model that it was made from, or widen it first with octavo "
             f"unpack {name} OUT"
+        )
+    transformers = import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder")
+    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
+            "not implement: upgrade transformers, or choose another model"
         )
 
 
@@ -83,7 +98,10 @@ def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
         model = auto.from_config(open_local(auto_config, saved), dtype=torch.float32)
         missing: list[str] = []
     else:
-        model, found = open_local(auto, source, dtype=torch.float32, output_loading_info=True)
+        try:
+            model, found = open_local(auto, source, dtype=torch.float32, output_loading_info=True)
+        except SafetensorError as error:
+            raise ArtifactError(f"a safetensors file of {source} is truncated ({error}): get the file again") from error
         missing = sorted(found["missing_keys"])
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
         raise ConfigError(

@@ -9,7 +9,7 @@ from octavo.train.config import Config
 
 def read_settings(run: RunFolder) -> Config:
     """The settings of a run, whose folder may have been moved. An ArtifactError if the file is damaged."""
-    return Config.from_dict(read_json(run.config) | {"out": str(run.path)})
+    return Config.from_dict(read_json(run.config) | {"out": str(run.path)}, source=str(run.config))
 
 
 def write_settings(config: Config, run: RunFolder) -> None:

@@ -46,7 +46,7 @@ def known_name(key: str, kinds: Kinds, source: str) -> str:
         raise ConfigError(
             f"{key!r} in {source} is a table, not a setting: its settings are {', '.join(map(repr, of_table))}"
         )
-    nearest = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.6)
     advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
     raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
 

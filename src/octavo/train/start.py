@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from octavo.artifact.atomic_folder import locked_folder, write_error
-from octavo.artifact.run import RunFolder, check_config
+from octavo.artifact.run import RunFolder
 from octavo.calibration.folder import load_calibration
 from octavo.extras import hub_hint
 from octavo.models import BUILT_IN_MODELS
@@ -25,7 +25,7 @@ from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoin
 from octavo.train.config import Config, ConfigError
 from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
 from octavo.train.header import header_text
-from octavo.train.hugging_face import positions_of
+from octavo.train.hugging_face import check_folder, positions_of
 from octavo.train.log import print_line
 from octavo.train.loop import Trainer
 from octavo.train.mesh import Degrees, check_async_tp, check_parallel, find_degrees
@@ -125,7 +125,7 @@ def _fit_to_folder(config: Config) -> Config:
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
-    check_config(folder, "a Hugging Face model folder")
+    check_folder(folder, config.model)
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return config.change(model=str(folder), **context)
 
