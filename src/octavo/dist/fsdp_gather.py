@@ -31,7 +31,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
-        report = octavo.dist.fp8_all_gather(model)
+        report = fp8_all_gather(model)
 
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
     rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes

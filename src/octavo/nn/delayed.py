@@ -97,6 +97,15 @@ def update_scales(model: nn.Module) -> None:
 
     Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are those of all
     ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example:
+        >>> loss(model(x), y).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> octavo.update_scales(model)
     """
     check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
@@ -144,7 +153,11 @@ def _scales(group: list[ScaleHistory], recent: Tensor, steps: Tensor) -> Tensor:
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
-    """The scale histories of `model` as a flat dictionary of tensors, for a checkpoint."""
+    """The scale histories of `model` as a flat dictionary of tensors, for a checkpoint. It is empty without a history.
+
+    Example:
+        >>> torch.save({"model": model.state_dict(), "scales": octavo.scale_state(model)}, "checkpoint.pt")
+    """
     state: dict[str, Tensor] = {}
     for name, history in histories(model):
         state |= {f"{name}.{part}": buffer for part, buffer in history.named_buffers()}
@@ -157,6 +170,12 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: a history is missing, left over, or of another shape; nothing is changed then.
+
+    Example:
+        >>> octavo.convert(model, "delayed")  # the recipe of the saved model
+        >>> saved = torch.load("checkpoint.pt")
+        >>> model.load_state_dict(saved["model"])
+        >>> octavo.load_scale_state(model, saved["scales"])
     """
     required = scale_state(model)
     if missing := sorted(required.keys() - state.keys()):

@@ -137,6 +137,10 @@ def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
 
     Raises:
         ValueError: no layer holds a scale of its input.
+
+    Example:
+        >>> octavo.freeze_scales(model, prompts)
+        >>> max(octavo.saturation(model, other_prompts).values())
     """
     limits = {name: layer.input_limit for name, layer in _layers(model).items()}
     layers = {name: model.get_submodule(name) for name, limit in limits.items() if limit is not None}

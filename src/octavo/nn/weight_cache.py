@@ -119,6 +119,17 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
     The cache takes one byte a weight. Weights that optimizers, `load_state_dict` or assignments change are cast again;
     writes through `.data` or shared memory are not noticed (`octavo.nn.weight_cache`).
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example:
+        >>> with octavo.cast_once(model):
+        ...     for micro_batches in steps:
+        ...         for x, y in micro_batches:
+        ...             loss(model(x), y).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
     """
     check_module(model, "cast_once")
     caches = _caches(model)

@@ -35,6 +35,10 @@ class Cast:
     Raises:
         TypeError: the granularity is no `Granularity`, such as a name.
         ValueError: an unknown name, a relative_floor outside 0 to 1, or a history without granularity tensor.
+
+    Example:
+        >>> octavo.Cast("e4m3", octavo.numerics.block(128, 128), scale="pow2").spec
+        'e4m3 block:128x128 pow2 0.0'
     """
 
     format: str = "e4m3"

@@ -24,7 +24,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Granularity:
-    """The block of elements that shares one scale: `rows` x `cols` of the last two dimensions, None for all of them."""
+    """The block of elements that shares one scale: `rows` x `cols` of the last two dimensions, None for all of them.
+
+    `octavo.numerics` has the usual ones: `ROW`, `TENSOR`, `group(128)` and `block(128, 128)`.
+
+    Raises:
+        ValueError: a size below 1, or several rows over all columns.
+    """
 
     rows: int | None
     cols: int | None

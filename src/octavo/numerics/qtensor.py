@@ -22,6 +22,11 @@ class QTensor:
         data.dtype == format.dtype
         scale.ndim == data.ndim, and scale.shape == granularity.scale_shape(data.shape)
         scale.dtype is float32 or float8_e8m0fnu, on the device of data
+
+    Example:
+        >>> q = octavo.quantize(torch.randn(4, 8))
+        >>> q.data.shape, q.scale.shape, q.dequantize().shape
+        (torch.Size([4, 8]), torch.Size([4, 1]), torch.Size([4, 8]))
     """
 
     data: Tensor
