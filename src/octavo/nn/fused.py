@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.nn.composite_operations import SOURCE, composite, read_recipe
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall, shaped
 from octavo.nn.observer import observe_dy, observe_w, observe_x
@@ -67,9 +68,24 @@ def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, ca
     """
     spec, gamma, beta = norm
     x, residual = wider_first(x, residual)
-    result = _NormLinear.apply(call, spec, x, residual, gamma, beta, *stack.arguments())  # type: ignore[no-untyped-call]
-    y, total = result if residual is not None else (result, x)
-    return y, total
+    tensors = x, residual, gamma, beta
+    if torch.compiler.is_dynamo_compiling() and not call.records:
+        constants = spec.eps, spec.center, call.recipe.text, call.dtype, SOURCE
+        result = _norm_linear(*tensors, stack.arguments(), *constants)
+    else:
+        result = _NormLinear.apply(call, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
+    y, *rest = result
+    return y, rest[0] if rest else x
+
+
+@composite(
+    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor?[] layers, "
+    "float eps, bool center, str recipe, ScalarType dtype, str source) -> Tensor[]"
+)
+def _norm_linear(*arguments: Any) -> Any:
+    *tensors, layers, eps, center, recipe, dtype, _ = arguments
+    call, norm = LinearCall(_fusable(recipe), dtype), NormSpec(eps, center)
+    return _NormLinear.apply(call, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
 class _NormLinear(torch.autograd.Function):
@@ -96,7 +112,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.has_residual = residual is not None
         ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, layers[0], *stack.weights)
         y = shaped(y, shape)
-        return (y, shaped(total, shape)) if residual is not None else y
+        return (y, shaped(total, shape)) if residual is not None else (y,)
 
     @staticmethod
     @differentiable_once
@@ -134,11 +150,30 @@ def mlp(
     """
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
-    result = _MLP.apply(  # type: ignore[no-untyped-call]
-        call, spec, activation, x, residual, gamma, beta, *outer.arguments(), *inner.arguments()
-    )
-    y, total = result if residual is not None else (result, x)
-    return y, total
+    tensors, layers = (x, residual, gamma, beta), (*outer.arguments(), *inner.arguments())
+    if torch.compiler.is_dynamo_compiling() and not call.records:
+        norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
+        result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype, SOURCE)
+    else:
+        result = _MLP.apply(call, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+    y, *rest = result
+    return y, rest[0] if rest else x
+
+
+@composite(
+    "mlp(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor?[] layers, "
+    "float? eps, bool center, str activation, str recipe, ScalarType dtype, str source) -> Tensor[]"
+)
+def _mlp(*arguments: Any) -> Any:
+    *tensors, layers, eps, center, activation, recipe, dtype, _ = arguments
+    call, norm = LinearCall(_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
+    return _MLP.apply(call, norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+
+
+def _fusable(text: str) -> FusableRecipe:
+    recipe = read_recipe(text).fusable
+    assert recipe is not None  # the layers were fused by it
+    return recipe
 
 
 class _MLP(torch.autograd.Function):
@@ -179,7 +214,7 @@ class _MLP(torch.autograd.Function):
         scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
         ctx.save_for_backward(*of_norm, u, *scales, layers[4], layers[0], *outer.weights, *inner.weights)
         y = shaped(y, shape)
-        return (y, shaped(total, shape)) if residual is not None else y
+        return (y, shaped(total, shape)) if residual is not None else (y,)
 
     @staticmethod
     @differentiable_once

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.nn.composite_operations import SOURCE, composite, read_recipe
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
@@ -61,6 +62,12 @@ class LinearCall(Generic[R]):
     outer_observer: Observer | None = None
     input_is_saved: bool = False
 
+    @property
+    def records(self) -> bool:
+        """Whether the passes write to histories or observers."""
+        written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
+        return any(state is not None for state in written)
+
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
         fast, emulate = gemm.fast_accumulation, self.recipe.emulate
@@ -76,8 +83,23 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     `cached` is w, quantized, where `octavo.cast_once` holds it.
     """
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
-    y: Tensor = _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
+    y: Tensor
+    if torch.compiler.is_dynamo_compiling() and not call.records:
+        constants = call.recipe.text, call.dtype, call.input_is_saved, SOURCE
+        y = _linear(x, w, bias, data, scale, *constants)
+    else:
+        y = _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
     return y
+
+
+@composite(
+    "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_scale, "
+    "str recipe, ScalarType dtype, bool input_is_saved, str source) -> Tensor"
+)
+def _linear(*arguments: Any) -> Any:
+    *tensors, w_data, w_scale, recipe, dtype, input_is_saved, _ = arguments
+    call = LinearCall(read_recipe(recipe), dtype, input_is_saved=input_is_saved)
+    return _Linear.apply(*tensors, call, w_data, w_scale)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):

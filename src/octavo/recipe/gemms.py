@@ -57,6 +57,8 @@ class Recipe:
     Attributes:
         fusable: the three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or
             None.
+        text: the fields as `from_json` reads them, with the same name for all recipes. Compiled code takes a string as
+            a constant, and not a recipe.
 
     Raises:
         TypeError: y, dx or dw is neither a `Gemm` nor None.
@@ -70,6 +72,7 @@ class Recipe:
     rotate: tuple[str, ...] = ()
     emulate: bool = False
     fusable: FusableRecipe | None = field(init=False, repr=False, compare=False)
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in GEMMS:
@@ -91,7 +94,8 @@ class Recipe:
         if self.dw is not None and self.dw.b.by_row and "dw" not in self.rotate:
             self._check_row_dw(self.dw)
         self._check_histories()
-        object.__setattr__(self, "fusable", self._find_fusable())  # the dataclass is frozen
+        object.__setattr__(self, "text", json.dumps(self.to_dict() | {"name": "compiled"}))  # the dataclass is frozen
+        object.__setattr__(self, "fusable", self._find_fusable())
 
     def _check_rotation(self) -> None:
         named = self.rotate if isinstance(self.rotate, Sequence) and not isinstance(self.rotate, str) else None
@@ -212,7 +216,7 @@ class Recipe:
         by_row = all(cast.by_row and cast.rounding == "nearest" for cast in self._casts)
         if not by_row or self.dw.a.relative_floor or self.dw.b.relative_floor:
             return None
-        return FusableRecipe(self.y.a, self.y.b, self.dx.a, self.y, self.dx, self.dw, self.emulate)
+        return FusableRecipe(self.y.a, self.y.b, self.dx.a, self.y, self.dx, self.dw, self.emulate, self.text)
 
     def __str__(self) -> str:
         return self.name
@@ -257,7 +261,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class FusableRecipe:
-    """A recipe that the fused modules can run (`Recipe.fusable`): the casts of its tensors, and its GEMMs."""
+    """A recipe that the fused modules can run (`Recipe.fusable`): the casts of its tensors, its GEMMs, and its text."""
 
     x: Cast
     w: Cast
@@ -266,6 +270,7 @@ class FusableRecipe:
     dx: Gemm
     dw: Gemm
     emulate: bool
+    text: str
 
 
 def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:
