@@ -26,9 +26,8 @@ _LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-u
 _COMPILED = ("nn", "numerics", "ops", "recipe")  # the packages whose code AOTAutograd traces
 
 
-def _source() -> str:
-    """A string that is another one after each change of the code that AOTAutograd traces."""
-    root = Path(__file__).parents[1]
+def source_version(root: Path) -> str:
+    """A string that is another one after each change of the code that AOTAutograd traces; `root` is that of octavo."""
     files = sorted(path for package in _COMPILED for path in (root / package).rglob("*.py"))
     changed = [(str(path), path.stat().st_mtime_ns) for path in files]
     return f"{__version__} {sha256(repr(changed).encode()).hexdigest()}"
@@ -36,7 +35,7 @@ def _source() -> str:
 
 # An argument of each composite operation. PyTorch keeps compiled graphs on disk, and finds one by the names and
 # arguments of its operations.
-SOURCE = _source()
+SOURCE = source_version(Path(__file__).parents[1])
 
 
 def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
