@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Not the files that few tests import. Some of the others are templates, which are not Python.
 .venv/compiled: .venv/installed
-	$(BIN)/python -m compileall -qq -j 0 -x "/tests/|/transformers/models/" .venv/lib src || true
+	$(BIN)/python -m compileall -qq -j 0 -x "/(tests|transformers/models|pip|mypy|setuptools|fontTools)/" .venv/lib src || true
 	touch $@
 
 help:  ## show this list

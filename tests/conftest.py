@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the processes share the cores; with a thread for each core in each they are far slower
+gc.set_threshold(50_000)  # the default, 700 objects, starts a collection in every few calls of a model
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,6 +1,8 @@
 """What fold writes computes what its source computes; transformers in float64 is the judge."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,19 @@ def calibrated(folder: Path, root: Path) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """decoder(name): a model and its calibration, made once. Llama has biases."""
+
+    @cache
+    def both(name: str) -> tuple[Path, Path]:
+        root = tmp_path_factory.mktemp(name)
+        source = make(root, name, **({"attention_bias": True, "mlp_bias": True} if name == "llama" else {}))
+        return source, calibrated(source, root)
+
+    return both
+
+
 def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return open_theirs(folder, dtype)
 
@@ -65,9 +80,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("how", ["smooth", "rotate", "both"])
-def test_the_folded_model_computes_the_same(tmp_path: Path, name: str, how: str) -> None:
-    source = make(tmp_path, name, **({"attention_bias": True, "mlp_bias": True} if name == "llama" else {}))
-    smooth = calibrated(source, tmp_path) if how != "rotate" else None
+def test_the_folded_model_computes_the_same(
+    tmp_path: Path, decoder: Callable[[str], tuple[Path, Path]], name: str, how: str
+) -> None:
+    source, calibration = decoder(name)
+    smooth = calibration if how != "rotate" else None
     report = fold(source, tmp_path / "out", smooth=smooth, rotate=how != "smooth", dtype="float32")
     assert off(tmp_path / "out", source) < 1e-5
     before, after = weights(source), weights(tmp_path / "out")

@@ -1,5 +1,6 @@
 """Which models can be split over several devices, against a split that is really made: scales that do not fit raise."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,17 @@ def check(scheme: str, leaf: str, size: tuple[int, int], degree: int, **config: 
     check_degrees({name: SCHEMES[scheme]}, {name: size}, CONFIG | config, [degree])
 
 
+@cache
+def quantized(scheme: str, size: tuple[int, int]) -> QTensor:
+    torch.manual_seed(0)
+    return quantize(torch.randn(size), SCHEMES[scheme].weight)
+
+
 def can_be_cut(scheme: str, size: tuple[int, int], by: int, degree: int) -> bool:
     """Whether each device's part of data and scales is, by itself, the same part of the numbers."""
-    torch.manual_seed(0)
-    q = quantize(torch.randn(size), SCHEMES[scheme].weight)
     if size[by] % degree:
         return False
+    q = quantized(scheme, size)
     whole = q.dequantize().chunk(degree, by)
     data: tuple[Tensor, ...] = q.data.chunk(degree, by)
     shared = q.granularity.cols is None and by == 1  # a scale a row goes to every device

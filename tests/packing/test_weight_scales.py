@@ -1,6 +1,8 @@
 """Packing with scales of least squared error and of powers of two, and which layers share a scale."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 from metrics import distance
 from safetensors.torch import load_file
 from tiny_models import make_model, open_theirs, outputs
+from torch import Tensor
 from typer.testing import CliRunner
 
 from octavo.artifact.packed.scheme import SCHEMES
-from octavo.packing import pack
+from octavo.packing import PackReport, pack
 from octavo.runtime import load_packed
 from octavo_cli.app import app
 
@@ -22,6 +25,24 @@ Q_K_V = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama"), "llama", seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def packing(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PackReport]:
+    """packing(scheme, weights, pow2): the report of that packing, which is made once."""
+    root = tmp_path_factory.mktemp("packed")
+
+    @cache
+    def make(scheme: str, weights: str, pow2: bool) -> PackReport:
+        return pack(source, root / f"{scheme} {weights} {pow2}", scheme=scheme, weights=weights, pow2=pow2)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def truth(source: Path) -> Tensor:
+    """The outputs of the source in float32."""
+    return outputs(open_theirs(source, torch.float32))
 
 
 def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
@@ -37,21 +58,22 @@ def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
-def test_the_gain_by_layer_is_that_of_the_files(source: Path, tmp_path: Path, scheme: str, pow2: bool) -> None:
-    pack(source, tmp_path / "amax", scheme=scheme, pow2=pow2)
-    report = pack(source, tmp_path / "mse", scheme=scheme, weights="mse", pow2=pow2)
+def test_the_gain_by_layer_is_that_of_the_files(
+    source: Path, packing: Callable[..., PackReport], scheme: str, pow2: bool
+) -> None:
+    amax, report = packing(scheme, "amax", pow2), packing(scheme, "mse", pow2)
     assert report.gains.keys() == report.packed.keys()
-    before, after = (errors(tmp_path / name, source, scheme) for name in ("amax", "mse"))
+    before, after = (errors(each.folder, source, scheme) for each in (amax, report))
     for name, gain in report.gains.items():
         ratio = torch.tensor(before[name] / after[name], dtype=torch.float64)
         assert gain == pytest.approx(10 * float(ratio.log10()), abs=2e-3)
         assert gain >= 0 or scheme == "tensor"  # the least error of layers that share a scale may cost one of them
     if not pow2 and scheme.startswith("group"):
         assert min(report.gains.values()) > 0.8
-    record = json.loads((tmp_path / "mse" / "octavo.json").read_text())["weight_scales"]
+    record = json.loads((report.folder / "octavo.json").read_text())["weight_scales"]
     assert record["rule"] == "mse"
     assert record["sqnr_gain_db"] == report.gains
-    plain = json.loads((tmp_path / "amax" / "octavo.json").read_text())
+    plain = json.loads((amax.folder / "octavo.json").read_text())
     assert plain["weight_scales"] == {"rule": "amax", "pow2": pow2}
     assert plain["schemes"][scheme]["weight"]["scale"] == ("e8m0" if scheme == "mx" else "pow2" if pow2 else "fp32")
 
@@ -59,27 +81,27 @@ def test_the_gain_by_layer_is_that_of_the_files(source: Path, tmp_path: Path, sc
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("weights", ["amax", "mse"])
 @pytest.mark.parametrize("scheme", [name for name in SCHEME_NAMES if name != "mx"])
-def test_power_of_two_scales_are_such_and_no_smaller(source: Path, tmp_path: Path, scheme: str, weights: str) -> None:
-    pack(source, tmp_path / "plain", scheme=scheme)
-    pack(source, tmp_path / "pow2", scheme=scheme, pow2=True, weights=weights)
-    plain, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "pow2"))
+def test_power_of_two_scales_are_such_and_no_smaller(
+    truth: Tensor, packing: Callable[..., PackReport], scheme: str, weights: str
+) -> None:
+    rounded = packing(scheme, weights, True).folder
+    plain, stored = (load_file(each / "model.safetensors") for each in (packing(scheme, "amax", False).folder, rounded))
     for name, scale in stored.items():
         if name.endswith("_scale"):
             assert torch.equal(torch.exp2(scale.log2().round()), scale)
             least = 1.0 if weights == "amax" else 0.5
             assert (scale >= least * plain[name]).all()
             assert (scale < 2 * plain[name]).all()
-    truth = outputs(open_theirs(source, torch.float32))
-    ours, theirs = outputs(load_packed(tmp_path / "pow2").model), outputs(open_theirs(tmp_path / "pow2", torch.float32))
+    ours, theirs = outputs(load_packed(rounded).model), outputs(open_theirs(rounded, torch.float32))
     assert distance(ours, truth) < 0.2
     assert distance(ours, theirs) < 1.5 * distance(theirs, truth)
 
 
-def test_powers_of_two_in_the_fp8_layout(source: Path, tmp_path: Path) -> None:
+def test_powers_of_two_in_the_fp8_layout(source: Path, truth: Tensor, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", scheme="block", layout="fp8", pow2=True, weights="mse")
     scale = load_file(tmp_path / "out" / "model.safetensors")[f"{Q_K_V[0]}.weight_scale_inv"]
     assert torch.equal(torch.exp2(scale.log2().round()), scale)
-    assert distance(outputs(load_packed(tmp_path / "out").model), outputs(open_theirs(source, torch.float32))) < 0.2
+    assert distance(outputs(load_packed(tmp_path / "out").model), truth) < 0.2
 
 
 @pytest.mark.parametrize("weights", ["amax", "mse"])

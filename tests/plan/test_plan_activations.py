@@ -15,7 +15,7 @@ from octavo.recipe import get_recipe
 from octavo.train.blocks import prepare_blocks
 from octavo.train.config import Config
 
-TOKENS, WIDTH, VOCABULARY = 512, 128, 64
+TOKENS, WIDTH, VOCABULARY = 256, 128, 64
 PARTITION = "aot_eager_decomp_partition"  # decides what to save as Inductor does, and compiles no C++
 
 

@@ -15,15 +15,13 @@ from octavo.train.blocks import prepare_blocks
 from octavo.train.config import Config
 from octavo.train.loss import make_loss
 
-COMMON = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 1024}
+COMMON = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 512}
 SIZES = {"llama": LlamaConfig(**COMMON, kv_heads=2, mlp_width=512), "gpt2": GPT2Config(**COMMON)}
 
 
 def settings(recipe: str, mode: str, logits: str) -> Config:
     chunks = {"loss.logits": logits, "loss.chunk": 128}
-    return Config(recipe=recipe).change(
-        **{"context": 1024, "batch": 1, "activation_checkpointing.mode": mode, **chunks}
-    )
+    return Config(recipe=recipe).change(**{"context": 512, "batch": 1, "activation_checkpointing.mode": mode, **chunks})
 
 
 def measured_peak(kind: str, config: Config) -> int:
@@ -33,7 +31,7 @@ def measured_peak(kind: str, config: Config) -> int:
     loss = make_loss(config, model)
     octavo.convert(model, config.recipe)
     prepare_blocks(model, config)
-    tokens = torch.randint(1024, (1, 1024))
+    tokens = torch.randint(1024, (1, 512))
     with LiveMemory(model.parameters()) as memory:
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(model, tokens, tokens)
