@@ -77,8 +77,9 @@ def plan_command(
 
     count = parse_count(model)
     if count is not None:
-        if compare:
-            raise ValueError("--compare needs a model: a number of parameters has one table")
+        if compare or serve:
+            option = "--compare" if compare else "--serve"
+            raise ValueError(f"{option} needs a model: a number of parameters has one table, that of training")
         _show_states(count, as_json)
         return
     if model.startswith("--"):

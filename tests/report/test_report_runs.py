@@ -176,7 +176,7 @@ def test_folders_that_are_no_run_are_refused(tmp_path):
     ("line", "message"),
     [
         ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
-        ("[1]", "metrics.jsonl, line 1 must be an object, got list"),
+        ("[1]", "metrics.jsonl, line 1 must hold a JSON object, got list"),
         ('{"loss": 1}', "each record of the metrics must have a step, a whole number; got None"),
         ('{"step": 1, "loss": "low"}', "step 1: loss must be a number, got 'low'"),
         ('{"step": 1, "loss": true}', "step 1: loss must be a number, got True"),

@@ -61,7 +61,8 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
         wanted = " x ".join(f"{name} {degree}" for name, degree in asked.items())
         raise ConfigError(
             f"the degrees of parallel must multiply to the number of processes, {processes}; got {wanted}, which is "
-            f"{found.processes}: start {found.processes} processes with torchrun, or change parallel"
+            f"{found.processes}: start {found.processes} processes with torchrun (octavo plan: --gpus "
+            f"{found.processes}), or change parallel"
         )
     return found
 
