@@ -1,9 +1,11 @@
 """Blocks of vision transformers, forward and backward, compiled: BF16, ours, and torchao's, in turn in one process.
 
-Two shapes: ViT-H/14 (128 images of 257 tokens), whose blocks are timm's where timm is installed and else those of
-`octavo.models.vision`; and a transformer of the size of SDXL's (1280 wide, 20 heads, 10 blocks, 1,024 tokens attending
-to themselves and to 77 of a text, a GEGLU MLP), whose blocks are diffusers' where diffusers is installed and else those
-below. Each block is compiled by itself. First come the outputs and gradients against BF16's, then the modes take turns.
+Two shapes. ViT-H/14 has 128 images of 257 tokens; its blocks are timm's where timm is installed, and else those of
+`octavo.models.vision`. A transformer of the size of SDXL's is 1280 wide and has 20 heads, 10 blocks, a GEGLU MLP, and
+1,024 tokens that attend to themselves and to 77 of a text; its blocks are diffusers' where diffusers is installed, and
+else those below.
+
+Each block is compiled by itself. First come the outputs and gradients against BF16's, then the modes take turns.
 The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
 GPU.
 
