@@ -1,5 +1,7 @@
 """`bisect` with the trainer: planted faults, noise, memory of runs."""
 
+import gc
+
 import pytest
 from rich.console import Console
 
@@ -147,5 +149,8 @@ def test_what_cannot_be_bisected(settings, tmp_path):
 
 
 def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):
+    """And the objects that the caller froze stay so."""
+    gc.freeze()
     with pytest.raises(ConfigError, match="the run in BF16 with seed 0 diverged at step"):
         bisect(settings(learning_rate=1e38, min_learning_rate=1.0, clip=0.0), tmp_path / "out", seeds=2)
+    assert gc.get_freeze_count() > 0

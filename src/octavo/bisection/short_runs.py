@@ -98,6 +98,7 @@ class ShortRuns:
         self._runs: dict[tuple[Part, int], ShortRun] = {}
         self._data: RunData | None = None
         self._lock = ExitStack()
+        self._others_froze = False
 
     def __enter__(self) -> "ShortRuns":
         if rank() == 0:
@@ -107,11 +108,13 @@ class ShortRuns:
         except BaseException:
             self._lock.close()
             raise
+        self._others_froze = gc.get_freeze_count() > 0
         gc.freeze()  # a collection after each run then looks at the objects of that run alone
         return self
 
     def __exit__(self, *error: object) -> None:
-        gc.unfreeze()
+        if not self._others_froze:  # it would undo what the caller has frozen
+            gc.unfreeze()
         self._lock.close()
 
     @property
