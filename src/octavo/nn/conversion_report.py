@@ -63,8 +63,11 @@ class Conversion:
 
     def summary(self) -> str:
         """The number of layers converted, the backend of each GEMM, and the matrices in high precision."""
-        layers, skipped = sum(not row.reason for row in self.rows), sum(bool(row.reason) for row in self.rows)
-        lines = [f"{self.recipe.name}: {plural(layers, 'linear layer')} converted, {skipped} skipped"]
+        layers = plural(sum(not row.reason for row in self.rows), "linear layer")
+        if not self.recipe.quantized:
+            return f"{self.recipe.name}: {layers} without eight-bit GEMMs: the recipe casts nothing"
+        skipped = sum(bool(row.reason) for row in self.rows)
+        lines = [f"{self.recipe.name}: {layers} converted, {skipped} skipped"]
         for reason, count in Counter(row.reason for row in self.experts).items():
             outcome = f"left in high precision: {reason}" if reason else f"converted{self._slow_experts()}"
             lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
@@ -72,9 +75,7 @@ class Conversion:
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.speedup_source:
             lines.append(f"  only if faster: {self.speedup_source}")
-        if self.recipe.quantized:
-            lines += [f"  {line}" for line in str(self.coverage).splitlines()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {line}" for line in str(self.coverage).splitlines())])
 
     def _slow_experts(self) -> str:
         """What is known about the speed of the converted experts."""
