@@ -9,7 +9,7 @@ from octavo.ops import rotate
 
 
 def rotate_activations(x: Tensor) -> Tensor:
-    """`octavo.ops.rotate`, differentiable any number of times."""
+    """`octavo.ops.rotate`, with its gradient."""
     y: Tensor = _Rotation.apply(x)  # type: ignore[no-untyped-call]
     return y
 
