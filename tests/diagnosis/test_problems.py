@@ -54,6 +54,11 @@ def test_a_machine_without_a_problem_has_none(facts):
     assert judge(replace(FINE, **facts)) == []
 
 
+def test_versions_of_python_have_a_dot():
+    (problem,) = judge(replace(FINE, extensions=("_C.cpython-310-x86_64-linux-gnu.so",)))
+    assert problem.found.startswith("torchao's kernels are compiled for Python 3.10, this is 3.12: ")
+
+
 def test_the_facts_of_this_machine_are_read(monkeypatch):
     before = find_problems()
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

@@ -60,7 +60,7 @@ class Facts:
         compiler: whether a C compiler is on the path.
         tf32: whether products of float32 use TF32 tensor cores.
         interfaces: the names of the network interfaces.
-        python: such as "311".
+        python: such as "3.11".
         extensions: the file names of torchao's compiled kernels.
     """
 
@@ -72,7 +72,7 @@ class Facts:
     compiler: bool = True
     tf32: bool = True
     interfaces: tuple[str, ...] = ()
-    python: str = "312"
+    python: str = "3.12"
     extensions: tuple[str, ...] = ()
 
 
@@ -90,7 +90,7 @@ def find_problems() -> list[Problem]:
             compiler=any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")),
             tf32=torch.get_float32_matmul_precision() != "highest",
             interfaces=tuple(path.name for path in _INTERFACES.iterdir()) if _INTERFACES.is_dir() else (),
-            python=f"{sys.version_info.major}{sys.version_info.minor}",
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
             extensions=tuple(path.name for path in folder.glob("*.so")) if folder else (),
         )
     )
@@ -154,7 +154,9 @@ def _tf32(facts: Facts) -> Iterator[Problem]:
 
 
 def _torchao(facts: Facts) -> Iterator[Problem]:
-    tags = {found[1] for name in facts.extensions if (found := re.search(r"\.cpython-(\d+)-", name))}
+    tags = {
+        ".".join(found.groups()) for name in facts.extensions if (found := re.search(r"\.cpython-(\d)(\d+)-", name))
+    }
     if tags and facts.python not in tags:
         yield Problem(
             "torchao for another Python",
