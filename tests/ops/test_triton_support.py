@@ -13,7 +13,14 @@ from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import quantize, transpose
 from octavo.ops.quantization.reference import quantize_reference
 from octavo.ops.transposition.reference import transpose_reference
-from octavo.ops.triton_support import LONGEST_ROW, fits, has_kernels, power_of_two_above, row_tile
+from octavo.ops.triton_support import (
+    LONGEST_ROW,
+    fits,
+    has_kernels,
+    power_of_two_above,
+    row_tile,
+    some_gpu_rounds_twice,
+)
 
 REPEATS = 20
 LARGE = (8192, 4096)
@@ -22,6 +29,16 @@ LARGE = (8192, 4096)
 def test_power_of_two_above():
     assert [power_of_two_above(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert [power_of_two_above(n) for n in (4095, 4096, 4097, LONGEST_ROW)] == [4096, 4096, 8192, LONGEST_ROW]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [([], False), ([(9, 0)], False), ([(8, 9)], True), ([(9, 0), (8, 9)], True), ([(8, 6), (12, 0)], False)],
+)
+def test_an_ada_among_the_gpus_rounds_twice(capabilities, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+    assert some_gpu_rounds_twice.__wrapped__() == expected
 
 
 def test_row_tile_of_some_rows():

@@ -7,6 +7,9 @@ so the amax of a block also tells whether the block holds inf or NaN.
 import triton
 import triton.language as tl
 
+from octavo.ops.triton_support import some_gpu_rounds_twice
+
+ROUNDS_TWICE = tl.constexpr(some_gpu_rounds_twice())
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -75,18 +78,43 @@ def round_to_integer(y):
 
 
 @triton.jit
-def to_data(x, dtype: tl.constexpr):
-    """float32 `x`, divided by its scale, as numbers of an eight-bit dtype."""
-    return (round_to_integer(x) if dtype == tl.int8 else x).to(dtype)
+def grid_shift(magnitude, dtype: tl.constexpr):
+    """The power of two whose last bit, as float32, is worth the spacing of E4M3 or E5M2 at a magnitude.
+
+    From 2^e to 2^(e+1) the spacing is 2^(e - m), m the bits of the mantissa. The subnormal numbers have the spacing of
+    the smallest normal one.
+    """
+    MANTISSA_BITS: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
+    power = tl.maximum(magnitude, SMALLEST_NORMAL).to(tl.int32, bitcast=True) & 0x7F800000
+    return power.to(tl.float32, bitcast=True) * 2.0 ** (23 - MANTISSA_BITS)
 
 
 @triton.jit
-def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, INT8: tl.constexpr):
-    """float32 y [R, C] / scale as the numbers of an eight-bit cache. The count of those beyond LIMIT is added."""
+def with_sign(magnitude, x):
+    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_data(x, dtype: tl.constexpr):
+    """float32 `x`, divided by its scale, as numbers of an eight-bit dtype, rounded to nearest even."""
+    if dtype == tl.int8:
+        x = round_to_integer(x)
+    elif ROUNDS_TWICE:  # rounded here, so that the conversion is exact
+        magnitude = tl.abs(x)
+        shift = grid_shift(tl.minimum(magnitude, 65536.0), dtype)
+        x = with_sign(add(add(magnitude, shift), -shift), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """float32 y [R, C] / scale as numbers of an eight-bit cache. The count of those beyond LIMIT is added."""
     y = y * inverse(tl.load(scale_ptr + tl.zeros((1,), tl.int32)))[:, None]
     lost = tl.sum(tl.sum((mask & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
     if lost > 0:
         tl.atomic_add(clipped_ptr, lost.to(tl.int64))
     nan = y != y
     y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-    return round_to_integer(tl.where(nan, float("nan"), y)) if INT8 else tl.where(nan, float("nan"), y)
+    return to_data(tl.where(nan, float("nan"), y), dtype)

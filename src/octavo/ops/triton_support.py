@@ -32,6 +32,12 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
 
 
 @cache
+def some_gpu_rounds_twice() -> bool:
+    """Whether a GPU here is an Ada (8.9), for which Triton 3.6 converts float32 to FP8 through float16."""
+    return any(torch.cuda.get_device_capability(i) == (8, 9) for i in range(torch.cuda.device_count()))
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

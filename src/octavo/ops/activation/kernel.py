@@ -194,7 +194,7 @@ def _backward_kernel(
 
 @triton.jit
 def _store_h(scaled, h_data_ptr, m, offs, F):
-    tl.store(h_data_ptr + m * F + offs, scaled.to(h_data_ptr.dtype.element_ty), offs < F)
+    tl.store(h_data_ptr + m * F + offs, to_data(scaled, h_data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit
@@ -212,9 +212,9 @@ def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED: tl.const
 @triton.jit
 def _store_gradient(d0, d1, inv, data_ptr, m, offs, F, GATED: tl.constexpr):
     offs_u = m * F * (2 if GATED else 1) + offs
-    tl.store(data_ptr + offs_u, (d0 * inv).to(data_ptr.dtype.element_ty), offs < F)
+    tl.store(data_ptr + offs_u, to_data(d0 * inv, data_ptr.dtype.element_ty), offs < F)
     if GATED:
-        tl.store(data_ptr + offs_u + F, (d1 * inv).to(data_ptr.dtype.element_ty), offs < F)
+        tl.store(data_ptr + offs_u + F, to_data(d1 * inv, data_ptr.dtype.element_ty), offs < F)
 
 
 @triton.jit

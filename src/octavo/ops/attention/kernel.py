@@ -280,7 +280,7 @@ def _append(
     mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
     y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask, other=0.0).to(tl.float32)
     if scale_ptr is not None:
-        y = to_stored(y, mask, scale_ptr + head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty == tl.int8)
+        y = to_stored(y, mask, scale_ptr + head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
     position = start + offs_t
     offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
     store_mask = mask & ((position >= 0) & (position < capacity))[:, None]

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax
+from octavo.ops.device_math import add, amax_bits, inverse, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, row_tile
@@ -57,7 +57,7 @@ def _gather_kernel(
     if row_scale_ptr is not None:
         x *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)[:, None]
     scale = scale_from_amax(amax_bits(x, 1), FORMAT_MAX, POWER_OF_TWO)
-    data = (x * inverse(scale)[:, None]).to(data_ptr.dtype.element_ty)
+    data = to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty)
     tl.store(data_ptr + offs_m[:, None] * K + offs_k[None, :], data, mask)
     tl.store(scale_ptr + offs_m, scale, mask_m)
 

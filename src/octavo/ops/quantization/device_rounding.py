@@ -1,17 +1,17 @@
 """Device functions that round to an eight-bit dtype: to nearest, or stochastically with the bytes of the reference.
 
-The noise n / 2^24 of an element is the hash of `octavo.numerics.rounding`. A number of magnitude a, 2^e <= a < 2^(e+1),
-lies on a grid of the spacing 2^(e - m), m the bits of the mantissa; the subnormal numbers have the grid of the smallest
-normal one. The code is that of a + n / 2^24 * spacing, rounded down to the grid.
+The noise n / 2^24 of an element is the hash of `octavo.numerics.rounding`. The result for a magnitude a is
+a + n / 2^24 * spacing, rounded down to a number of the format.
 
-To round down is to add 2^(e - m + 23), whose last bit is worth one spacing, toward zero, and to subtract it again. The
-noise is added toward zero too. A sum that is rounded toward zero never passes a number of the grid, so both sums lead
-to the number of the grid that exact sums would lead to.
+To round down is to add a power of two whose last bit is worth one spacing (`grid_shift`), toward zero, and to subtract
+it again. The noise is added toward zero too. A sum that is rounded toward zero never passes a number of the format, so
+both sums lead to the number that exact sums would lead to.
 """
 
 import triton
 import triton.language as tl
 
+from octavo.ops.device_math import grid_shift, with_sign
 from octavo.ops.device_math import to_data as to_nearest
 
 
@@ -30,16 +30,10 @@ def to_data(x, dtype: tl.constexpr, index, seed_ptr):
 @triton.jit
 def _stochastic(x, noise, dtype: tl.constexpr):
     """float32 `x`, rounded to numbers of `dtype` by 2^8 * n (float32)."""
-    MANTISSA_BITS: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
-    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
     magnitude = tl.abs(x)
-    normal = tl.maximum(magnitude, SMALLEST_NORMAL)
-    power = (normal.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^e
-    sum_of_both = _fma_toward_zero(noise, power * 2.0 ** (-32 - MANTISSA_BITS), magnitude)
-    shift = power * 2.0 ** (23 - MANTISSA_BITS)
-    rounded = _add_toward_zero(sum_of_both, shift) - shift
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    shift = grid_shift(magnitude, dtype)
+    sum_of_both = _fma_toward_zero(noise, shift * 2.0**-55, magnitude)  # the spacing is shift * 2^-23
+    return with_sign(_add_toward_zero(sum_of_both, shift) - shift, x)
 
 
 @triton.jit

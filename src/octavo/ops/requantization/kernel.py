@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import Format
 from octavo.numerics.granularity import ROW, Granularity
-from octavo.ops.device_math import add, inverse
+from octavo.ops.device_math import add, inverse, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv
@@ -101,7 +101,7 @@ def _requantize_kernel(
     else:  # a tile lies within one square block
         block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
         scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
-    q = (x * inverse(scale)[:, None]).to(result_ptr.dtype.element_ty)
+    q = to_data(x * inverse(scale)[:, None], result_ptr.dtype.element_ty)
     if TRANSPOSED:
         tl.store(result_ptr + offs_k[:, None] * total_rows + (first_row + offs_m)[None, :], tl.trans(q), tl.trans(mask))
     else:

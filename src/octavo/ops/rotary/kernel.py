@@ -132,7 +132,7 @@ def _append(
     """Store y as the last tokens of the cache."""
     y = y.to(tl.float32)
     if scale_ptr is not None:
-        y = to_stored(y, mask, scale_ptr + kv_head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty == tl.int8)
+        y = to_stored(y, mask, scale_ptr + kv_head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
     position = tl.load(length_ptr) - num_new + offs_t
     inside = mask & ((position >= 0) & (position < capacity))[:, None]
     offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.cast import Cast
-from octavo.ops.device_math import INFINITY_BITS, amax_bits, inverse, scale_from_amax
+from octavo.ops.device_math import INFINITY_BITS, amax_bits, inverse, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.row_batch.batch import RowBatch
 from octavo.ops.triton_support import cdiv, row_tile
@@ -51,7 +51,7 @@ def _amax_kernel(
         if data_ptr is not None:
             x *= inverse(scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO))[:, None]
             offs = (start + offs_m)[:, None] * K + offs_k[None, :]
-            tl.store(data_ptr + offs, x.to(data_ptr.dtype.element_ty), mask)
+            tl.store(data_ptr + offs, to_data(x, data_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _cast_kernel(
                     x *= tl.div_rn(1.0, row_scale)
                     saturated = tl.minimum(tl.maximum(x, -FORMAT_MAX), FORMAT_MAX)
                     x = tl.where(x == x, saturated, x)
-                    tl.store(data_ptr + (start + m) * K + offs_k, x.to(data_ptr.dtype.element_ty), offs_k < K)
+                    tl.store(data_ptr + (start + m) * K + offs_k, to_data(x, data_ptr.dtype.element_ty), offs_k < K)
 
 
 @triton.jit
