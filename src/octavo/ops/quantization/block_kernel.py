@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.numerics.cast import Cast
 from octavo.ops.device_math import amax_bits, inverse, scale_from_amax, store_scale
 from octavo.ops.inductor import launcher
-from octavo.ops.quantization.device_rounding import to_data
+from octavo.ops.quantization.device_rounding import round_to_data
 from octavo.ops.triton_support import cdiv, power_of_two_above
 
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
@@ -41,7 +41,7 @@ def _block_kernel(
     offs = offs_m * K + offs_k
     x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
     scale = scale_from_amax(amax_bits(tl.reshape(x, (BLOCKS, BLOCK_M * BLOCK_K)), 1), FORMAT_MAX, POWER_OF_TWO)
-    q = to_data(x * inverse(scale)[:, None, None], data_ptr.dtype.element_ty, offs, seed_ptr)
+    q = round_to_data(x * inverse(scale)[:, None, None], data_ptr.dtype.element_ty, offs, seed_ptr)
     tl.store(data_ptr + offs, q, mask)
     store_scale(scale_ptr + offs_block, scale, offs_block < num_blocks, E8M0)
 
@@ -73,6 +73,6 @@ def _group_transposed_kernel(
     x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
     scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
     index = offs_k[None, :] * M + offs_m[:, None]
-    q = to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
     tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
     store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)

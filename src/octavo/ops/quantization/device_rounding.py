@@ -11,12 +11,11 @@ both sums lead to the number that exact sums would lead to.
 import triton
 import triton.language as tl
 
-from octavo.ops.device_math import grid_shift, with_sign
-from octavo.ops.device_math import to_data as to_nearest
+from octavo.ops.device_math import grid_shift, to_data, with_sign
 
 
 @triton.jit
-def to_data(x, dtype: tl.constexpr, index, seed_ptr):
+def round_to_data(x, dtype: tl.constexpr, index, seed_ptr):
     """float32 `x`, divided by its scale, as numbers of `dtype`, an eight-bit one.
 
     Rounded to nearest without a seed (None). With one rounded stochastically, for E4M3 and E5M2: `index` (int64) is
@@ -24,7 +23,7 @@ def to_data(x, dtype: tl.constexpr, index, seed_ptr):
     """
     if seed_ptr is not None:
         x = _stochastic(x, _noise(index, seed_ptr), dtype)
-    return to_nearest(x, dtype)
+    return to_data(x, dtype)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from octavo.ops.device_math import amax_bits, ceil_power_of_two, inverse, scale_
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.quantization.block_kernel import quantize_blocks, quantize_groups_transposed
-from octavo.ops.quantization.device_rounding import to_data
+from octavo.ops.quantization.device_rounding import round_to_data
 from octavo.ops.quantization.tensor_kernel import quantize_tensor
 from octavo.ops.triton_support import cdiv, power_of_two_above, row_tile
 
@@ -136,7 +136,7 @@ def _row_kernel(
     scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     if data_ptr is not None:
         offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
-        q = to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty, offs, seed_ptr)
+        q = round_to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty, offs, seed_ptr)
         tl.store(data_ptr + offs, q, mask)
     if UNROUNDED:  # the floor is relative to the largest scale before rounding to a power of two
         scale = scale_from_amax(bits, FORMAT_MAX, False)
@@ -169,7 +169,7 @@ def _floor_kernel(
             if _rounded(tl.load(unfloored_ptr + first_row + m), POWER_OF_TWO) < floor:
                 x = _load(x_ptr, column_scale_ptr, row_scale_ptr, m, offs_k, True, K)
                 offs = (first_row + m) * K + offs_k
-                q = to_data(x * tl.div_rn(1.0, floor), data_ptr.dtype.element_ty, offs, seed_ptr)
+                q = round_to_data(x * tl.div_rn(1.0, floor), data_ptr.dtype.element_ty, offs, seed_ptr)
                 tl.store(data_ptr + offs, q, offs_k < K)
 
 

@@ -12,7 +12,7 @@ from octavo.numerics.formats import Format
 from octavo.ops.device_math import INFINITY_BITS, NAN_BITS, amax_bits, inverse, scale_from_amax, store_scale
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
-from octavo.ops.quantization.device_rounding import to_data
+from octavo.ops.quantization.device_rounding import round_to_data
 from octavo.ops.triton_support import cdiv
 
 BLOCK = 8192  # elements of a program
@@ -44,7 +44,9 @@ def _tensor_kernel(
     scale = scale_from_amax(tl.load(bits_ptr + tl.arange(0, 1)), FORMAT_MAX, POWER_OF_TWO)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
-    tl.store(data_ptr + offs, to_data(x * inverse(scale), data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel)
+    tl.store(
+        data_ptr + offs, round_to_data(x * inverse(scale), data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel
+    )
     store_scale(scale_ptr + tl.arange(0, 1), scale, tl.program_id(0) + tl.arange(0, 1) == 0, E8M0)
 
 
@@ -68,7 +70,7 @@ def _scaled_kernel(
     x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
     tl.atomic_max(bits_ptr, amax_bits(x, 0))
     x = tl.minimum(tl.maximum(x * tl.div_rn(1.0, tl.load(scale_ptr)), -FORMAT_MAX), FORMAT_MAX)
-    tl.store(data_ptr + offs, to_data(x, data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel)
+    tl.store(data_ptr + offs, round_to_data(x, data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel)
 
 
 @triton.jit
