@@ -223,6 +223,14 @@ def test_a_packed_folder_may_be_named_by_a_string(made):
     assert PackedTensors(str(made / "packed")).others == PackedTensors(made / "packed").others
 
 
+def test_a_folder_is_verified_against_the_checkpoint_that_it_was_packed_from(octavo, made, tmp_path):
+    """Also where the run went on after packing."""
+    pack(made / "fp8", tmp_path / "early", step=2)
+    code, out, err = octavo("verify", tmp_path / "early", "--against", made / "fp8")
+    assert (code, err) == (0, "")
+    assert "the bytes are right" in out
+
+
 def test_each_layer_of_a_folder_is_found_by_its_name(octavo, made, monkeypatch):
     """In a pipe, where the width of a terminal means nothing."""
     out = octavo("inspect", made / "packed")[1]

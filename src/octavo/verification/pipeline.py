@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.artifact.files import ArtifactError, read_json
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
-from octavo.artifact.run import refuse_run
+from octavo.artifact.run import RunFolder, refuse_run
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
@@ -62,7 +63,8 @@ def verify(
 
     Args:
         packed: the folder. Its errors become findings of the report.
-        against: the model that it was packed from (MODEL), a Hugging Face folder or a run of `octavo train`.
+        against: the model that it was packed from (MODEL), a Hugging Face folder or a run of `octavo train`. Of a run,
+            the checkpoint is read that octavo.json names, or the newest if the run has removed that one.
         data: sources of text, see `octavo.text.read_text`. Without it the quality is not measured.
         budgets: limits on the quality; an exceeded one is a finding.
         prompts: which prompts are taken from `data`.
@@ -84,7 +86,7 @@ def verify(
     device = str(choose_device(device))
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")
-    baseline = BaselineModel(against)
+    baseline = BaselineModel(against, _packed_step(packed, against))
     check_budgets(budgets, language_model=baseline.causal)
     report = Report(packed, against)
     batches: list[Tensor] = []
@@ -208,6 +210,18 @@ class Verification:
 
     def _meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
+
+
+def _packed_step(packed: Path, against: Path) -> int | None:
+    """The step of the checkpoint of the run `against` that octavo.json names as the source; None if there is none."""
+    run = RunFolder(against)
+    if not run.has_model:
+        return None
+    try:
+        source = read_json(packed / "octavo.json").get("source")
+    except (FileNotFoundError, ArtifactError):  # a folder of another program, or damaged: `check_folder` judges it
+        return None
+    return next((run.step_of(path) for path in run.checkpoints() if path.name == source), None)
 
 
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:

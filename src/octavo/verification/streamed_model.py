@@ -126,6 +126,10 @@ def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], dev
 class BaselineModel:
     """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`.
 
+    Args:
+        path: MODEL.
+        step: the checkpoint of a run; None takes the newest.
+
     Attributes:
         folder: with its config.json and its tokenizer.
         shapes: of its tensors, by their names in files.
@@ -136,8 +140,8 @@ class BaselineModel:
         FileNotFoundError, ArtifactError, ImportError: see `octavo.hf.source.open_source`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._source: Source = open_source(path)
+    def __init__(self, path: Path, step: int | None = None) -> None:
+        self._source: Source = open_source(path, step)
         self.folder = self._source.description
         self.meta_model = self._source.meta_model
         self.causal = is_language_model(self.meta_model.model)
