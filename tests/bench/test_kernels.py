@@ -8,12 +8,12 @@ from bench.gpu import kernels
 
 @pytest.mark.parametrize("k", [4096, 14336])
 def test_each_operation_gives_what_its_reference_gives(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    monkeypatch.setattr(kernels, "T", 128)
+    monkeypatch.setattr(kernels, "T", 32)
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     found = list(kernels.kernels(k))
     for kernel in found:
         kernels.check(kernel)
-        assert kernel.elements == 128 * k
+        assert kernel.elements == 32 * k
         assert kernel.bytes >= 2
     assert len({kernel.name for kernel in found}) == len(found)
 
