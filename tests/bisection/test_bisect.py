@@ -128,6 +128,8 @@ def test_what_cannot_be_bisected(settings, tmp_path):
         bisect(settings(), out, seeds=1)
     with pytest.raises(ConfigError, match="steps of a short run must be at least 1"):
         bisect(settings(), out, steps=0)
+    with pytest.raises(ConfigError, match="the smallest gap .* must be 0 or more; got -0.1"):
+        bisect(settings(), out, least=-0.1)
     with pytest.raises(ArtifactError, match="no run of octavo train"):
         find_checkpoint(tmp_path)
     bisect(settings(), out, seeds=2, steps=1)

@@ -101,8 +101,8 @@ def bisect(
         on_run: called with each short run that ends, and with the number of runs so far.
 
     Raises:
-        ConfigError: a recipe without FP8, fewer than two seeds, no step, BF16 that diverges itself, or a folder with
-            the runs of other settings.
+        ConfigError: a recipe without FP8, fewer than two seeds, no step, a negative `least`, BF16 that diverges itself,
+            or a folder with the runs of other settings.
         ArtifactError: the checkpoint is damaged or does not fit the settings or the data.
         LockedError, WriteError: the folder is in use, or cannot be written.
     """
@@ -111,6 +111,8 @@ def bisect(
         raise ConfigError(f"seeds must be at least 2, since the noise is judged by their spread; got {seeds}")
     if length < 1:
         raise ConfigError(f"the steps of a short run must be at least 1; got {length}")
+    if least < 0:
+        raise ConfigError(f"the smallest gap (--least) must be 0 or more; got {least}")
     gemms = _quantized_gemms(config)
     if not gemms:
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
