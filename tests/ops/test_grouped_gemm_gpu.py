@@ -99,20 +99,6 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
         assert torch.equal(y[rows], dense.scaled_mm(*alone, None, torch.float32, None, how))
 
 
-@pytest.mark.parametrize("n", [80, 128, 144, 400])
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_two_blocks_of_b_in_a_tile_give_the_numbers_of_one(block_m, n):
-    from octavo.ops.gemm.block_scaled_kernel import Tiling
-    from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
-
-    a, b, offsets = operands([40, 0, 1, 150, 129], 624, n, pair="strip-square")
-    a, b = on_gpu(a), on_gpu(b)
-    given = (a.data, a.scale, b.data, b.scale, b.granularity, offsets.cuda(), torch.float32)
-    one = kernel.grouped_mm(*given, Tiling(128, block_m, 1, 3, 8))
-    poison()
-    assert torch.equal(kernel.grouped_mm(*given, Tiling(256, block_m, 1, 3, 8)), one)
-
-
 def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
     sizes = [16, 33, 7]
     a, b, offsets = operands(sizes, 512, 272, pair="strip-square")

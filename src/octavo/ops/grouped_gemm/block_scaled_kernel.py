@@ -20,8 +20,6 @@ from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above
 from octavo.ops.weight_only.kernel import dequantize, widened_mm
 
-MAX_BLOCK_N = 128  # the rows of a square block of b, which share a scale
-
 
 def grouped_mm(
     a: Tensor,
@@ -35,24 +33,19 @@ def grouped_mm(
 ) -> Tensor:
     """Same as `grouped_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
 
-    Rows behind the groups are not written.
-
-    tiling: None chooses one. Its split_k has no effect. With block_n 256 and square blocks, a program computes two
-        neighbouring blocks of b, one group of K a step.
+    Rows behind the groups are not written. tiling: None chooses one; its split_k has no effect.
     """
     (m, k), (e, n, _) = a.shape, b.shape
     group, rows_b = granularity_b.cols or 1, granularity_b.rows or 1
     a, b = a.contiguous(), b.contiguous()
     block_n, block_m, groups, stages, warps, _ = tiling or choose(likely_rows(m, e), n, k, group, a.device)
-    pair = block_n > MAX_BLOCK_N
     scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
     y = allocate(a, (m, n), out_dtype)
     tiles_m = most_tiles(m, e, block_m)
     launcher(_tile_kernel, (cdiv(n, block_n) * tiles_m,))(
         a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k,
         GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % (groups * group) == 0, BLOCK_E=power_of_two_above(e),
-        BLOCK_M=block_m, BLOCK_N=min(block_n, MAX_BLOCK_N), PAIR=pair, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages,
-        num_warps=warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return y
 
@@ -86,69 +79,21 @@ def most_tiles(m: int, groups: int, block_m: int) -> int:
 def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, 2 * BLOCK_N if PAIR else BLOCK_N), NEIGHBOURS)
-    if PAIR:
-        pid_n *= 2
+    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
     if start_m < end_m:
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         b_ptr += e.to(tl.int64) * N * K
         scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
-        rows = offs_m.to(tl.int64)[None, :]
-        mask_m = (offs_m < end_m)[None, :]
-        if PAIR:
-            acc, other = _sum_pair(
-                a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, GROUP, EVEN_K,
-                BLOCK_M, BLOCK_N, NUM_STAGES,
-            )  # fmt: skip
-            mask = (offs_n + BLOCK_N < N)[:, None] & mask_m
-            store_sums(other, rows, (offs_n + BLOCK_N)[:, None], y_ptr, None, None, None, N, 0, mask)
-        else:
-            acc = sum_groups(
-                a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, 0, K,
-                GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
-            )  # fmt: skip
-        store_sums(acc, rows, offs_n[:, None], y_ptr, None, None, None, N, 0, (offs_n < N)[:, None] & mask_m)
-
-
-@triton.jit
-def _sum_pair(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """The sums [BLOCK_N, BLOCK_M] of two blocks of b, the number `pid_n` of N and the next one. Both multiply the same
-    rows of a, which are loaded once."""
-    offs_k = tl.arange(0, GROUP)
-    mask_m = offs_m < end_m
-    stride = tl.cdiv(K, GROUP)
-    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # rows behind the end
-    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # of a and b are not stored
-    other_ptrs = b_ptr + tl.minimum(offs_n + BLOCK_N, N - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
-    scale_b_ptr += pid_n * stride
-    has_other = (pid_n + 1) * BLOCK_N < N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for g in tl.range(0, stride, num_stages=NUM_STAGES):
-        s_a = tl.load(scale_a_ptr + offs_m * stride + g, mask_m, other=0.0)
-        at = g * GROUP
-        if EVEN_K:
-            a = tl.load(a_ptrs + at)
-            b = tl.load(b_ptrs + at)
-            b_other = tl.load(other_ptrs + at)
-        else:
-            mask_k = at + offs_k < K
-            a = tl.load(a_ptrs + at, mask_k[None, :], other=0.0)
-            b = tl.load(b_ptrs + at, mask_k[:, None], other=0.0)
-            b_other = tl.load(other_ptrs + at, mask_k[:, None], other=0.0)
-        s = tl.load(scale_b_ptr + g)
-        s_other = tl.load(scale_b_ptr + stride + g, has_other, other=0.0)
-        acc += tl.dot(a, b) * (s_a * s)[:, None]  # [M,G] @ [G,N]
-        other += tl.dot(a, b_other) * (s_a * s_other)[:, None]
-    return tl.trans(acc), tl.trans(other)
+        acc = sum_groups(
+            a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, 0, K,
+            GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+        mask = (offs_n < N)[:, None] & (offs_m < end_m)[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0, mask)
 
 
 @triton.jit
