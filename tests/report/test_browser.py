@@ -161,8 +161,9 @@ def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -
 def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> None:
     browser.open(page)
     rows = {}
-    for chart in ("loss", "heat", "histogram"):
+    for chart, head in (("loss", "step"), ("heat", "layer"), ("histogram", "magnitude")):
         browser.find(f"#{chart} summary").click()
+        browser.wait_for(f"#{chart} .wide", head)  # the page fills the table when the event of the click arrives
         script = (
             f"[...document.querySelectorAll('#{chart} details tr')].map(r => [...r.children].map(c => c.textContent))"
         )
