@@ -17,7 +17,7 @@ from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import GEGLU
 from octavo.nn.norm_linear import NormLinear, child, watched
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.weight_cache import class_name
+from octavo.nn.weight_cache import is_of_library
 
 
 def fuse_diffusion_blocks(model: nn.Module) -> None:
@@ -31,14 +31,11 @@ def fuse_diffusion_blocks(model: nn.Module) -> None:
             block.__class__ = mix_classes(DiffusionBlock, type(block))
 
 
-def is_of_diffusers(module: nn.Module, name: str) -> bool:
-    """Whether `module` is an instance of the class `name` of diffusers."""
-    return type(module).__module__.startswith("diffusers.") and class_name(module) == name
-
-
 def is_plain_attention(attention: Any) -> bool:
     """Whether `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
-    if not is_of_diffusers(attention, "Attention") or type(attention.processor).__name__ != "AttnProcessor2_0":
+    if not is_of_library(attention, "diffusers", "Attention"):
+        return False
+    if type(attention.processor).__name__ != "AttnProcessor2_0":
         return False
     norms = attention.group_norm, attention.spatial_norm
     changed = attention.residual_connection or attention.rescale_output_factor != 1 or attention.to_out is None
@@ -47,13 +44,13 @@ def is_plain_attention(attention: Any) -> bool:
 
 def _is_known(block: Any) -> bool:
     """Whether `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
-    if not is_of_diffusers(block, "BasicTransformerBlock") or block.norm_type != "layer_norm":
+    if not is_of_library(block, "diffusers", "BasicTransformerBlock") or block.norm_type != "layer_norm":
         return False
     special = block.only_cross_attention or block.pos_embed is not None or hasattr(block, "fuser")
     attentions = [each for each in (block.attn1, block.attn2) if each is not None]
     activation, _, outer, *_ = net = block.ff.net
     dropped = any(isinstance(module, nn.Dropout) and module.p for module in net)
-    mlp = is_of_diffusers(activation, "GEGLU") and isinstance(outer, nn.Linear) and not dropped
+    mlp = is_of_library(activation, "diffusers", "GEGLU") and isinstance(outer, nn.Linear) and not dropped
     return mlp and not special and all(map(is_plain_attention, attentions))
 
 

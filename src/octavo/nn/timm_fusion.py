@@ -16,7 +16,7 @@ from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import GELU
 from octavo.nn.norm_linear import NormLinear, child, watched
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.weight_cache import class_name
+from octavo.nn.weight_cache import is_of_library
 
 
 def fuse_vision_blocks(model: nn.Module) -> None:
@@ -31,20 +31,15 @@ def fuse_vision_blocks(model: nn.Module) -> None:
 
 def is_known(block: Any) -> bool:
     """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
-    parts = [(block, "Block")]
-    if _is_of_timm(*parts[0]):
-        parts += [(block.attn, "Attention"), (block.mlp, "Mlp")]
-    if len(parts) == 1 or not all(_is_of_timm(*part) for part in parts):
+    if not is_of_library(block, "timm", "Block"):
         return False
     attn, mlp = block.attn, block.mlp
+    if not (is_of_library(attn, "timm", "Attention") and is_of_library(mlp, "timm", "Mlp")):
+        return False
     exact = type(mlp.act).__name__ == "GELU" and getattr(mlp.act, "approximate", "none") == "none"
     plain = type(getattr(mlp, "norm", None)) in (type(None), nn.Identity) and mlp.drop1.p == mlp.drop2.p == 0
     linears = all(isinstance(layer, nn.Linear) for layer in (attn.qkv, attn.proj, mlp.fc1, mlp.fc2))
     return exact and plain and linears and getattr(attn, "gate", None) is None
-
-
-def _is_of_timm(module: nn.Module, name: str) -> bool:
-    return type(module).__module__.startswith("timm.") and class_name(module) == name
 
 
 class VisionBlock(nn.Module):

@@ -191,6 +191,11 @@ def class_name(module: nn.Module) -> str:
     return name.removeprefix("FSDP") if shards(module) else name
 
 
+def is_of_library(module: nn.Module, library: str, name: str) -> bool:
+    """Whether `module` is an instance of the class `name` of a library, which need not be imported to ask."""
+    return type(module).__module__.startswith(f"{library}.") and class_name(module) == name
+
+
 def shards(module: nn.Module) -> bool:
     """Whether FSDP manages this module, by the name of its class: importing FSDP takes long."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

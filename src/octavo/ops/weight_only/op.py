@@ -11,6 +11,7 @@ from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import FLOATS, check_tensor
 from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
+from octavo.ops.grouped_gemm.reference import rows_of_groups
 from octavo.ops.inductor import operation, register_lowerings
 from octavo.ops.triton_support import has_kernels
 from octavo.ops.weight_only.backend import LOWEST, find_weight_only_backend
@@ -125,10 +126,9 @@ def _grouped_weight_only_mm(x: Tensor, w: Tensor, scale: Tensor, granularity: st
         if whole and x.shape[0] > MAX_MEAN_ROWS * len(offsets):
             return kernel.widened_mm(x, w, scale, by, offsets)
         return grouped_kernel.grouped_weight_only_mm(x, w, scale, by, offsets)
-    y, start = x.new_zeros((x.shape[0], w.shape[1])), 0
-    for e, end in enumerate(offsets.tolist()):
-        y[start:end] = _weight_only_mm(x[start:end], w[e], scale[e], granularity, None, None)
-        start = end
+    y = x.new_zeros((x.shape[0], w.shape[1]))
+    for e, rows in enumerate(rows_of_groups(offsets)):
+        y[rows] = _weight_only_mm(x[rows], w[e], scale[e], granularity, None, None)
     return y
 
 
