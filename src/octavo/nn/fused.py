@@ -69,7 +69,7 @@ def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, ca
     spec, gamma, beta = norm
     x, residual = wider_first(x, residual)
     tensors = x, residual, gamma, beta
-    if torch.compiler.is_dynamo_compiling() and not call.records:
+    if call.is_operation:
         constants = spec.eps, spec.center, call.recipe.text, call.dtype, SOURCE
         result = _norm_linear(*tensors, stack.arguments(), *constants)
     else:
@@ -151,7 +151,7 @@ def mlp(
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
     tensors, layers = (x, residual, gamma, beta), (*outer.arguments(), *inner.arguments())
-    if torch.compiler.is_dynamo_compiling() and not call.records:
+    if call.is_operation:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
         result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype, SOURCE)
     else:

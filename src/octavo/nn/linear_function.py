@@ -63,10 +63,10 @@ class LinearCall(Generic[R]):
     input_is_saved: bool = False
 
     @property
-    def records(self) -> bool:
-        """Whether the passes write to histories or observers."""
+    def is_operation(self) -> bool:
+        """Whether Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
         written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
-        return any(state is not None for state in written)
+        return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
 
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
@@ -84,7 +84,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     """
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     y: Tensor
-    if torch.compiler.is_dynamo_compiling() and not call.records:
+    if call.is_operation:
         constants = call.recipe.text, call.dtype, call.input_is_saved, SOURCE
         y = _linear(x, w, bias, data, scale, *constants)
     else:
