@@ -32,5 +32,11 @@ def test_memory_between_the_matrices_stays() -> None:
 def test_numbers_beyond_a_given_scale_saturate() -> None:
     x, scale = torch.randn(5, 24) * 100, torch.full((1, 1), 0.01)
     data = torch.zeros(5, 24).to(torch.float8_e4m3fn)
-    cast_rows(RowBatch([x], [0]), scale.expand(5, 1).reshape(5), None, data, Cast())
+    cast_rows(RowBatch([x], [0]), scale.view(1).repeat(5), None, data, Cast())
     assert_same_numbers(data, quantize_scaled(x, scale, Cast(granularity=TENSOR))[0].data)
+
+
+def test_scales_of_stride_0_are_refused() -> None:
+    data = torch.zeros(5, 24).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="needs a contiguous scale"):
+        cast_rows(RowBatch([torch.randn(5, 24)], [0]), torch.ones(1).expand(5), None, data, Cast())

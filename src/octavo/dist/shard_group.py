@@ -74,7 +74,7 @@ class ShardGroup:
         rows = self.rows[i].stop - self.rows[i].start
         data = torch.empty(rows, self.shape[1], dtype=self.cast.fmt.dtype, device=self.scale.device)
         with torch.no_grad():
-            cast_rows(self.each[i], self._scale_of(i).expand(rows, 1).reshape(-1), None, data, self.cast)
+            cast_rows(self.each[i], self._scale_of(i).view(-1).expand(rows).contiguous(), None, data, self.cast)
         return data.view(torch.uint8)
 
     def measure(self) -> None:

@@ -36,10 +36,16 @@ def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tens
     """Write the bytes of each row by its scale; numbers beyond the format's max saturate.
 
     Args:
-        scale: float32 [rows of the batch].
-        written: the scales by which `data` was written before; a row whose scale is the same is skipped.
-        data: of the cast's dtype, [rows of the batch, K].
+        scale: float32 [rows of the batch], contiguous.
+        written: the scales by which `data` was written before, contiguous; a row whose scale is the same is skipped.
+        data: of the cast's dtype, [rows of the batch, K], contiguous.
+
+    Raises:
+        ValueError: a tensor is not contiguous. The kernel would read or write other memory.
     """
+    for name, t in (("scale", scale), ("written", written), ("data", data)):
+        if t is not None and not t.is_contiguous():
+            raise ValueError(f"cast_rows needs a contiguous {name}, not strides {t.stride()}: call .contiguous()")
     if not _has_kernel(batch, cast):
         cast_rows_reference(batch.matrices, batch.starts, scale, data, cast)
         return
