@@ -5,10 +5,11 @@ so nothing is downloaded. For each seed all modes start from the same weights an
 on one GPU, and takes every n-th run of the list if torchrun starts n of them; they exchange nothing but the tokens.
 
 A run's file is written at each evaluation. A run that does not end in time is not resumed: the other runs of its seed
-are compared with it at the last step that all have reached.
+are compared with it at the last step that all have reached. With `--stop` runs end early, on the schedule of all steps.
+Many seeds of the first steps cost as much as one whole run.
 
     torchrun --nproc-per-node 2 -m bench.gpu.pretrain --model 300m --runs bf16:0,rowwise:0 --seconds 560 --out FOLDER
-    python -m bench.gpu.pretrain --merge FOLDER                       FOLDER to bench/results/pretrain_MODEL.json
+    python -m bench.gpu.pretrain --merge FOLDER      FOLDER to bench/results/pretrain_MODEL.json, or _MODEL_STEP.json
 """
 
 import argparse
@@ -61,13 +62,14 @@ def main() -> None:
     parser.add_argument("--model", choices=CONFIGS, default="300m")
     parser.add_argument("--runs", metavar="MODE:SEED,...", default="", help="runs to train, in this order")
     parser.add_argument("--steps", type=int, default=LLAMA.steps, help="optimizer steps of a run")
+    parser.add_argument("--stop", type=int, help="end each run after this step of its schedule")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the run in progress after so long")
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"), help="folder of the files")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
     options = parser.parse_args()
     if options.merge:
         result = merge(options.merge)
-        print(record.write(f"pretrain_{result['model']}", result))
+        print(record.write(name_of(result), result))
         return
     torch._dynamo.config.recompile_limit = 64
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,7 +79,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     data = shared_data(config, options.out / "tokens.npz", rank)
     plan = [(mode, int(seed)) for mode, _, seed in (run.partition(":") for run in options.runs.split(",") if run)]
-    train_all(options.model, plan[rank::world], config, data, options.out, began + options.seconds)
+    stop = options.stop or config.steps
+    train_all(options.model, plan[rank::world], config, data, options.out, began + options.seconds, stop)
 
 
 # --- Data ------------------------------------------------------------------------------------------------------
@@ -105,13 +108,13 @@ def save_tokens(corpus: Corpus, path: Path) -> None:
 # --- Training --------------------------------------------------------------------------------------------------
 
 
-def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path, deadline: float) -> None:
-    """Train the runs in order, without those that `out` holds whole, until `deadline`."""
+def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path, deadline: float, stop: int) -> None:
+    """Train the runs in order to step `stop`, without those that have reached it in `out`, until `deadline`."""
     trainers: dict[str, tuple[Trainer, int]] = {}
     states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
     for mode, seed in plan:
         path = out / f"{mode}-{seed}.json"
-        if time.monotonic() > deadline or (path.exists() and json.loads(path.read_text())["whole"]):
+        if time.monotonic() > deadline or last_step(path) >= stop:
             continue
         before = allocated()
         trainer, converted = trainers[mode] = trainers.get(mode) or make_trainer(mode, config, data)
@@ -125,15 +128,20 @@ def train_all(model: str, plan: list[Run], config: Config, data: Data, out: Path
             trainer.step()  # compiles
             trainer.evaluate()
             restart(trainer, data, seed)
-            for progress in train(trainer, deadline):
+            for progress in train(trainer, deadline, stop):
                 progress["peak_bytes"] -= others
                 path.write_text(json.dumps(facts | progress, indent=2) + "\n")
                 loss, speed = progress["evaluations"][-1]["loss"], progress["tokens_per_second"]
                 print(f"{mode}:{seed}, step {trainer.state.step}: {loss:.4f}, {speed:.0f} tokens/s", flush=True)
 
 
-def train(trainer: Trainer, deadline: float) -> Iterator[dict[str, Any]]:
-    """Train to the last step or to `deadline`; gives the run so far, at each evaluation."""
+def last_step(path: Path) -> int:
+    """The step of the last evaluation in a run's file; 0 if there is no file."""
+    return int(json.loads(path.read_text())["evaluations"][-1]["step"]) if path.exists() else 0
+
+
+def train(trainer: Trainer, deadline: float, stop: int) -> Iterator[dict[str, Any]]:
+    """Train to step `stop` or to `deadline`; gives the run so far, at each evaluation."""
     config, device = trainer.config, trainer.state.device
     every = max(config.steps // EVALUATIONS, 1)
     tokens = config.batch * config.accumulate * config.context
@@ -142,9 +150,9 @@ def train(trainer: Trainer, deadline: float) -> Iterator[dict[str, Any]]:
     seconds = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    while len(losses) < config.steps and time.monotonic() < deadline:
+    while len(losses) < stop and time.monotonic() < deadline:
         began = time.perf_counter()
-        losses += [trainer.step()[0] for _ in range(min(every, config.steps - len(losses)))]
+        losses += [trainer.step()[0] for _ in range(min(every, stop - len(losses)))]
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.perf_counter() - began
@@ -200,6 +208,12 @@ def merge(folder: Path) -> dict[str, Any]:
         "bf16_spread": (max(bf16) - min(bf16)) / statistics.mean(bf16) if len(bf16) > 1 else None,
         "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
     }
+
+
+def name_of(result: dict[str, Any]) -> str:
+    """The name of the result's file. Runs that end early have another than whole runs."""
+    step = result["compared_at_step"]
+    return f"pretrain_{result['model']}" + (f"_{step}" if step < result["settings"]["steps"] else "")
 
 
 def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | None:

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterable, Iterator
 
+from bench.gpu.gpt_parity import gaps
 from bench.report.tables import Result, Row, machine, number, times
+from octavo.words import plural
 
 Rows = Iterable[Row]
 BASE = "bf16"
@@ -15,11 +17,17 @@ def models(results: dict[str, Result]) -> Iterator[Result]:
     yield from sorted(found, key=lambda result: result["settings"]["layers"] * result["settings"]["width"] ** 2)
 
 
+def label(result: Result) -> str:
+    """The model; and the tokens at which its runs were compared, where that is not their end."""
+    whole = result["compared_at_step"] == result["settings"]["steps"]
+    return str(result["model"]) + ("" if whole else f", first {result['compared_tokens'] / 1e6:.1f} M tokens")
+
+
 def pretraining_runs(results: dict[str, Result]) -> Rows:
     for result in models(results):
         for run in result["runs"]:
             yield {
-                "model": result["model"],
+                "model": label(result),
                 "mode": run["mode"],
                 "seed": str(run["seed"]),
                 "tokens": f"{result['compared_tokens'] / 1e6:.1f} M",
@@ -36,7 +44,7 @@ def pretraining_speed(results: dict[str, Result]) -> Rows:
         means = {mode: mean_of(result, mode) for mode in dict.fromkeys(run["mode"] for run in result["runs"])}
         for mode, mean in means.items():
             yield {
-                "model": result["model"],
+                "model": label(result),
                 "mode": mode,
                 "tokens/s": f"{mean['tokens_per_second']:,.0f}",
                 "speed vs BF16": times(mean["tokens_per_second"], means[BASE]["tokens_per_second"]),
@@ -57,7 +65,7 @@ def pretraining_gaps(results: dict[str, Result]) -> Rows:
             interval = gap["interval"]
             resolved = interval is not None and not interval[0] <= 0 <= interval[1]
             yield {
-                "model": result["model"],
+                "model": label(result),
                 "mode": mode,
                 "seeds": str(len(gap["seeds"])),
                 "mean gap to BF16": f"{gap['mean']:+.3%}",
@@ -79,7 +87,27 @@ def pretraining_curves(results: dict[str, Result]) -> Rows:
             for run in runs:
                 losses.setdefault(run["mode"], []).append(run["evaluations"][number_of]["loss"])
             means = {mode: f"{statistics.mean(each):.4f}" for mode, each in losses.items()}
-            yield {"model": result["model"], "tokens": f"{tokens / 1e6:.1f} M", **means}
+            yield {"model": label(result), "tokens": f"{tokens / 1e6:.1f} M", **means}
+
+
+def pretraining_pooled(results: dict[str, Result]) -> Rows:
+    """The gaps of each mode by tokens, over the seeds of all results of a model. A pair of runs is of one result."""
+    models_and_tokens: dict[tuple[str, float], dict[tuple[str, int], float]] = {}
+    for at, result in enumerate(models(results)):
+        step_tokens = result["compared_tokens"] / result["compared_at_step"]
+        for run in result["runs"]:
+            for point in run["evaluations"]:
+                losses = models_and_tokens.setdefault((result["model"], point["step"] * step_tokens), {})
+                losses[run["mode"], 1000 * at + run["seed"]] = point["loss"]
+    for (model, tokens), losses in sorted(models_and_tokens.items()):
+        paired = dict.fromkeys(mode for mode, seed in losses if mode != BASE and (BASE, seed) in losses)
+        texts = {mode: gap_text(gaps(losses, mode)) for mode in paired}
+        yield {"model": model, "tokens": f"{tokens / 1e6:.1f} M", **texts}
+
+
+def gap_text(gap: Result) -> str:
+    within = " ({:+.1%} to {:+.1%})".format(*gap["interval"]) if gap["interval"] else ""
+    return f"{gap['mean']:+.2%}{within}, {plural(len(gap['seeds']), 'seed')}"
 
 
 def pretraining_text(results: dict[str, Result]) -> str:
@@ -91,5 +119,5 @@ def pretraining_text(results: dict[str, Result]) -> str:
         shape = f"{parameters:.0f} M parameters in {settings['layers']} layers, {settings['width']} wide"
         shape += f", sequences of {settings['context']} tokens"
         epochs = f"{result['compared_tokens'] / tokens:.2f} epochs of {tokens / 1e6:.0f} M tokens"
-        lines.append(f"- {result['model']}: {shape}; {epochs}. {machine(result)}")
+        lines.append(f"- {label(result)}: {shape}; {epochs}. {machine(result)}")
     return "\n".join(lines)

@@ -35,10 +35,10 @@ def test_runs_are_trained_and_merged(tmp_path: Path) -> None:
     data = pretrain.shared_data(CONFIG, tmp_path / "tokens.npz", rank=1)
     assert len(data.corpus.train) > 1000
     plan = [("bf16", 0), ("rowwise", 0)]
-    pretrain.train_all("300m", plan, CONFIG, data, tmp_path, math.inf)
+    pretrain.train_all("300m", plan, CONFIG, data, tmp_path, math.inf, CONFIG.steps)
     before = (tmp_path / "bf16-0.json").stat().st_mtime_ns
-    pretrain.train_all("300m", plan, CONFIG, data, tmp_path, math.inf)
-    assert (tmp_path / "bf16-0.json").stat().st_mtime_ns == before  # the run was whole
+    pretrain.train_all("300m", plan, CONFIG, data, tmp_path, math.inf, CONFIG.steps)
+    assert (tmp_path / "bf16-0.json").stat().st_mtime_ns == before  # the run had reached its last step
     result = pretrain.merge(tmp_path)
     assert result["compared_at_step"] == 6
     assert result["compared_tokens"] == 6 * 2 * 32
@@ -49,6 +49,21 @@ def test_runs_are_trained_and_merged(tmp_path: Path) -> None:
         assert run["seconds_to_target"] <= run["evaluations"][-1]["seconds"]
     assert 0 < abs(result["gaps"]["rowwise"]["mean"]) < 0.05
     assert result["bf16_spread"] is None  # of one seed
+    assert pretrain.name_of(result) == "pretrain_300m"
+
+
+def test_a_run_that_is_stopped_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
+    tokens_of_this_file(tmp_path / "tokens.npz")
+    data = pretrain.shared_data(CONFIG, tmp_path / "tokens.npz", rank=1)
+    runs = {}
+    for stop in (4, 4, CONFIG.steps):  # the second time nothing is left to train
+        pretrain.train_all("300m", [("bf16", 0)], CONFIG, data, tmp_path, math.inf, stop)
+        runs[stop] = json.loads((tmp_path / "bf16-0.json").read_text())
+        assert pretrain.last_step(tmp_path / "bf16-0.json") == stop
+        assert pretrain.name_of(pretrain.merge(tmp_path)) == ("pretrain_300m_4" if stop == 4 else "pretrain_300m")
+    stopped, whole = ([point["loss"] for point in run["evaluations"]] for run in runs.values())
+    assert stopped == whole[:2]  # the schedule is that of the whole run
+    assert [runs[stop]["whole"] for stop in runs] == [False, True]
 
 
 def test_a_run_that_does_not_end_is_compared_where_it_got_to(tmp_path: Path) -> None:
@@ -79,7 +94,7 @@ def test_the_time_to_a_loss() -> None:
 def test_nothing_is_trained_after_the_deadline(tmp_path: Path) -> None:
     tokens_of_this_file(tmp_path / "tokens.npz")
     data = pretrain.shared_data(CONFIG, tmp_path / "tokens.npz", rank=0)
-    pretrain.train_all("300m", [("bf16", 0)], CONFIG, data, tmp_path, time.monotonic() - 1)
+    pretrain.train_all("300m", [("bf16", 0)], CONFIG, data, tmp_path, time.monotonic() - 1, CONFIG.steps)
     assert not list(tmp_path.glob("*.json"))
     assert data.corpus.train.dtype in (np.uint16, np.uint32)
 

@@ -1,8 +1,11 @@
 """docs/pretraining.md from results that are made up."""
 
+import math
+import statistics
 from typing import Any
 
 import pytest
+import scipy.stats
 
 from bench.report import pages, pretraining
 from bench.report.tables import load
@@ -26,7 +29,8 @@ def results() -> dict[str, Any]:
     gaps = {"rowwise": {"seeds": [0, 1], "mean": 0.001, "interval": [-0.002, 0.004]}}
     gaps["torchao"] = {"seeds": [0, 1], "mean": 0.003, "interval": [0.002, 0.004]}
     result = {
-        "machine": {"gpu": "NVIDIA H200"}, "model": "300m", "settings": {"layers": 24, "width": 1024, "context": 2048},
+        "machine": {"gpu": "NVIDIA H200"}, "model": "300m",
+        "settings": {"layers": 24, "width": 1024, "context": 2048, "steps": 200},
         "corpus": {"train_tokens": 100_000_000}, "compared_at_step": 200, "compared_tokens": 50_000_000, "target": 3.2,
         "gaps": gaps, "bf16_spread": 0.0645, "runs": runs,
     }  # fmt: skip
@@ -48,6 +52,25 @@ def test_curves_end_where_the_runs_are_compared(results: dict[str, Any]) -> None
     rows = list(pretraining.pretraining_curves(results))
     assert rows[1] == {"model": "300m", "tokens": "50.0 M", "bf16": "3.1000", "rowwise": "3.1000"}
     assert [row["tokens"] for row in rows] == ["25.0 M", "50.0 M"]
+
+
+def test_gaps_are_pooled_over_the_results_of_a_model(results: dict[str, Any]) -> None:
+    whole = results["pretrain_300m"]
+    whole["runs"].append(run("rowwise", 1, [4.2, 3.2], 12.5))
+    short = whole | {"compared_at_step": 100, "compared_tokens": 25_000_000, "corpus": {"train_tokens": 30_000_000}}
+    short["runs"] = [run("bf16", 0, [5.0, 9.0], 10.0), run("rowwise", 0, [5.2, 9.0], 12.5)]
+    for each in short["runs"]:
+        each["evaluations"].pop()
+    results["pretrain_300m_100"] = short
+    first, second, last = pretraining.pretraining_pooled(results)
+    by_seed = [4.1 / 4.0 - 1, 0.0, 5.2 / 5.0 - 1]
+    low, high = scipy.stats.t.interval(0.95, 2, statistics.mean(by_seed), statistics.stdev(by_seed) / math.sqrt(3))
+    text = f"{statistics.mean(by_seed):+.2%} ({low:+.1%} to {high:+.1%}), 3 seeds"
+    assert first == {"model": "300m", "tokens": "25.0 M", "rowwise": text}
+    assert second["rowwise"].endswith("2 seeds")
+    assert last == {"model": "300m", "tokens": "75.0 M"}  # no run of BF16 has come so far
+    labels = {row["model"] for row in pretraining.pretraining_runs(results)}
+    assert labels == {"300m", "300m, first 25.0 M tokens"}
 
 
 def test_one_seed_has_no_interval(results: dict[str, Any]) -> None:
