@@ -22,7 +22,7 @@ from octavo.nn import Experts
 from octavo.ops import quantize
 from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear
 
-SCHEMES = ("channel", "static", "block")
+SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")
 TOKENS = {"decode": (1, 16), "prefill": (512, 8192)}
 LEAST_DB = 15.0  # two quantizations in a row leave 23 dB
 
@@ -36,7 +36,7 @@ def pack(experts: Experts, name: str) -> PackedExperts:
         for e, w in enumerate(matrices.detach()):
             q = quantize(w, scheme.weight)
             layer.weight[e] = q.data
-            layer.weight_scale[e] = q.scale  # one for the matrix is expanded to its rows
+            layer.weight_scale[e] = scheme.stored_scale(q)  # one for the matrix is expanded to its rows
         if layer.input_scale is not None:
             layer.input_scale.fill_(6 / 448)
         layers.append(layer)
