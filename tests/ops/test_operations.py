@@ -1,7 +1,9 @@
 """Every registered operation: its fake implementation, its schema, and strided inputs."""
 
+import ast
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import attention_fp8_oracle
@@ -139,6 +141,27 @@ def test_every_operation_is_tested_here():
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
     listed = *cases((5, 70)), *cases_of_experts(), *cases_of_gemm_and_attention()
     assert OPERATIONS.keys() == {name for name, _ in listed}
+
+
+def calls_of_operations(source: str) -> Iterator[tuple[str, list[ast.expr]]]:
+    """Each operation that a file calls, or gives to `partial`, as torch.ops.octavo.NAME, and its arguments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            function, *values = node.args if ast.unparse(node.func) == "partial" else (node.func, *node.args)
+            prefix, _, name = ast.unparse(function).rpartition(".")
+            if prefix == "torch.ops.octavo":
+                yield name, values
+
+
+def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
+    root = Path(__file__).parents[2]
+    files = [*root.glob("tests/**/*_gpu.py"), *root.glob("bench/gpu/**/*.py")]
+    calls = [(path.name, *call) for path in files for call in calls_of_operations(path.read_text())]
+    assert {name for _, name, _ in calls} >= {"norm_quantize", "quantize"}  # the first called, the second in `partial`
+    for path, name, values in calls:
+        if not any(isinstance(value, ast.Starred) for value in values):
+            count = len(getattr(torch.ops.octavo, name).default._schema.arguments)
+            assert len(values) == count, f"{path} gives {name} {len(values)} arguments, and it takes {count}"
 
 
 @each(cases((5, 70)), cases_of_experts(), cases_of_gemm_and_attention())
