@@ -115,7 +115,7 @@ def test_a_recipe_that_this_gpu_lacks_is_refused_before_anything_changes() -> No
     model = nn.Sequential(nn.Linear(64, 64)).cuda()
     with pytest.raises(ValueError, match="this device cannot run the recipe groupwise") as error:
         octavo.convert(model, recipe)
-    assert all(f"{gemm}: {needed}" in str(error.value) for gemm in ("y", "dx", "dw"))
+    assert f"y, dx, dw: {needed}" in str(error.value)
     assert "emulate=True" in str(error.value)
     assert type(model[0]) is nn.Linear
     report = octavo.convert(model, recipe, emulate=True)
