@@ -91,7 +91,7 @@ def activation_backward_reference(
     du, h = activation_gradient(dh, u, kind)
     column_scale = column_scale if group is None else column_scale[group]
     data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
-    h_data = (h * (1 / h_scale)).to(h_cast.fmt.dtype)
+    h_data = to_data(h * (1 / h_scale), h_cast.fmt)
     return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
 
 
