@@ -7,9 +7,16 @@ from typing import Any
 from octavo.extras import installed
 from octavo.speed.machine import facts
 
-__all__ = ["RESULTS", "facts", "installed", "write"]
+__all__ = ["RESULTS", "facts", "installed", "rows_before", "write"]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def rows_before(name: str, key: str) -> list[dict[str, Any]]:
+    """The rows below `key` in results/NAME.json, each with the machine that measured it; none without the file."""
+    path = RESULTS / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {key: []}
+    return [{"machine": found["machine"], **row} for row in found[key]]
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

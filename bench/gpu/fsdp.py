@@ -5,6 +5,8 @@ gradients of each mode are compared with those of compiled BF16 first. Then the 
 its ratio is the median over these turns. Where the memory does not hold both, BF16 runs first and last, and a ratio is
 to the mean of these two. The time of a step is that of the slowest rank.
 
+With `--only`, the other modes' rows of an earlier result stay in the file, each with the machine and commit of its own.
+
     torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6] [--seconds 560]
 """
 
@@ -41,6 +43,7 @@ class Bench:
         self.base: Runner | None = None
         self.expected: list[Tensor] = []
         self.rows: list[Row] = []
+        self.earlier: list[Row] = []  # of modes that this run does not measure
 
     def measure(self, name: str) -> None:
         """Add the row of a mode. One that fails adds its error; the others go on."""
@@ -99,7 +102,7 @@ class Bench:
         config = self.config
         setting = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "mlp_width")}
         setting |= {"vocabulary": config.vocabulary, "tokens": self.tokens, "world": distributed.get_world_size()}
-        return {"setting": setting, "modes": self.rows}
+        return {"setting": setting, "modes": [*self.rows, *self.earlier]}
 
 
 def memory_and_bytes(runner: Runner, before: int) -> Row:
@@ -155,6 +158,7 @@ def run(names: list[str], bench: Bench, deadline: Deadline) -> None:
     world = distributed.get_world_size()
     links = {"bytes_per_second": bandwidth()} if world > 1 else {}
     say(links)
+    bench.earlier = [row for row in record.rows_before(file_name(bench), "modes") if row["mode"] not in names]
     for name in names:
         attempt(bench, name, deadline)
         write(bench, links)
@@ -177,8 +181,11 @@ def attempt(bench: Bench, name: str, deadline: Deadline) -> None:
 
 def write(bench: Bench, links: dict[str, float]) -> None:
     if distributed.get_rank() == 0:
-        world = distributed.get_world_size()
-        record.write(f"gpu_fsdp_{bench.config.layers}_layers_{world}_gpus", {**bench.result(), **links})
+        record.write(file_name(bench), {**bench.result(), **links})
+
+
+def file_name(bench: Bench) -> str:
+    return f"gpu_fsdp_{bench.config.layers}_layers_{distributed.get_world_size()}_gpus"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ processes of its own: two of one GPU at a time where there are two GPUs. A step 
 its time is the median of the last steps. Two steps more are profiled: their kernels by kind, and the time without any,
 in which the GPU waits for the host. The plan does not count that.
 
-    python -m bench.gpu.plan [--model 1b] [--only 1]      about four minutes on two GPUs
+The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
+
+    python -m bench.gpu.plan [--model 1b] [--only 1] [--missing]      about four minutes on two GPUs
 """
 
 import argparse
@@ -42,7 +44,8 @@ MODELS = {
     "8b": LLAMA.change(layers=6, width=4096, mlp_width=14336, tied=False, context=4096, batch=2),
     "1b": LLAMA.change(layers=16, width=2048, mlp_width=8192, tied=True, context=2048, batch=4),
 }
-CONFIGURATIONS = [  # GPUs, recipe, and activation checkpointing
+Configuration = tuple[int, str, str]  # GPUs, recipe, and activation checkpointing
+CONFIGURATIONS: list[Configuration] = [
     (1, "bf16", "none"),
     (1, "rowwise", "none"),
     (1, "bf16", "full"),
@@ -59,20 +62,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--only", type=int, help="configurations on so many GPUs")
+    parser.add_argument("--missing", action="store_true", help="configurations that bench/results lacks")
     parser.add_argument("--worker", metavar="FILE", help="train the configuration in this file, as a process of it")
     options = parser.parse_args()
     if options.worker:
         run_in_group(lambda: work(Path(options.worker)))
         return
     there = torch.cuda.device_count()
+    name = f"gpu_plan_{options.model}"
+    rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
-    rows: list[Row] = []
-    configs = [(each[0], configured(options.model, *each)) for each in chosen]
+    measured = {configuration_of(row) for row in rows}
+    configs = [(each[0], configured(options.model, *each)) for each in chosen if each not in measured]
     for row in measure(configs, there, gpu_here()):
         rows.append({"model": options.model, **row})
         print(line(row), flush=True)
-        path = record.write(f"gpu_plan_{options.model}", {"steps": STEPS - WARM, "aims": AIMS, "rows": rows})
-    print(path)
+        path = record.write(name, {"steps": STEPS - WARM, "aims": AIMS, "rows": sorted(rows, key=order)})
+        print(path, flush=True)
+
+
+def configuration_of(row: Row) -> Configuration:
+    return row["gpus"], row["recipe"], row["checkpointing"]
+
+
+def order(row: Row) -> int:
+    return CONFIGURATIONS.index(configuration_of(row))
 
 
 def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config:
@@ -167,7 +181,7 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
 
 def planned_again(row: Row) -> Row:
     """A row of results with the figures of the plan as it is now, which may not be those of the day of the run."""
-    wanted = row["gpus"], row["recipe"], row["checkpointing"]
+    wanted = configuration_of(row)
     if wanted not in CONFIGURATIONS:
         raise ValueError(f"no configuration of bench.gpu.plan has the recipe, checkpointing and GPUs of {row}")
     found = row if "error" in row else row | {"seconds": [row["seconds"]]}

@@ -9,7 +9,7 @@ from bench.gpu.plan import MODELS, planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.experts import NAMES
 from bench.report.scaling import rows_of, runs
-from bench.report.tables import Result, Row
+from bench.report.tables import Result, Row, earlier, machine
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture, model_presets
@@ -188,8 +188,8 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 
 def configurations(results: dict[str, Result]) -> Rows:
     """The rows of bench/gpu/plan.py, which nothing was fitted to."""
-    found = [row for model in MODELS for row in results.get(f"gpu_plan_{model}", {}).get("rows", [])]
-    for row in map(planned_again, found):
+    for measured in (row for _, result in plan_results(results) for row in result["rows"]):
+        row = planned_again(measured)
         first = {name: str(row[name]) for name in ("model", "gpus", "recipe", "checkpointing")}
         if "error" in row:
             yield first | {"error": row["error"]}
@@ -200,7 +200,17 @@ def configurations(results: dict[str, Result]) -> Rows:
             **compared("ms", 1e3 * planned["seconds"], 1e3 * row["seconds"], ".1f"),
             **({"ms without a kernel": f"{row['kernels_ms']['idle']:.1f}"} if row["kernels_ms"] else {}),
             **compared("peak GB", planned["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9, ".2f"),
+            **earlier(measured),
         }
+
+
+def configuration_machines(results: dict[str, Result]) -> str:
+    return "\n".join(f"- `{model}`: {machine(result)}" for model, result in plan_results(results))
+
+
+def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:
+    """The results of bench/gpu/plan.py by model."""
+    yield from ((model, results[f"gpu_plan_{model}"]) for model in MODELS if f"gpu_plan_{model}" in results)
 
 
 def compared(unit: str, planned: float, measured: float, form: str) -> Row:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bench.gpu.modes import BASE
 from bench.gpu.sharded import OURS, TORCHAO, WIDE
 from bench.report.aims import Aim
-from bench.report.tables import Result, Row, machine, number, times
+from bench.report.tables import Result, Row, earlier, machine, number, times
 from octavo.plan.communication import NODE, NVLINK, Links, Training, fit, solve
 
 Rows = Iterable[Row]
@@ -51,6 +51,7 @@ def fsdp(results: dict[str, Result]) -> Rows:
                 "peak GiB": f"{row['peak_bytes'] / 2**30:.1f}",
                 "gathered GB a rank": f"{row['gathered_bytes'] / 1e9:.2f}",
                 "exposed ms": number(row["kernels"].get("exposed"), "{:.1f}"),
+                **earlier(row),
             }
 
 

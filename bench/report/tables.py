@@ -57,6 +57,11 @@ def timing(row: Result) -> dict[str, str]:
     return {"ms": f"{row['median']:.2f}", "quartiles": f"{row['low']:.2f} to {row['high']:.2f}"}
 
 
+def earlier(row: Result) -> dict[str, str]:
+    """The commit of a row that has a machine of its own (`record.rows_before`), for a column of its table."""
+    return {"measured before, at commit": row["machine"]["commit"]} if "machine" in row else {}
+
+
 def machine(result: Result) -> str:
     """One line that says where, with what and when a result was measured."""
     forms = {"gpu": "{}", "processor": "{}", "threads": "{} threads", "torch": "torch {}", "triton": "Triton {}"}

@@ -47,6 +47,8 @@ def fail(model: Any) -> None:
 
 @pytest.mark.slow
 def test_modes_are_measured_and_written(tmp_path: Path) -> None:
+    earlier = {"machine": {"commit": "abc"}, "modes": [{"mode": BASE, "median": 1.0}, {"mode": "other", "median": 2.0}]}
+    (tmp_path / "gpu_fsdp_2_layers_2_gpus.json").write_text(json.dumps(earlier))
     rows, others = run_ranks(2, measure, str(tmp_path))
     assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE, OURS]  # none after the deadline
     base, eager, broken, wide, ours = rows
@@ -68,7 +70,7 @@ def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     assert eager["ratio"] == statistics.median(turns)
 
     written = json.loads((tmp_path / "gpu_fsdp_2_layers_2_gpus.json").read_text())
-    assert written["modes"] == rows
+    assert written["modes"] == [*rows, {"machine": {"commit": "abc"}, "mode": "other", "median": 2.0}]
     assert written["setting"]["world"] == 2
     assert written["bytes_per_second"] > 0
     network = json.loads((tmp_path / "gpu_network_direct.json").read_text())

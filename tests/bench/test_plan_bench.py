@@ -1,11 +1,16 @@
 """bench/gpu/plan.py, the model small and on the CPU."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench import record
 from bench.gpu import plan
+from bench.report.plan import configurations
 from octavo.plan.hardware import find_gpu
 
 SMALL = plan.MODELS["8b"].change(
@@ -49,6 +54,32 @@ def test_the_plan_is_within_its_aims_of_what_was_measured() -> None:
 def test_a_row_of_another_configuration_is_refused() -> None:
     with pytest.raises(ValueError, match="no configuration"):
         plan.planned_again({"model": "8b", "recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time one of six configurations fails and one is not reached; the second time these two are run."""
+    runs: list[int] = []
+
+    def measure(configs: list[tuple[int, plan.Config]], there: int, gpu: plan.Gpu) -> Iterator[plan.Row]:
+        runs.append(len(configs))
+        for gpus, config in configs[: 5 if len(runs) == 1 else None]:
+            failed = {"error": "exit code 1"} if len(runs) == 1 and gpus == 2 else {"seconds": [1.0], "peak_bytes": 1e9}
+            yield plan.compared(config, gpus, gpu, failed)
+
+    monkeypatch.setattr(plan, "measure", measure)
+    monkeypatch.setattr(plan, "gpu_here", lambda: find_gpu("h200"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "facts", lambda: {"commit": f"commit {len(runs)}"})
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", "1b", "--missing"])
+    for _ in range(3):
+        plan.main()
+    assert runs == [6, 2, 0]
+    result = json.loads((tmp_path / "gpu_plan_1b.json").read_text())
+    assert [plan.configuration_of(row) for row in result["rows"]] == plan.CONFIGURATIONS
+    commits = [row.get("measured before, at commit") for row in configurations({"gpu_plan_1b": result})]
+    assert commits == [*["commit 1"] * 4, None, None]
+    assert result["machine"]["commit"] == "commit 2"
 
 
 @pytest.mark.parametrize("model", plan.MODELS)
