@@ -167,6 +167,25 @@ def test_runs_that_differ_in_more_than_recipe_and_seed_are_not_merged(trained: P
         command.merge(tmp_path)
 
 
+def test_speeds_of_two_gpus_are_added_to_the_losses_that_are_there(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    record.RESULTS.mkdir()
+    before = command.merge(trained)
+    record.write("recipes", before)
+    for name, machine in (("rowwise", "a"), ("blockwise", "a"), ("tensorwise", "b")):
+        (tmp_path / name).mkdir()
+        speeds = {"machine": machine, "layers": 2, "recipes": {name: {"ratio": 1.5}}}
+        (tmp_path / name / "speed.json").write_text(json.dumps(speeds))
+        if machine == "a":
+            found = command.merge(tmp_path)
+    assert found["speed"]["recipes"] == {"rowwise": {"ratio": 1.5}, "blockwise": {"ratio": 1.5}}
+    assert found["recipes"] == before["recipes"]
+    with pytest.raises(ValueError, match="of one machine"):
+        command.merge(tmp_path)
+
+
 # --- Errors and speed ------------------------------------------------------------------------------------------
 
 

@@ -73,20 +73,24 @@ def write(out: Path, name: str, result: dict[str, Any]) -> None:
 def merge(folder: Path) -> dict[str, Any]:
     """The files below `folder` as one result: the gaps of each recipe, and errors.json and speed.json where they are.
 
-    A run whose loss is not finite is counted in "diverged", and is in no mean.
+    A run whose loss is not finite is counted in "diverged", and is in no mean. If `folder` has no runs, its errors and
+    speeds replace those of bench/results/recipes.json.
 
     Raises:
-        ValueError: a run comes twice, runs have different settings or texts, or none is of BF16.
+        ValueError: a run comes twice, runs have different settings or texts, or none is of BF16; errors or speeds are
+            of several machines or commits.
     """
     files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
+    parts = {name: part for name in ("errors", "speed") if (part := part_of(name, files))}
     runs = [content for content in files.values() if "seed" in content]
+    if parts and not runs:
+        return {**json.loads((record.RESULTS / "recipes.json").read_text()), **parts}
     keys = [(run["mode"], run["seed"]) for run in runs]
     if not any(mode == BASE for mode, _ in keys) or len(set(keys)) < len(keys):
         raise ValueError(f"{folder} must hold each run once, those of {BASE} among them; it holds {sorted(keys)}")
     check_alike(runs)
     final = {(run["mode"], run["seed"]): run["final"] for run in runs if run["final"] is not None}
     bf16 = [loss for (mode, _), loss in final.items() if mode == BASE]
-    others = {path.stem: content for path, content in files.items() if path.stem in ("errors", "speed")}
     first = runs[0]
     size = first["settings"]
     return {
@@ -94,8 +98,17 @@ def merge(folder: Path) -> dict[str, Any]:
         "tokens": size["steps"] * size["batch"] * size["context"],
         "bf16": {"losses": bf16, "spread": statistics.stdev(bf16) / statistics.mean(bf16) if len(bf16) > 1 else None},
         "recipes": {name: losses_of(name, runs, final) for name in VARIANTS if any(name == mode for mode, _ in keys)},
-        **{name: others.get(name) for name in ("errors", "speed")},
+        **{name: parts.get(name) for name in ("errors", "speed")},
     }
+
+
+def part_of(name: str, files: dict[Path, dict[str, Any]]) -> dict[str, Any] | None:
+    """The rows of all files NAME.json: two GPUs can measure some recipes each, beside a BF16 of their own."""
+    found = [content for path, content in files.items() if path.stem == name]
+    if any(each | {"recipes": 0} != found[0] | {"recipes": 0} for each in found):
+        raise ValueError(f"all files {name}.json must be of one machine, day, commit and size")
+    rows = {recipe: row for each in found for recipe, row in each["recipes"].items()}
+    return found[0] | {"recipes": rows} if found else None
 
 
 def losses_of(name: str, runs: list[dict[str, Any]], final: dict[tuple[str, int], float]) -> dict[str, Any]:
