@@ -66,7 +66,7 @@ def test_backward(cast, shape, dtype, kind, biased):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-@pytest.mark.parametrize("cast", CASTS, ids=name_of)
+@pytest.mark.parametrize("cast", [*CASTS, Cast("int8")], ids=name_of)
 def test_backward_makes_the_bytes_of_forward_again(cast, shape, dtype, kind):
     u, dh, _, _ = given(kind, shape, dtype)
     first, again = activation_quantize(u, kind, cast), backward(dh, u, kind, h_cast=cast).h

@@ -6,7 +6,7 @@ bounds are those of promoted sums in test_gemm_gpu.
 
 import pytest
 import torch
-from gemm_examples import check_columns, errors_and_bounds, on_gpu, operands
+from gemm_examples import check_columns, errors_and_bounds, on_gpu, operands, wide, wide_in_bf16
 from gpu_memory import poison
 from hopper import ONLY_HOPPER
 
@@ -30,8 +30,8 @@ def product(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, residual=No
     return kernel.scaled_mm(*operands, bias, dtype, residual, how)
 
 
-def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None) -> None:
-    error, bound = errors_and_bounds(y, a, b, bias, False)
+def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, widen=wide) -> None:
+    error, bound = errors_and_bounds(y, a, b, bias, False, widen)
     assert (error <= bound).all(), (error / bound).max()
 
 
@@ -106,16 +106,16 @@ def test_the_operation_runs_on_it(pair, m):
 @pytest.mark.parametrize("size", [(4096, 512), (515, 129)], ids=str)
 @pytest.mark.parametrize("pair", ["group32", "group64", "group64-e5m2", "mx"])
 def test_worst_row_of_a_large_m(pair, size):
-    """A BF16 product of the widened operands. Their rounding takes the place of the tensor core's 14 bits."""
+    """A BF16 product of the widened operands, which are rounded to BF16 first."""
     k, n = size
     a, b = operands(pair, MAX_M_OF_GROUPS + 1, k, n)
     gpu_a, gpu_b, bias = on_gpu(a), on_gpu(b), torch.randn(n)
     for dtype in (torch.bfloat16, torch.float32):
         poison()
-        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype), a, b)
-        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype).t(), b, a)
+        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype), a, b, widen=wide_in_bf16)
+        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype).t(), b, a, widen=wide_in_bf16)
         rounded = bias.to(dtype)
-        check(scaled_mm(gpu_a, gpu_b, bias=rounded.cuda(), out_dtype=dtype), a, b, rounded)
+        check(scaled_mm(gpu_a, gpu_b, bias=rounded.cuda(), out_dtype=dtype), a, b, rounded, wide_in_bf16)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

@@ -49,6 +49,11 @@ def wide(q: QTensor) -> np.ndarray:
     return q.data.double().numpy() * scale
 
 
+def wide_in_bf16(q: QTensor) -> np.ndarray:
+    """`wide`, rounded to float32 and then to BF16: the operand of a BF16 product."""
+    return torch.from_numpy(wide(q)).float().bfloat16().double().numpy()
+
+
 def worst_row(y: torch.Tensor, exact: np.ndarray) -> float:
     """The largest relative error of a row."""
     error = np.linalg.norm(y.double().numpy() - exact, axis=1)
@@ -72,10 +77,15 @@ def row_norm(y: np.ndarray) -> np.ndarray:
 
 
 def errors_and_bounds(
-    y: torch.Tensor, a: QTensor, b: QTensor, bias: torch.Tensor | None, fast: bool
+    y: torch.Tensor,
+    a: QTensor,
+    b: QTensor,
+    bias: torch.Tensor | None,
+    fast: bool,
+    widen: Callable[[QTensor], np.ndarray] = wide,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The error of each row of y and its bound, from the operands on the CPU."""
-    wide_a, wide_b = wide(a), wide(b)
+    """The error of each row of y and its bound, from the operands on the CPU, whose numbers `widen` gives."""
+    wide_a, wide_b = widen(a), widen(b)
     product = wide_a @ wide_b.T
     exact = product if bias is None else product + bias.double().numpy()
     loss = PROMOTED + (2.0**-13 * math.ceil(a.shape[1] / 32) if fast else 0)

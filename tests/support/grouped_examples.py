@@ -1,5 +1,7 @@
 """Ragged groups, quantized operands for grouped GEMMs, and the product of each group in float64."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from gemm_examples import PAIRS, wide
@@ -46,9 +48,11 @@ def stacked(matrices: list[QTensor]) -> QTensor:
     return QTensor(data, scale, matrices[0].format, matrices[0].granularity)
 
 
-def exact(a: QTensor, b: QTensor, sizes: list[int], power: int = 1) -> np.ndarray:
-    """y [M, N] of the same quantized operands, or of a power of them, in float64; zeros behind the groups."""
-    wide_a, wide_b = (wide(q) ** power for q in (a, b))
+def exact(
+    a: QTensor, b: QTensor, sizes: list[int], power: int = 1, widen: Callable[[QTensor], np.ndarray] = wide
+) -> np.ndarray:
+    """y [M, N] of the numbers that `widen` gives, or of a power of them, in float64; zeros behind the groups."""
+    wide_a, wide_b = (widen(q) ** power for q in (a, b))
     y = np.zeros((wide_a.shape[0], wide_b.shape[1]))
     for e, rows in enumerate(rows_of(sizes)):
         y[rows] = wide_a[rows] @ wide_b[e].T
