@@ -7,6 +7,7 @@ from attention_fp8_oracle import quantized
 from metrics import sqnr
 
 from octavo.ops import fp8_attention, fp8_attention_backward, fp8_attention_limit
+from octavo.ops.attention_fp8 import op
 
 SHAPES = [  # batch, heads, heads of keys, tokens, keys
     (2, 4, 2, 96, 96),
@@ -91,6 +92,14 @@ def test_refused_calls():
         fp8_attention(q.data, k.data, v.data[:, :1], *scales)
     with pytest.raises(ValueError, match="k_scale must be float32 with one element"):
         fp8_attention(q.data, k.data, v.data, q.scale, torch.ones(2), v.scale)
+
+
+def test_one_query_needs_no_cudnn(monkeypatch):
+    q, k, v, _ = map(quantized, oracle.given(1, 4, 2, 1, 5))
+    values = q.data, k.data, v.data, q.scale, k.scale, v.scale
+    expected = fp8_attention(*values).y
+    monkeypatch.setattr(op, "_runs_cudnn", lambda q: True)
+    assert torch.equal(fp8_attention(*values).y, expected)
 
 
 def test_limits():

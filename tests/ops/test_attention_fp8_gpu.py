@@ -56,10 +56,10 @@ def test_both_passes(shape):
     assert torch.allclose(amax.double(), torch.stack([g.abs().amax() for g in expected[1:]]), rtol=0.15)
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 200, 1000])
-def test_the_forward_pass_takes_any_length(tokens):
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 300), (2, 2), (63, 63), (200, 200), (1000, 1000)])
+def test_the_forward_pass_takes_any_length(tokens, keys):
     torch.manual_seed(4)
-    x = oracle.given(2, 4, 2, tokens, tokens, device="cuda")[:3]
+    x = oracle.given(2, 4, 2, tokens, keys, device="cuda")[:3]
     poison()
     assert sqnr(oracle.exact(*x, torch.zeros_like(x[0]))[0], forward(x)[3].y) > 20
 

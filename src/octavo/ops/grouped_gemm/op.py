@@ -37,7 +37,8 @@ def grouped_mm(
         b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
             row scales matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-        out_dtype: of y. Sums are float32; with row scales a GPU rounds them to BF16 first.
+        out_dtype: of y. Sums are float32; with row scales a GPU rounds them to BF16 first. With groups of 32 or 64 and
+            more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands and the sums to BF16.
         fast_accumulation, emulate: as in `scaled_mm`.
 
     Raises:
