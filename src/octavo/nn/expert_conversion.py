@@ -16,8 +16,8 @@ from octavo.nn.conversion_report import Row
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import LEAST_SIDE, GroupedLinear
 from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.module_class import class_name, is_fsdp_module
 from octavo.nn.transformers_fusion import SILU
-from octavo.nn.weight_cache import class_name, shards
 from octavo.ops import find_grouped_backend
 from octavo.ops.checks import FLOATS
 from octavo.ops.grouped_gemm import ALIGNMENT
@@ -111,7 +111,7 @@ def _reason(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device
     fusable = recipe.fusable
     if fusable is None:
         return f"the recipe {recipe.name} has no grouped GEMM: rowwise has one"
-    if shards(module):
+    if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if any(w.dtype not in FLOATS for w in weights):
         return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"

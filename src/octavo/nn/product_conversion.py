@@ -14,8 +14,8 @@ from octavo.nn.attention import MultiheadAttention, input_weights, is_convertibl
 from octavo.nn.conversion_report import Row
 from octavo.nn.convolution import PatchConvolution, gemm_shape, is_gemm
 from octavo.nn.linear import convert_layer, restore_layer
+from octavo.nn.module_class import is_fsdp_module
 from octavo.nn.selection import ATTENTION_OUTPUT, skipped_by_name
-from octavo.nn.weight_cache import shards
 from octavo.ops.checks import FLOATS
 from octavo.recipe import Recipe
 
@@ -27,7 +27,7 @@ def find_products(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_convertible(module: nn.Module) -> bool:
     known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
-    return known and not shards(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
+    return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
 
 
 def product_rows(products: Mapping[str, nn.Module], skip: Sequence[str]) -> tuple[Row, ...]:

@@ -9,9 +9,9 @@ from octavo.nn.layer_limits import check_module
 from octavo.nn.linear import RecipeLayer, restore_layer
 from octavo.nn.mixed_class import parts_of
 from octavo.nn.mlp import SwiGLU
+from octavo.nn.module_class import is_fsdp_module
 from octavo.nn.timm_fusion import VisionBlock
 from octavo.nn.transformers_fusion import DecoderLayer
-from octavo.nn.weight_cache import shards
 
 # Our part of a mixed class -> the attributes that `convert` added with it.
 _ADDED: dict[type, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ def restore(model: nn.Module) -> list[str]:
     """
     check_module(model, "restore")
     for name, module in model.named_modules():
-        if isinstance(module, RecipeLayer) and shards(module):
+        if isinstance(module, RecipeLayer) and is_fsdp_module(module):
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"

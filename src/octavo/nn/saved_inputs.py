@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.nn.diffusers_fusion import is_plain_attention
 from octavo.nn.linear import Linear
-from octavo.nn.weight_cache import class_name
+from octavo.nn.module_class import class_name
 
 # Attentions of transformers that multiply the result of PyTorch's attention by `o_proj`, and nothing else.
 TRANSFORMERS = tuple(

@@ -9,8 +9,8 @@ from torch import nn
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.coverage import find_coverage
 from octavo.nn.linear import Linear
+from octavo.nn.module_class import is_fsdp_module
 from octavo.nn.parallel import ParallelLinear
-from octavo.nn.weight_cache import shards
 from octavo.ops.checks import FLOATS
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
@@ -92,9 +92,9 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return "its weight is an embedding's"
     if by_name := skipped_by_name(name, outputs, inputs, skip):
         return by_name
-    if shards(module) and isinstance(module, Linear):
+    if is_fsdp_module(module) and isinstance(module, Linear):
         return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
-    if shards(module):
+    if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if id(module) in read:
         return ATTENTION_OUTPUT

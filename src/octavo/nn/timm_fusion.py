@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import GELU
+from octavo.nn.module_class import is_of_library
 from octavo.nn.norm_linear import NormLinear, child, watched
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.weight_cache import is_of_library
 
 
 def fuse_vision_blocks(model: nn.Module) -> None:

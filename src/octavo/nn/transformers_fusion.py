@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.mlp import FusedMLP, SwiGLU
+from octavo.nn.module_class import class_name
 from octavo.nn.norm_linear import RMS_NORMS, NormLinear, child, watched
 from octavo.nn.parallel import parallel_of
 from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.weight_cache import WeightCache, class_name
+from octavo.nn.weight_cache import WeightCache
 
 DECODER_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")

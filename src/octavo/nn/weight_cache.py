@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_module
+from octavo.nn.module_class import is_fsdp_module
 from octavo.nn.parallel import parallel_of
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
@@ -175,7 +176,7 @@ def _fill(caches: Sequence[CachedStack]) -> None:
 def _caches(model: nn.Module) -> list[CachedStack]:
     """The caches to fill, with layers and casts: stacks first, then other layers; none that FSDP manages."""
     caches: list[CachedStack] = []
-    taken = {id(layer) for module in model.modules() if shards(module) for layer in module.modules()}
+    taken = {id(layer) for module in model.modules() if is_fsdp_module(module) for layer in module.modules()}
     owners = [module for module in model.modules() if isinstance(module, Caches)]
     for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
         cached = module.cached_weights()
@@ -183,19 +184,3 @@ def _caches(model: nn.Module) -> list[CachedStack]:
             caches.append((module.weight_cache, *cached))
             taken.update(map(id, cached[0]))
     return caches
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of the class that a module had before `fully_shard` made it a subclass."""
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if shards(module) else name
-
-
-def is_of_library(module: nn.Module, library: str, name: str) -> bool:
-    """Whether `module` is an instance of the class `name` of a library, which need not be imported to ask."""
-    return type(module).__module__.startswith(f"{library}.") and class_name(module) == name
-
-
-def shards(module: nn.Module) -> bool:
-    """Whether FSDP manages this module, by the name of its class: importing FSDP takes long."""
-    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

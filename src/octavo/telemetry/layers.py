@@ -15,9 +15,9 @@ from octavo.nn.backends import gemm_backends
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.mlp import FusedMLP
+from octavo.nn.module_class import class_name
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.observer import ExpertObserver, Observer
-from octavo.nn.weight_cache import class_name
 from octavo.ops import Backend, find_grouped_backend
 from octavo.recipe import Recipe
 from octavo.telemetry.experts import ExpertStack, expert_stacks
