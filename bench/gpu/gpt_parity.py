@@ -105,7 +105,7 @@ def train(trainer: Trainer) -> dict[str, Any]:
     return {
         "corpus": {"fingerprint": trainer.state.fingerprint},
         "tokens": tokens,
-        "epochs": tokens / (trainer.training.sequences * config.context),
+        "epochs": tokens / (trainer.data.training.sequences * config.context),
         "curve": [statistics.fmean(losses[i : i + CURVE_STEPS]) for i in range(0, len(losses), CURVE_STEPS)],
         "final": final,
     }

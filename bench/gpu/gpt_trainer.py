@@ -24,7 +24,7 @@ from octavo.train.checkpoint import TrainState
 from octavo.train.config import Config
 from octavo.train.data import Batches, Corpus, build_corpus
 from octavo.train.evaluation import next_token_loss
-from octavo.train.loop import Trainer
+from octavo.train.loop import Trainer, TrainingData
 from octavo.train.model import convert_model, make_model
 from octavo.train.optimizer import make_optimizer
 from octavo.train.tables import Compile, ExpertSettings
@@ -115,9 +115,10 @@ def trainer_of(
     state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
     parts = data.corpus.train, data.corpus.validation
     training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
+    batches = TrainingData(training, held_out, data.tokenizer, data.report)
     folder = Path("unused")  # `step` and `evaluate` write nothing
     places = RunFolder(folder), FolderLock(folder), Console(quiet=True)
-    return Trainer(config, state, training, held_out, data.tokenizer, data.report, *places), converted
+    return Trainer(config, state, batches, *places), converted
 
 
 def padded(config: Config) -> int:
@@ -135,7 +136,8 @@ def restart(trainer: Trainer, data: Data, seed: int) -> None:
     state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
     load_scale_state(state.model, {name: torch.zeros_like(t) for name, t in scale_state(state.model).items()})
     state.optimizer, state.step = make_optimizer(state.model, config), 0
-    trainer.training = Batches(data.corpus.train, config.context, config.batch, seed)
+    training = Batches(data.corpus.train, config.context, config.batch, seed)
+    trainer.data = trainer.data._replace(training=training)
 
 
 # --- The check -------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
     """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
     restart(trainer, data, 0)
     model, config = trainer.model.train(), trainer.config
-    next_token_loss(trainer.model, trainer.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
+    next_token_loss(trainer.model, trainer.data.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
     linears = {
         name: m.weight.grad for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     }

@@ -212,7 +212,7 @@ def test_the_operands_are_those_of_the_layer(data: Data) -> None:
         x, dy = found[name]
         assert (x.shape, dy.shape) == ((64, layer.in_features), (64, layer.out_features))
         assert layer.weight.grad is None
-    loss = next_token_loss(trainer.model, trainer.training.at(0), torch.device("cpu"), "bf16")
+    loss = next_token_loss(trainer.model, trainer.data.training.at(0), torch.device("cpu"), "bf16")
     torch.autograd.backward(loss)
     for name, layer in layers.items():
         x, dy = (t.double() for t in found[name])

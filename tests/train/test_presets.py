@@ -53,7 +53,7 @@ def test_memory_counts_the_parts_of_each_process(monkeypatch):
 def test_a_tokenizer_by_its_name(begin, go_on, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     trainer = begin(tokenizer=f"hf:{tmp_path / 'tokenizer'}", steps=4)
-    assert trainer.tokenizer.encode("ab") == [97, 98]
+    assert trainer.data.tokenizer.encode("ab") == [97, 98]
     trainer.run()
     (tmp_path / "tokenizer").rename(tmp_path / "gone")
     assert go_on(tmp_path / "run", "--steps", "5").run().step == 5

@@ -27,7 +27,7 @@ def logged(settings):
 
 
 def trained_text(trainer):
-    parts = (trainer.training._tokens, trainer.validation._tokens)
+    parts = (trainer.data.training._tokens, trainer.data.validation._tokens)
     return bytes(np.concatenate(parts).astype(np.uint8)).decode()
 
 
@@ -42,8 +42,8 @@ def test_the_log_says_what_was_read_and_skipped(logged, records, text, tmp_path)
     assert lines[0].startswith("read 1 file (")
     assert trained_text(trainer) == text.read_text() + "\n"
     trainer.run()
-    assert records(trainer.run_folder.path, "data")[0] == trainer.read.to_dict()
-    assert trainer.read.to_dict()["skipped"]["not UTF-8"] == {"count": 1, "bytes": 4, "examples": ["latin.txt"]}
+    assert records(trainer.run_folder.path, "data")[0] == trainer.data.read.to_dict()
+    assert trainer.data.read.to_dict()["skipped"]["not UTF-8"] == {"count": 1, "bytes": 4, "examples": ["latin.txt"]}
 
 
 def test_rows_are_trained_on_as_text(logged, tmp_path):
@@ -84,13 +84,13 @@ def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_pat
     (tmp_path / "data.txt").write_text(text.read_text().replace("a", "ä"), encoding="utf-8")
     setup = {"data": (str(tmp_path / "data.txt"),), "tokenizer": "characters", "sampling": "random", "recipe": "bf16"}
     first = start_run(settings(**setup, steps=3), Console(quiet=True))
-    assert first.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
-    assert type(first.training) is RandomBatches
-    assert type(first.validation) is Batches
+    assert first.data.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
+    assert type(first.data.training) is RandomBatches
+    assert type(first.data.validation) is Batches
     first.run()
     resumed = resume_run(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
-    assert resumed.tokenizer.characters == first.tokenizer.characters
-    assert all(torch.equal(a, b) for a, b in zip(resumed.training.at(9), first.training.at(9), strict=True))
+    assert resumed.data.tokenizer.characters == first.data.tokenizer.characters
+    assert all(torch.equal(a, b) for a, b in zip(resumed.data.training.at(9), first.data.training.at(9), strict=True))
     assert resumed.run().step == 4
 
 

@@ -61,7 +61,9 @@ def operands(trainer: Trainer, layers: dict[str, nn.Linear], batch: int) -> Pass
 
     handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
     trainer.model.train()
-    loss = next_token_loss(trainer.model, trainer.training.at(batch), trainer.state.device, trainer.config.precision)
+    loss = next_token_loss(
+        trainer.model, trainer.data.training.at(batch), trainer.state.device, trainer.config.precision
+    )
     torch.autograd.backward(loss)
     trainer.model.zero_grad()
     for handle in handles:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -68,6 +68,15 @@ class Result:
     interrupted: str | None
 
 
+class TrainingData(NamedTuple):
+    """The batches of a run, the tokenizer of its text, and the report of the text that was read."""
+
+    training: Batches
+    validation: Batches
+    tokenizer: Tokenizer
+    read: ReadReport
+
+
 class Trainer:
     """A run in progress. `state` is what a checkpoint saves; `lock` keeps other programs out of the run's folder."""
 
@@ -75,21 +84,16 @@ class Trainer:
         self,
         config: Config,
         state: TrainState,
-        training: Batches,
-        validation: Batches,
-        tokenizer: Tokenizer,
-        read: ReadReport,
+        data: TrainingData,
         run: RunFolder,
         lock: AbstractContextManager[Any],
         console: Console,
         loss: Loss = whole_loss,
-        actions: Actions | None = None,
     ) -> None:
-        self.config, self.state, self.console = config, state, console
+        self.config, self.state, self.data, self.console = config, state, data, console
         self.run_folder, self.lock = run, lock
-        self.training, self.validation, self.tokenizer, self.read = training, validation, tokenizer, read
         self.model, self.loss = state.model, loss
-        self.actions, self.recent = Actions() if actions is None else actions, RecentSteps()
+        self.actions, self.recent = Actions.read(run), RecentSteps()
         self.watch: Watch | None = None
         self.delayed = next(histories(state.model), None) is not None
         self.flops_per_token = flops_per_token(state.model, config.context)
@@ -111,7 +115,7 @@ class Trainer:
             warning = EarlyWarning(config, state, self.run_folder, self.recent, remedies, self.watch, self.passes)
             with clock.paused():
                 precision = precision_of(self.model, state.device)
-                metrics.write(state.step, data=self.read.to_dict(), precision=precision, dtypes=self._dtypes())
+                metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, dtypes=self._dtypes())
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
                 # Read once a step: what comes later in this turn is for the next.
@@ -170,7 +174,7 @@ class Trainer:
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
         for micro in range(config.accumulate):
-            loss = self._loss(*self.training.at(first + micro))
+            loss = self._loss(*self.data.training.at(first + micro))
             state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / config.accumulate
@@ -181,7 +185,7 @@ class Trainer:
         config, device = self.config, self.state.device
         loss, _ = mean_loss(
             self.model,
-            self.validation,
+            self.data.validation,
             device,
             precision=config.precision,
             count=config.evaluate_batches,
@@ -193,9 +197,9 @@ class Trainer:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
         with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
-            prompts = [self.tokenizer.encode("\n")]
+            prompts = [self.data.tokenizer.encode("\n")]
             steps = Engine(self.model, context=self.config.context).generate(prompts, count, Sampling(seed=0))
-            return "".join(piece for [piece] in stream_texts(self.tokenizer, prompts, steps))
+            return "".join(piece for [piece] in stream_texts(self.data.tokenizer, prompts, steps))
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
@@ -237,7 +241,7 @@ class Trainer:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
-        inputs, targets = self.validation.at(0)
+        inputs, targets = self.data.validation.at(0)
         with eager(), own_random(self.state.device):
             return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 

@@ -18,7 +18,6 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.nn import seed_scales
 from octavo.recipe import get_recipe
 from octavo.text import ReadReport, absolute_source
-from octavo.train.actions import Actions
 from octavo.train.blocks import allow_compilations
 from octavo.train.boards import event_writer, wandb
 from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
@@ -27,7 +26,7 @@ from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open
 from octavo.train.header import header_text
 from octavo.train.hugging_face import check_folder, positions_of
 from octavo.train.log import print_line
-from octavo.train.loop import Trainer
+from octavo.train.loop import Trainer, TrainingData
 from octavo.train.mesh import Degrees, check_async_tp, check_parallel, find_degrees
 from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
 from octavo.train.optimizer import make_optimizer
@@ -150,7 +149,7 @@ def _describe(trainer: Trainer) -> None:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
-        save_description(trainer.model, trainer.tokenizer, trainer.config, run.model)
+        save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
     except OSError as error:
         raise write_error(run.path, error) from error
 
@@ -187,9 +186,7 @@ def prepare_run(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     tokenizer, read, corpus = read_data(config, run, console) if data is None else data
-    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
-    training = draw(corpus.train, config.context, config.batch, config.seed, share)
-    validation = Batches(corpus.validation, config.context, config.batch, None, share)
+    batches = _make_batches(config, corpus, degrees.share(rank()))
     offload = config.optimizer.offload
     storage = torch.device("cpu") if offload else device
     check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
@@ -213,8 +210,14 @@ def prepare_run(
         print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
-    actions = Actions.read(run)
-    return Trainer(config, state, training, validation, tokenizer, read, run, lock, console, made.loss, actions)
+    return Trainer(config, state, TrainingData(*batches, tokenizer, read), run, lock, console, made.loss)
+
+
+def _make_batches(config: Config, corpus: Corpus, share: tuple[int, int]) -> tuple[Batches, Batches]:
+    """The batches to train and to evaluate on, of which this rank takes its `share`."""
+    draw = RandomBatches if config.sampling == "random" else Batches
+    training = draw(corpus.train, config.context, config.batch, config.seed, share)
+    return training, Batches(corpus.validation, config.context, config.batch, None, share)
 
 
 def _check_settings(config: Config) -> tuple[Degrees, torch.device]:
