@@ -90,6 +90,10 @@ def run() -> None:
     An error that the user can mend is one message and exit code 1, not a traceback. A warning is one line. If the
     reader of standard output ends first, as `head` does, the program ends quietly with the exit code of other Unix
     tools.
+
+    Raises:
+        ModuleNotFoundError: a package is not installed whole. The traceback shows the module that needs it. (For a
+            package of an extra, `octavo.extras.import_extra` raises an ImportError, which is one message.)
     """
     code: int | str | None = 1
     hide_logs()
@@ -98,6 +102,8 @@ def run() -> None:
         app(prog_name="octavo")
     except SystemExit as ended:
         code = ended.code
+    except ModuleNotFoundError:
+        raise
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         say(f"error: {error}", "red", error=True)
     try:

@@ -81,6 +81,15 @@ def test_the_transpose_places_rows(size, shifted):
         assert_same(torch.ops.octavo.transpose(data, shift, None, place), expected)
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.detach, torch.neg], ids=["given", "computed"])
+def test_compiled_code_searches_in_a_slice_of_offsets(change):
+    def groups(values):
+        return group_of_rows(change(values)[1:], 7)
+
+    values = change(torch.tensor([1, 3, 5], dtype=torch.int32, device="cuda"))
+    assert torch.compile(groups, fullgraph=True)(values).tolist() == [0, 0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("cast", [ROW_W, Cast(), Cast(scale="pow2", relative_floor=0.25)], ids=lambda c: c.spec)
 @pytest.mark.parametrize("shape", [(3, 5, 16), (8, 1000, 512), (128, 256, 200)], ids=str)
 def test_quantize_matrices(shape, cast):

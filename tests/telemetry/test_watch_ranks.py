@@ -11,6 +11,7 @@ from fsdp_examples import batch, blocks, sharded
 from ranks import run_ranks
 from tensor_parallel_examples import make_model, mesh_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.dist import fp8_all_gather, tensor_parallel
@@ -61,7 +62,9 @@ def of_ranks(rank, folder):
     gathered = record(model, mine, mean_square)
     model = make_model("llama")
     octavo.convert(model)
-    tensor_parallel(model, mesh_of(2))
+    mesh = mesh_of(1, 2)
+    tensor_parallel(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])  # rows of weights are divided by both meshes
     parallel = record(model, tokens(), entropy)
     dist.barrier()
     return wide, gathered, parallel

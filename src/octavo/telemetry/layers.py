@@ -204,7 +204,7 @@ def _shape(module: Any) -> tuple[int, int]:
     weight = weight_of(module)
     if isinstance(module, ExpertStack):
         return weight.shape[0] * weight.shape[1], weight.shape[2]
-    return weight.shape[0], weight[0].numel()
+    return weight.shape[0], weight.shape[1:].numel()
 
 
 def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -44,9 +44,11 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
     """int32 [rows]: the number of the group of each row; E, the number of groups, for rows beyond the last group."""
-    return torch.searchsorted(
-        offsets, torch.arange(rows, device=offsets.device, dtype=torch.int32), right=True, out_int32=True
-    )
+    # Inductor of PyTorch 2.11 cannot search in a slice, or searches in the tensor that it is cut from, and removes a
+    # clone. The clamp changes nothing, and its result is a tensor of its own.
+    offsets = offsets.clamp(min=0)
+    every = torch.arange(rows, device=offsets.device, dtype=torch.int32)
+    return torch.searchsorted(offsets, every, right=True, out_int32=True)
 
 
 def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
