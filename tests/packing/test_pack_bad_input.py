@@ -96,3 +96,19 @@ def test_sources_that_cannot_be_packed(llama: Path, tmp_path: Path) -> None:
         pack(other, out)
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("described", "name"),
+    [
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "ViTForImageClassification"),
+        ({"model_type": "resnet", "architectures": ["ResNetModel"]}, "ResNetModel"),  # has no get_input_embeddings
+        ({"model_type": "vit"}, "model of the type vit"),
+    ],
+)
+def test_a_model_of_images_cannot_be_packed(tmp_path: Path, described: dict[str, Any], name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(
+        ArtifactError, match=f"describes a {name}, which is neither a language model nor a text encoder"
+    ):
+        pack(tmp_path, tmp_path / "out")

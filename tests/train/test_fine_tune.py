@@ -167,6 +167,13 @@ def test_a_model_type_that_transformers_lacks(begin, source, tmp_path):
 
 
 @llama_only
+def test_a_model_type_without_a_causal_language_model(begin, source, tmp_path):
+    (source / "config.json").write_text('{"model_type": "vit"}')
+    says = ("model_type 'vit'", "no causal language model", "octavo.convert takes any model")
+    refuses(begin, tmp_path, ConfigError, *says, model=str(source))
+
+
+@llama_only
 def test_missing_weights_are_not_drawn_at_random(begin, source, tmp_path):
     weights = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -92,8 +92,8 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     (`octavo.hf.gpt2_as_opt`).
 
     Raises:
-        ArtifactError: transformers does not implement the model, the context is not stated, or tokens run through more
-            experts than there are.
+        ArtifactError: transformers does not implement the model, the model is none of text, the context is not stated,
+            or tokens run through more experts than there are.
         ImportError: transformers is not installed.
     """
     where = folder / "config.json"
@@ -107,16 +107,32 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     check_expert_counts(config, str(where))
     settings: Any = copy.deepcopy(dict(config)) | {"name_or_path": str(folder)}  # transformers edits what it is given
     described = transformers.AutoConfig.for_model(**settings)
-    named = [getattr(transformers, name, None) for name in described.architectures or ()]
+    model = _text_model(transformers, described)
+    if model is None:
+        name = next(iter(described.architectures or ()), f"model of the type {kind}")
+        raise ArtifactError(
+            f"{where} describes a {name}, which is neither a language model nor a text encoder: Octavo packs and loads "
+            "these alone (Llama, Qwen, Mistral, BERT, ...). octavo.convert trains other models, which are saved in BF16"
+        )
     context = getattr(described.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):
         raise ArtifactError(f"{where} must state max_position_embeddings, got {context!r}")
-    with torch.device("meta"):
-        if named and named[0] is not None:
-            model = named[0]._from_config(described, dtype=UNQUANTIZED_DTYPE)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(described, dtype=UNQUANTIZED_DTYPE)
     return MetaModel(model.eval(), config, context, expert_files(model))
+
+
+def _text_model(transformers: Any, config: Any) -> nn.Module | None:
+    """The model of transformers on the meta device; None if it has no single embedding of tokens, as one of images."""
+    named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    make = transformers.AutoModelForCausalLM.from_config if named is None else named._from_config
+    with torch.device("meta"):
+        model: Any = make(config, dtype=UNQUANTIZED_DTYPE)
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return model if isinstance(embedding, nn.Embedding) else None
 
 
 def check_expert_counts(config: Mapping[str, Any], where: str) -> None:

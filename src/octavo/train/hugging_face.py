@@ -71,7 +71,8 @@ def _prepared(model: Any, config: Config) -> nn.Module:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Raise a ConfigError unless transformers implements the model that `folder`/config.json describes, in BF16.
+    """Raise a ConfigError unless transformers has a causal language model of the type that `folder`/config.json
+    states, and its weights are not quantized.
 
     Messages call the folder by `name`, which the settings give it.
     """
@@ -90,6 +91,14 @@ def check_folder(folder: Path, name: str) -> None:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
             "not implement: upgrade transformers, or choose another model"
+        )
+    if kind in transformers.CONFIG_MAPPING and (
+        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
+            "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
+            "training loop of your own"
         )
 
 
