@@ -3,7 +3,9 @@
 For each seed all modes start from the same weights and see the same batches: bytes of Python's standard library, in
 sequences of 2,048. The heads have 128 elements.
 
-    python -m bench.gpu.attention_loss [--seeds 3] [--steps 400] [--modes "bf16,bf16 + FP8 attention"]
+The result is written after each seed, of which all modes are trained.
+
+    python -m bench.gpu.attention_loss [--seeds 3] [--steps 400] [--modes "bf16,bf16 + FP8 attention"] [--seconds 300]
 """
 
 import argparse
@@ -46,24 +48,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=CONFIG.steps)
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no seed after so long")
     options = parser.parse_args()
+    began = time.monotonic()
+    torch._dynamo.config.recompile_limit = 64  # the modes share the code of their blocks
     config = CONFIG.change(steps=options.steps, warmup=min(CONFIG.warmup, options.steps // 10))
     data, final = read_data(config), dict[tuple[str, int], float]()
     result = {"settings": {name: getattr(config, name) for name in ("layers", "width", "heads", "context", "batch")}}
-    for mode in options.modes.split(","):
-        changed = config.change(**MODES[mode])
-        trainer, _ = trainer_of(changed.recipe, changed, data)
-        for seed in range(options.seeds):
-            began = time.perf_counter()
+    changed = {mode: config.change(**MODES[mode]) for mode in options.modes.split(",")}
+    trainers = {mode: trainer_of(each.recipe, each, data)[0] for mode, each in changed.items()}
+    for seed in range(options.seeds):
+        if time.monotonic() - began > options.seconds:
+            break
+        for mode, trainer in trainers.items():
             restart(trainer, data, seed)
             forget(trainer)
             final[mode, seed] = train(trainer)
-            print(f"{mode}, seed {seed}: {final[mode, seed]:.4f}, {time.perf_counter() - began:.0f} s", flush=True)
-        del trainer
-        torch._dynamo.reset()
-        modes = dict.fromkeys(each for each, _ in final)
-        found = {each: {str(s): loss for (m, s), loss in final.items() if m == each} for each in modes}
-        gap = {each: gaps(final, each) for each in modes if each != "bf16"}
+            print(f"{mode}, seed {seed}: {final[mode, seed]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+        found = {mode: {str(s): loss for (m, s), loss in final.items() if m == mode} for mode in trainers}
+        gap = {mode: gaps(final, mode) for mode in trainers if mode != "bf16"}
         tokens = config.steps * config.batch * config.context
         record.write(NAME, {**result, "steps": config.steps, "tokens": tokens, "losses": found, "gaps": gap})
     print(json.dumps(gap, indent=2))
