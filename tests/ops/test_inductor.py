@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from octavo.ops import inductor
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import ROW
+from octavo.numerics.qtensor import QTensor
+from octavo.ops import inductor, scaled_mm
 
 FUNCTION = next(
     name
@@ -39,3 +44,17 @@ def test_a_kernel_is_analysed_once_for_all_its_launches(monkeypatch: pytest.Monk
             assert launched(kernel, args | changes, {}) == ["y"]
     assert len(analysed) == 4
     assert getattr(triton_kernel_wrap, FUNCTION) is analyse
+
+
+def test_an_argument_of_several_operations_is_computed_once() -> None:
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        ones = x.new_ones((16, 1), dtype=torch.float32)  # as a scale that was folded into the other operand
+        scaled = [QTensor(t.to(torch.float8_e4m3fn), ones, E4M3, ROW) for t in (x, w, x + w)]
+        return scaled_mm(scaled[0], scaled[1]) + scaled_mm(scaled[1], scaled[2])
+
+    x, w = torch.randn(2, 16, 32).unbind()
+    torch._dynamo.reset()
+    with fresh_cache():
+        y, code = run_and_get_code(torch.compile(both), x, w)
+    assert torch.equal(y, both(x, w))
+    assert "".join(code).count("empty_strided_cpu((16, 1)") == 1

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from octavo.ops.eager import Operation, on_device_of_first
 from octavo.ops.launching import launch
@@ -116,12 +116,25 @@ def register_lowerings() -> None:
 
     ours = {getattr(torch.ops.octavo, name).default: functions for name, functions in OPERATIONS.items()}
     for op in (*ours, torch.ops.aten._scaled_mm_v2.default):
-        if op not in lowering.lowerings:  # as a call, with the strides that eager code would pass
-            tag = lowering.get_layout_constraint_tag(op, with_default=True)
-            lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)
+        if op not in lowering.lowerings:
+            lowering.make_fallback(op, _place, warn=False)
     for op, functions in ours.items():
         lower = partial(_lower, lowering.lowerings[op], *functions)
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _place(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """The arguments of an operation, in memory and with the strides of the traced ones.
+
+    An argument that several operations take, such as a scale of ones, is thus computed once, and not for each of them.
+    """
+    from torch._inductor.lowering import constrain_to_fake_tensors
+
+    fake_args, fake_kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda input_node: input_node.meta["val"])
+    for leaf in tree_leaves((args, kwargs)):
+        if hasattr(leaf, "realize"):
+            leaf.realize()
+    return constrain_to_fake_tensors(args, kwargs, fake_args, fake_kwargs)
 
 
 def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool], *args: Any) -> Any:
