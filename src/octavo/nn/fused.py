@@ -14,48 +14,31 @@ x + residual is computed in the norm's pass, and its gradient is added in the no
 are x + residual and u; the bytes of n, h and w are computed again.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.nn.composite_operations import SOURCE, composite, read_recipe
+from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_function import LinearCall, shaped
+from octavo.nn.linear_function import LinearCall
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,
     dx_operand,
     mantissa,
     quantize_folded,
-    scale_folded,
     transposed,
     weight_transposed,
 )
 from octavo.nn.stacked_weights import Stack, StackInfo
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import activation_backward, activation_quantize, norm_backward, norm_quantize, quantize, requantize_norm
+from octavo.ops import activation_backward, activation_quantize
 from octavo.recipe import FusableRecipe
 
 FusedCall = LinearCall[FusableRecipe]
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """A norm without its parameters: `center` distinguishes LayerNorm from RMSNorm."""
-
-    eps: float
-    center: bool
-
-    @property
-    def kind(self) -> str:
-        """As `octavo.observation.operands.observe` names its output."""
-        return "center" if self.center else "norm"
-
-
-Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
 
 
 def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, call: FusedCall) -> tuple[Tensor, Tensor]:
@@ -100,39 +83,33 @@ class _NormLinear(torch.autograd.Function):
         beta: Tensor | None,
         *layers: Tensor | None,
     ) -> Any:
-        recipe, shape = call.recipe, x.shape
-        x, residual = _rows(x), _rows(residual)
+        recipe = call.recipe
         stack = Stack.from_arguments(layers, recipe.w)
-        total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, recipe.x, center=norm.center)
-        w_q = stack.quantize(recipe.w)
+        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
+        n_q, w_q = given.q, stack.quantize(recipe.w)
         y = call.mm(recipe.y, n_q, w_q, call.dtype, stack.bias())  # [T,K] @ [N,K]^T
-        observe_x(call.observer, norm.kind, _given(total, mean, rstd, gamma, beta), n_q, recipe.x)
+        observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, stack.weights, w_q, recipe.w)
-        ctx.call, ctx.norm, ctx.stack, ctx.shape = call, norm, StackInfo.of(stack), shape
-        ctx.has_residual = residual is not None
-        ctx.save_for_backward(total, mean, rstd, gamma, beta, n_q.scale, w_q.scale, layers[0], *stack.weights)
-        y = shaped(y, shape)
-        return (y, shaped(total, shape)) if residual is not None else (y,)
+        ctx.call, ctx.input, ctx.stack = call, given.info, StackInfo.of(stack)
+        ctx.save_for_backward(n_q.scale, w_q.scale, layers[0], *given.saved, *stack.weights)
+        return given.outputs(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
         recipe = call.recipe
-        total, mean, rstd, gamma, beta, s_n, s_w, w_data, *weights = ctx.saved_tensors
-        dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
-        m = mantissa(s_n)
+        s_n, s_w, w_data, *rest = ctx.saved_tensors
+        saved, weights = rest[:5], rest[5:]
+        dy, m = rows(dy.contiguous()), mantissa(s_n)
         g = quantize_folded(dy, s_w, m, recipe.dy)
         db = ctx.stack.bias_gradient(dy)
         observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         dn = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
-        n_t = scale_folded(requantize_norm(total, mean if ctx.norm.center else None, rstd, gamma, beta, s_n, recipe.x))
+        n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
         dw = call.mm(recipe.dw, dw_operand(g, s_n, s_w), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
-        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.norm.center)
-        dx = dx.view(ctx.shape)
-        norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
-        return None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *ctx.stack.gradients(dw, db)
+        return None, None, *ctx.input.gradients(dn, dtotal, saved), *ctx.stack.gradients(dw, db)
 
 
 def mlp(
@@ -189,42 +166,33 @@ class _MLP(torch.autograd.Function):
         beta: Tensor | None,
         *layers: Tensor | None,
     ) -> Any:
-        recipe, shape = call.recipe, x.shape
-        x, residual = _rows(x), _rows(residual)
+        recipe = call.recipe
         outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
-        mean = rstd = None
-        total = x
-        if norm is not None and gamma is not None:
-            total, n_q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, recipe.x, center=norm.center)
-        else:
-            n_q = quantize(x, recipe.x)
+        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
+        n_q = given.q
         w_in, w_out = inner.quantize(recipe.w), outer.quantize(recipe.w)
         u = call.mm(recipe.y, n_q, w_in, call.dtype, inner.bias())  # [T,K] @ [2F,K]^T
         h_q = activation_quantize(u, activation, recipe.x)
         y = call.mm(recipe.y, h_q, w_out, call.dtype, outer.bias())  # [T,F] @ [K,F]^T
-        kind, n = ("x", [x]) if norm is None else (norm.kind, _given(total, mean, rstd, gamma, beta))
-        observe_x(call.observer, kind, n, n_q, recipe.x)
+        observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
         observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
-        ctx.call, ctx.norm, ctx.activation, ctx.shape = call, norm, activation, shape
+        ctx.call, ctx.input, ctx.activation = call, given.info, activation
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
-        ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
-        of_norm = (total, mean, rstd, gamma, beta, None) if norm is not None else (*[None] * 5, n_q.data)
+        n_data = n_q.data if norm is None else None
         scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
-        ctx.save_for_backward(*of_norm, u, *scales, layers[4], layers[0], *outer.weights, *inner.weights)
-        y = shaped(y, shape)
-        return (y, shaped(total, shape)) if residual is not None else (y,)
+        ctx.save_for_backward(n_data, u, *scales, layers[4], layers[0], *outer.weights, *given.saved, *inner.weights)
+        return given.outputs(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
         recipe = call.recipe
-        total, mean, rstd, gamma, beta, n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *weights = (
-            ctx.saved_tensors
-        )
-        dy, dtotal = _rows(dy.contiguous()), _rows(dtotal)
+        n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
+        saved, weights = rest[:5], rest[5:]
+        dy = rows(dy.contiguous())
         m_h, m_n = mantissa(s_h), mantissa(s_n)
         g = quantize_folded(dy, s_out, m_h, recipe.dy)
         observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, m=m_h, s_x=s_h)
@@ -240,34 +208,9 @@ class _MLP(torch.autograd.Function):
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn = call.mm(recipe.dx, dx_operand(du, m_n), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
         if n_data is None:
-            n_t = scale_folded(
-                requantize_norm(total, mean if ctx.norm.center else None, rstd, gamma, beta, s_n, recipe.x)
-            )
+            n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
         else:
             n_t = transposed(QTensor(n_data, s_n, recipe.x.fmt, ROW))
         dw_in = call.mm(recipe.dw, dw_operand(du, s_n, s_in), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
-        if ctx.norm is None:
-            return None, None, None, dn.to(ctx.x_dtype).view(ctx.shape), None, None, None, *layers
-        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, dtotal, center=ctx.norm.center)
-        dx = dx.view(ctx.shape)
-        norm_gradients = dgamma, None if beta is None else dbeta.to(beta.dtype)
-        return None, None, None, dx, dx if ctx.has_residual else None, *norm_gradients, *layers
-
-
-def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x and residual in such an order that the first has the dtype that PyTorch gives their sum."""
-    if residual is None or residual.dtype == x.dtype:
-        return x, residual
-    wide = torch.promote_types(x.dtype, residual.dtype)
-    return (residual, x) if residual.dtype == wide else (x.to(wide), residual)
-
-
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def _rows(x: Any) -> Any:
-    # Called within the functions, not before them: x and the residual get the same tensor as their gradient. Autograd
-    # must see that it is the same, or accumulating into one leaf's gradient would change the other's.
-    return None if x is None else x.reshape(-1, x.shape[-1])
+        return None, None, None, *ctx.input.gradients(dn, dtotal, saved), *layers

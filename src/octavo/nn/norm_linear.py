@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.fused import FusedCall, Norm, NormSpec, norm_linear
+from octavo.nn.fused import FusedCall, norm_linear
+from octavo.nn.fused_input import Norm, NormSpec
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.linear_function import LinearCall

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.kv_cache.served_attention import serve_attention
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.fused import Norm, wider_first
+from octavo.nn.fused_input import Norm, wider_first
 from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import child, read_norm, watched

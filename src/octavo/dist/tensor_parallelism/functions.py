@@ -14,17 +14,16 @@ A column-parallel layer saves the bytes of its own rows, and gathers them again 
 forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.dist.tensor_parallelism.exchanges import gathered_mm, scattered_mm
-from octavo.dist.tensor_parallelism.inputs import input_gradients, normed, rows
 from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
-from octavo.nn.fused import FusedCall, Norm, NormSpec, wider_first
+from octavo.nn.fused import FusedCall
+from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import shaped
 from octavo.nn.observer import observe_dy, observe_w, observe_x
@@ -88,8 +87,8 @@ def mlp(
     result = _MLP.apply(  # type: ignore[no-untyped-call]
         call, ranks, spec, activation, x, residual, gamma, beta, *outer.arguments(), *inner.arguments()
     )
-    y, total = result if residual is not None else (result, x)
-    return y, total
+    y, *rest = result
+    return y, rest[0] if rest else x
 
 
 class _Column(torch.autograd.Function):
@@ -105,17 +104,17 @@ class _Column(torch.autograd.Function):
         beta: Tensor | None,
         *layers: Tensor | None,
     ) -> Any:
-        stack = Stack.from_arguments(layers, call.recipe.w)
-        total, n_q, saved = normed(norm, x, residual, gamma, beta, call)
+        recipe = call.recipe
+        stack = Stack.from_arguments(layers, recipe.w)
+        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
         n_q_all, w_q, y = gathered_mm(
-            n_q, lambda: _quantized(stack, call, ranks, cut_rows=False), call.recipe.y, call, ranks, bias=stack.bias()
+            given.q, lambda: _quantized(stack, call, ranks, cut_rows=False), recipe.y, call, ranks, bias=stack.bias()
         )  # [T,K] @ [N/R,K]^T
-        observe_x(call.observer, *_source(norm, total, saved), n_q, call.recipe.x)
-        observe_w(call.observer, stack.weights, w_q, call.recipe.w)
-        ctx.call, ctx.ranks, ctx.norm, ctx.stack = call, ranks, norm, StackInfo.of(stack)
-        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
-        ctx.save_for_backward(n_q.data, n_q_all.scale, w_q.scale, layers[0], *saved, *stack.weights)
-        return (y, shaped(total, x.shape)) if residual is not None else y
+        observe_x(call.observer, *given.source, given.q, recipe.x)
+        observe_w(call.observer, stack.weights, w_q, recipe.w)
+        ctx.call, ctx.ranks, ctx.input, ctx.stack = call, ranks, given.info, StackInfo.of(stack)
+        ctx.save_for_backward(given.q.data, n_q_all.scale, w_q.scale, layers[0], *given.saved, *stack.weights)
+        return (y, shaped(given.total, x.shape)) if residual is not None else y
 
     @staticmethod
     @differentiable_once
@@ -128,7 +127,7 @@ class _Column(torch.autograd.Function):
         observe_dy(call.observer, [dy], ctx.stack.sizes, g, call.recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
-        gradients = input_gradients(ctx, dn, dtotal, saved)
+        gradients = ctx.input.gradients(dn, dtotal, saved)
         return None, None, None, *gradients, *ctx.stack.gradients(dw, ctx.stack.bias_gradient(dy))
 
 
@@ -185,25 +184,25 @@ class _MLP(torch.autograd.Function):
     ) -> Any:
         recipe = call.recipe
         outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
-        total, n_q, saved = normed(norm, x, residual, gamma, beta, call)
+        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
         n_q_all, w_in, u = gathered_mm(
-            n_q, lambda: _quantized(inner, call, ranks, cut_rows=False), recipe.y, call, ranks, bias=inner.bias()
+            given.q, lambda: _quantized(inner, call, ranks, cut_rows=False), recipe.y, call, ranks, bias=inner.bias()
         )  # [T,K] @ [2F/R,K]^T
         w_out = _quantized(outer, call, ranks, cut_rows=True)
         s_h = ranks.largest(activation_scales(u, activation, recipe.x))
         h_q = activation_quantize_scaled(u, activation, s_h, recipe.x)
         y = _biased(ranks.done(scattered_mm(h_q, w_out, recipe.y, call, ranks)), outer)  # [T,F/R] @ [K,F/R]^T
-        observe_x(call.observer, *_source(norm, total, saved), n_q, recipe.x)
+        observe_x(call.observer, *given.source, given.q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
         observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
-        ctx.call, ctx.ranks, ctx.norm, ctx.activation = call, ranks, norm, activation
+        ctx.call, ctx.ranks, ctx.input, ctx.activation = call, ranks, given.info, activation
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
-        ctx.shape, ctx.x_dtype, ctx.has_residual = x.shape, x.dtype, residual is not None
         scales = (n_q_all.scale, s_h, w_in.scale, w_out.scale)
-        ctx.save_for_backward(n_q.data, u, *scales, layers[4], layers[0], *outer.weights, *saved, *inner.weights)
-        y = shaped(y, x.shape)
-        return (y, shaped(total, x.shape)) if residual is not None else y
+        ctx.save_for_backward(
+            given.q.data, u, *scales, layers[4], layers[0], *outer.weights, *given.saved, *inner.weights
+        )
+        return given.outputs(y)
 
     @staticmethod
     @differentiable_once
@@ -235,7 +234,7 @@ class _MLP(torch.autograd.Function):
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
-        return None, None, None, None, *input_gradients(ctx, dn, dtotal, saved), *layers
+        return None, None, None, None, *ctx.input.gradients(dn, dtotal, saved), *layers
 
 
 def _column_backward(
@@ -269,11 +268,6 @@ def _quantized(stack: Stack, call: FusedCall, ranks: Ranks, *, cut_rows: bool) -
     if stack.cached is not None:
         return stack.cached
     return quantize_shards([Shards(stack.weights, call.recipe.w, cut_rows)], ranks)[0]
-
-
-def _source(norm: NormSpec | None, total: Tensor, saved: Sequence[Tensor | None]) -> tuple[str, list[Tensor]]:
-    """Kind and source of a layer's input, for `observe_x`."""
-    return ("x", [total]) if norm is None else (norm.kind, [t for t in saved if t is not None])
 
 
 def _biased(y: Tensor, stack: Stack) -> Tensor:
