@@ -1,5 +1,8 @@
 """What is computed once while a graph with many equal operations is lowered."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,3 +61,10 @@ def test_an_argument_of_several_operations_is_computed_once() -> None:
         y, code = run_and_get_code(torch.compile(both), x, w)
     assert torch.equal(y, both(x, w))
     assert "".join(code).count("empty_strided_cpu((16, 1)") == 1
+
+
+def test_inductor_launches_our_kernels_itself_where_it_was_imported_before_octavo() -> None:
+    name = inductor._STATIC_LAUNCH
+    code = f"import torch._inductor.config as config, octavo.ops.inductor; print(config.{name})"
+    environment = {variable: value for variable, value in os.environ.items() if name not in variable.lower()}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == "True"

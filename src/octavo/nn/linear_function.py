@@ -40,7 +40,7 @@ from octavo.recipe import FusableRecipe, Gemm, Recipe
 R = TypeVar("R", Recipe, FusableRecipe)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: compiled code would look up the defaults of its fields in Python at each call
 class LinearCall(Generic[R]):
     """The arguments of a call that are not tensors.
 

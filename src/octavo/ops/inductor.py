@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -34,9 +35,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from octavo.ops.eager import Operation, on_device_of_first
 from octavo.ops.launching import launch
 
-# With this, Inductor launches the kernels of users from C++, as it does its own. It must be set before the first
-# compilation, which starts the processes that compile.
-os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
+# With this, Inductor launches the kernels of users from C++, as it does its own. The variable must be set before the
+# first compilation, which starts the processes that compile. Inductor may have read it already.
+_STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
+if f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}" not in os.environ:
+    os.environ[f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}"] = "1"
+    if hasattr(config := sys.modules.get("torch._inductor.config"), _STATIC_LAUNCH):
+        setattr(config, _STATIC_LAUNCH, True)
 
 Function = Callable[..., Any]
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
