@@ -10,7 +10,8 @@ The peak memory is that of a step, weights, gradients and input included, by whi
 GPU.
 
 "ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. `only_if_faster_to_best`
-is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly.
+is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly. At the end the profiler
+sums the kernels of BF16 and "ours" by kind.
 
     python -m bench.gpu.vision [--quick]
 """
@@ -29,12 +30,14 @@ import octavo
 from bench import record
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
+from bench.gpu.stack import categories
 from bench.gpu.timing import decibels, interleaved
 from octavo.models.vision import Block
 from octavo.nn import GEGLU, NormLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
+PROFILED = ("bf16", "ours")
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,10 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
     best = max(1.0, result["speedup"]["ours"])
     result["only_if_faster_to_best"] = result["speedup"]["ours, only if faster"] / best
+    if DEVICE == "cuda":
+        result["profiles"] = {mode: categories(steps[mode]) for mode in PROFILED}
+        for mode, sums in result["profiles"].items():
+            print(mode, {kind: round(sums[kind], 2) for kind in ("gemm", "attention", "rest")}, flush=True)
     print(result["speedup"], result["only_if_faster_to_best"], flush=True)
     return result
 
