@@ -3,14 +3,19 @@
 from typing import Any
 
 import numpy as np
+import torch
 from fsdp_examples import backward, sharded, train
 from fsdp_expert_examples import model_of
 from ranks import run_ranks
+from tensor_parallel_examples import mesh_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import octavo
-from octavo.dist import fp8_all_gather
+from octavo.dist import expert_parallel, fp8_all_gather
+from octavo.nn import Experts
 from octavo.nn.promotion import promote
+from octavo.telemetry.experts import first_matrix
 
 ROWS = 96
 X, W, DY = range(3)
@@ -53,3 +58,21 @@ def test_two_ranks_find_what_one_does() -> None:
         assert np.isnan(flushed).all() == (kind == "gathered")
         assert np.allclose(aligned["alignment"], layers["alignment"], rtol=1e-5)
     assert first["promoted"] < 0.05  # the ranks read the numbers that bytes stand for
+
+
+def first_of_two_dimensions(rank: int) -> tuple[int, list[int]]:
+    """`first_matrix` and the numbers of the matrices where expert parallelism and FSDP2 divide the experts."""
+    mesh, model = mesh_of(2, 2), nn.Sequential(Experts(6, 16, 16))
+    with torch.no_grad():
+        model[0].down_proj.copy_(torch.arange(6.0).reshape(6, 1, 1))
+    octavo.convert(model)
+    expert_parallel(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    weight: Any = model[0].down_proj
+    return first_matrix(weight), weight.to_local()[:, 0, 0].tolist()
+
+
+def test_the_first_matrix_under_expert_parallelism_and_fsdp() -> None:
+    found = run_ranks(4, first_of_two_dimensions)
+    assert [numbers for _, numbers in found] == [[0, 1], [3, 4], [2], [5]]
+    assert all(first == numbers[0] for first, numbers in found)

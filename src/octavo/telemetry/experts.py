@@ -126,12 +126,10 @@ def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Te
 
 def first_matrix(weight: Any) -> int:
     """The number of the first matrix that this rank holds."""
-    for dim, placement in enumerate(getattr(weight, "placements", ())):
-        if placement.is_shard(0):
-            mesh = weight.device_mesh
-            count = int(weight.shape[0])
-            return min(count, int(mesh.get_local_rank(dim)) * -(-count // int(mesh.size(dim))))
-    return 0
+    if not hasattr(weight, "__create_chunk_list__"):
+        return 0
+    [chunk] = weight.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
+    return int(chunk.offsets[0])
 
 
 def expert_sums(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
