@@ -98,6 +98,15 @@ def test_transposition_and_requantization(capability, monkeypatch):
     assert compiled.fit()
 
 
+def test_folded_scales(capability, monkeypatch):
+    from octavo.ops.folded_scales import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    for s_w in (None, torch.ones(4096, 1)):
+        kernel.fold_scales(torch.ones(M, 1), torch.ones(M, 1), s_w)
+    assert compiled.fit()
+
+
 @pytest.mark.parametrize("columns", [64, 4096, 16384])
 def test_rotation(columns, capability, monkeypatch):
     from octavo.ops.rotation import kernel

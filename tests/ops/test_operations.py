@@ -40,6 +40,8 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for seed in seeds:
         yield "quantize_scaled", (x, one, "e4m3", seed)
     yield "rotate", (x, None)
+    for s_w in (None, column.t().contiguous()):
+        yield "fold_scales", (row, row.exp2(), s_w)
     q = quantize(x, Cast())
     w = quantize(matrix((24, k), torch.bfloat16), Cast())
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):

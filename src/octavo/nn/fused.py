@@ -26,16 +26,16 @@ from octavo.nn.linear_function import LinearCall
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,
-    dx_operand,
     mantissa,
     quantize_folded,
+    rescaled,
     transposed,
     weight_transposed,
 )
 from octavo.nn.stacked_weights import Stack, StackInfo
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.ops import activation_backward, activation_quantize
+from octavo.ops import activation_backward, activation_quantize, fold_scales
 from octavo.recipe import FusableRecipe
 
 FusedCall = LinearCall[FusableRecipe]
@@ -106,9 +106,10 @@ class _NormLinear(torch.autograd.Function):
         db = ctx.stack.bias_gradient(dy)
         observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, m=m, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
-        dn = call.mm(recipe.dx, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
+        scales = fold_scales(s_n, g.scale, s_w)
+        dn = call.mm(recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
         n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
-        dw = call.mm(recipe.dw, dw_operand(g, s_n, s_w), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
+        dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
         return None, None, *ctx.input.gradients(dn, dtotal, saved), *ctx.stack.gradients(dw, db)
 
 
@@ -197,20 +198,22 @@ class _MLP(torch.autograd.Function):
         g = quantize_folded(dy, s_out, m_h, recipe.dy)
         observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, m=m_h, s_x=s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
-        dh = call.mm(recipe.dx, dx_operand(g, m_h), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
+        scales = fold_scales(s_h, g.scale, s_out)
+        dh = call.mm(recipe.dx, rescaled(g, scales.dx), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
         du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
-        dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
+        dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
-        dn = call.mm(recipe.dx, dx_operand(du, m_n), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
+        scales = fold_scales(s_n, du.scale, s_in)
+        dn = call.mm(recipe.dx, rescaled(du, scales.dx), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
         if n_data is None:
             n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
         else:
             n_t = transposed(QTensor(n_data, s_n, recipe.x.fmt, ROW))
-        dw_in = call.mm(recipe.dw, dw_operand(du, s_n, s_in), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
+        dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
         return None, None, None, *ctx.input.gradients(dn, dtotal, saved), *layers

@@ -22,11 +22,11 @@ from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall
 from octavo.nn.observer import Observer, observe_group
-from octavo.nn.scale_folding import dx_operand, mantissa, quotient
+from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import scale_exponent
+from octavo.numerics.scaling import quotient, scale_exponent
 from octavo.ops import (
     aligned_groups,
     gather_quantize,

@@ -29,11 +29,11 @@ from octavo.nn.composite_operations import SOURCE, composite, read_recipe
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
-from octavo.nn.scale_folding import dw_operand, dx_operand, mantissa, quantize_folded, transposed, weight_transposed
+from octavo.nn.scale_folding import dw_operand, mantissa, quantize_folded, rescaled, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import scattered_signs
-from octavo.ops import quantize, quantize_scaled, quantize_transposed, rotate, scaled_mm
+from octavo.ops import FoldedScales, fold_scales, quantize, quantize_scaled, quantize_transposed, rotate, scaled_mm
 from octavo.ops.checks import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
@@ -147,11 +147,12 @@ class _Linear(torch.autograd.Function):
             call.observer, [dy], [dy.shape[1]], g, recipe.dy,
             history=call.dy_history, s_w=folded_s_w, m=m, s_x=None if m is None else s_x,
         )  # fmt: skip
+        scales = None if g is None or m is None else fold_scales(s_x, g.scale, folded_s_w)
         dx = dw = None
         if needs_x:
-            dx = _dx(dy, g, m, w_data, s_w, _rotated(w, call, dy), call).to(ctx.x_dtype).view(ctx.shape)
+            dx = _dx(dy, g, scales, w_data, s_w, _rotated(w, call, dy), call).to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
-            dw = _rotated_back(_dw(dy, g, x, s_x, folded_s_w, w.dtype, call), call)
+            dw = _rotated_back(_dw(dy, g, x, s_x, scales, folded_s_w, w.dtype, call), call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
@@ -247,7 +248,13 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, call: Call) -
 
 
 def _dx(
-    dy: Tensor, g: QTensor | None, m: Tensor | None, w_data: Tensor | None, s_w: Tensor, w: Tensor, call: Call
+    dy: Tensor,
+    g: QTensor | None,
+    scales: FoldedScales | None,
+    w_data: Tensor | None,
+    s_w: Tensor,
+    w: Tensor,
+    call: Call,
 ) -> Tensor:
     gemm = call.recipe.dx
     if g is None or gemm is None:
@@ -256,11 +263,18 @@ def _dx(
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = quantize_transposed(w, gemm.b)
-    return call.mm(gemm, dx_operand(g, m), w_t, call.dtype)  # [T,N] @ [K,N]^T
+    return call.mm(gemm, g if scales is None else rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
 
 
 def _dw(
-    dy: Tensor, g: QTensor | None, x: Tensor, s_x: Tensor, s_w: Tensor | None, dtype: torch.dtype, call: Call
+    dy: Tensor,
+    g: QTensor | None,
+    x: Tensor,
+    s_x: Tensor,
+    scales: FoldedScales | None,
+    s_w: Tensor | None,
+    dtype: torch.dtype,
+    call: Call,
 ) -> Tensor:
     recipe, gemm = call.recipe, call.recipe.dw
     if gemm is None:
@@ -273,8 +287,8 @@ def _dw(
         x_t = QTensor(x, s_x, gemm.b.fmt, gemm.b.granularity)
     if "dw" in recipe.rotate:
         dy_t = _quantize_rotated(dy, gemm.a)
-    elif g is not None and gemm.b.by_row:
-        dy_t = dw_operand(g, s_x, s_w)
+    elif g is not None and scales is not None:
+        dy_t = dw_operand(g, scales)
     elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:
         dy_t = transposed(g)
     else:

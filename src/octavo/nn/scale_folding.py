@@ -12,8 +12,8 @@ from octavo.numerics.cast import Cast
 from octavo.numerics.formats import format_of
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
-from octavo.numerics.scaling import scale_exponent, scale_mantissa
-from octavo.ops import quantize, requantize_transposed, transpose
+from octavo.numerics.scaling import quotient, scale_mantissa
+from octavo.ops import FoldedScales, quantize, requantize_transposed, transpose
 
 
 def mantissa(s_x: Tensor) -> Tensor:
@@ -62,23 +62,20 @@ def quantize_folded(dy: Tensor, s_w: Tensor | None, m: Tensor | None, cast: Cast
 
 def dx_operand(g: QTensor, m: Tensor | None) -> QTensor:
     """g for dx, whose scale has no factor m: the scale of g divided by m."""
-    return g if m is None else QTensor(g.data, quotient(g.scale, m), g.format, g.granularity)
+    return g if m is None else rescaled(g, quotient(g.scale, m))
 
 
-def dw_operand(g: QTensor, s_x: Tensor, s_w: Tensor | None) -> QTensor:
+def rescaled(q: QTensor, scale: Tensor) -> QTensor:
+    """The bytes of `q` with another scale."""
+    return QTensor(q.data, scale, q.format, q.granularity)
+
+
+def dw_operand(g: QTensor, scales: FoldedScales) -> QTensor:
     """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale.
 
-    The scale of g and the exponent of s_x [T, 1] lie along the reduction. Both are powers of two: they move the
-    exponents of the bytes.
+    The scale of g and the exponent of s_x lie along the reduction. Both are powers of two: they move the exponents of
+    the bytes.
     """
-    exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [T] of c
-    largest = exponent.amax()
-    h = transpose(g.data, largest - exponent)  # [N,T]
-    c_max = torch.exp2(largest.float())
-    scale = quotient(c_max, s_w) if s_w is not None else c_max.expand(h.shape[0], 1).contiguous()
+    h = transpose(g.data, scales.shift)  # [N,T]
+    scale = scales.dw if len(scales.dw) == len(h) else scales.dw.expand(len(h), 1).contiguous()
     return QTensor(h, scale, g.format, ROW)
-
-
-def quotient(a: Tensor, b: Tensor) -> Tensor:
-    """a / b of float32 numbers, rounded once. Inductor's float32 division on a GPU is not exactly rounded."""
-    return (a.double() / b.double()).float()  # the second rounding changes nothing: 53 bits are at least 2 * 24 + 2

@@ -74,6 +74,11 @@ def scale_exponent(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) >> 23) - 127
 
 
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """a / b of float32 numbers, rounded once. Inductor's float32 division on a GPU is not exactly rounded."""
+    return (a.double() / b.double()).float()  # the second rounding changes nothing: 53 bits are at least 2 * 24 + 2
+
+
 @dataclass(frozen=True)
 class History:
     """Delayed scaling: how the amax for the next step's scale is chosen from those of earlier steps.

@@ -16,6 +16,7 @@ from octavo.ops.attention_fp8 import (
     fp8_attention_backward,
     fp8_attention_limit,
 )
+from octavo.ops.folded_scales import FoldedScales, fold_scales
 from octavo.ops.gemm import Backend, find_backend, scaled_mm
 from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
 from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
@@ -46,6 +47,7 @@ from octavo.ops.weight_only import find_weight_only_backend, grouped_weight_only
 __all__ = [
     "Attended",
     "Backend",
+    "FoldedScales",
     "Rows",
     "activation_backward",
     "activation_quantize",
@@ -59,6 +61,7 @@ __all__ = [
     "find_backend",
     "find_grouped_backend",
     "find_weight_only_backend",
+    "fold_scales",
     "fp8_attention",
     "fp8_attention_backward",
     "fp8_attention_limit",

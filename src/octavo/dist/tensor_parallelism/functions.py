@@ -42,6 +42,7 @@ from octavo.ops import (
     activation_backward,
     activation_quantize_scaled,
     activation_scales,
+    fold_scales,
     requantize,
     row_scales,
     transpose,
@@ -164,7 +165,9 @@ class _Row(torch.autograd.Function):
             m=m,
         )  # [T,N] @ [K/R,N]^T
         x_t = scale_folded(transpose(x_data, None, g_own.data))
-        dw = call.mm(recipe.dw, dw_operand(g, s_x, s_w), x_t, ctx.stack.dtype)  # [N,T] @ [K/R,T]^T
+        dw = call.mm(
+            recipe.dw, dw_operand(g, fold_scales(s_x, g.scale, s_w)), x_t, ctx.stack.dtype
+        )  # [N,T] @ [K/R,T]^T
         return None, None, dx.to(ctx.x_dtype), *ctx.stack.gradients(dw, ctx.stack.bias_gradient(dy))
 
 
@@ -230,7 +233,8 @@ class _MLP(torch.autograd.Function):
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
-        dw_out = call.mm(recipe.dw, dw_operand(g, s_h, s_out), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
+        h = dw_operand(g, fold_scales(s_h, g.scale, s_out))
+        dw_out = call.mm(recipe.dw, h, transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         dn, dw_in = _column_backward(du, n_data, s_n, w_in_t, s_in, ctx.inner.dtype, call, ranks)
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
@@ -257,7 +261,7 @@ def _column_backward(
     """
     arriving = ranks.gather_data(n_data, g.scale)
     dn = scattered_mm(dx_operand(g, mantissa(s_n)), w_t, call.recipe.dx, call, ranks)  # [T,N/R] @ [K,N/R]^T
-    h = dw_operand(g, s_n, s_w)
+    h = dw_operand(g, fold_scales(s_n, g.scale, s_w))
     n_t = scale_folded(transpose(ranks.data(arriving, n_data.dtype)))
     dw = call.mm(call.recipe.dw, h, n_t, w_dtype)  # [N/R,T] @ [K,T]^T
     return ranks.done(dn), dw
