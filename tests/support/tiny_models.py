@@ -23,6 +23,11 @@ SIZES = {
     "eos_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+GROUPS = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16,
+    "v_head_dim": 32,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {}),
@@ -34,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
     "mixtral of 128": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 128, "num_local_experts": 4}),
     "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
+    "glm4moe": ("Glm4MoeForCausalLM", GROUPS),
+    "deepseekv3": ("DeepseekV3ForCausalLM", GROUPS | LATENT),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")

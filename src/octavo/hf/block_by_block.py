@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError, read_json
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
+from octavo.artifact.files import ArtifactError, model_tensors, read_json
 from octavo.hf.expert_names import expert_matrices
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import open_tensors
@@ -116,7 +115,10 @@ class BlockModel:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
-        self._on_disk: dict[str, str] = {}  # the name in the files of each parameter that is loaded
+        buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
+        self._on_disk = {
+            name: name for name in buffers if name in self._files.specs
+        }  # the name in the files of each tensor that is loaded
         for parameter, names in tied.items():
             needed = [name for name in names if id(self._owner(name)[0]) not in heads]
             if needed:
@@ -143,16 +145,18 @@ class BlockModel:
 
     @contextmanager
     def _loaded(self, names: list[str]) -> Iterator[None]:
-        filled: dict[str, nn.Parameter] = {}
+        filled: dict[str, Tensor] = {}
         with ExitStack() as emptied:
             for name in names:
                 owner, leaf = self._owner(name)
                 disk = self._on_disk[name]
+                tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
                 if disk not in filled:
-                    tensor = self._files.get(disk).to(self.device, UNQUANTIZED_DTYPE)
-                    filled[disk] = nn.Parameter(tensor, requires_grad=False)
-                emptied.callback(owner._parameters.__setitem__, leaf, owner._parameters[leaf])
-                owner._parameters[leaf] = filled[disk]
+                    tensor = self._files.get(disk).to(self.device, tensors[leaf].dtype)
+                    is_parameter = leaf in owner._parameters
+                    filled[disk] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+                emptied.callback(tensors.__setitem__, leaf, tensors[leaf])
+                tensors[leaf] = filled[disk]
             yield
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:

@@ -4,15 +4,17 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError
+from octavo.artifact.files import ArtifactError, model_tensors
 from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.extras import import_extra
 from octavo.hf.experts import ExpertFiles, expert_files
@@ -28,7 +30,7 @@ class MetaModel:
     """A model in BF16 on the meta device.
 
     Attributes:
-        model: of `octavo.models`, or of transformers.
+        model: of `octavo.models`, or of transformers. The tensors that transformers keeps in float32 are float32.
         config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.gpt2_as_opt`).
         context: the number of tokens that the model can see.
         experts: the names of its tensors in files, where experts are stacked; None for other models, whose tensors have
@@ -47,6 +49,11 @@ class MetaModel:
     def stack_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `split_experts`, for all tensors of the files."""
         return dict(tensors) if self.experts is None else self.experts.merge(tensors)
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that the tensors of the unpacked model have, by name."""
+        return {name: tensor.dtype for name, tensor in model_tensors(self.model).items()}
 
     @property
     def vocabulary(self) -> int:
@@ -120,7 +127,7 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     return MetaModel(model.eval(), config, context, expert_files(model))
 
 
-def _text_model(transformers: Any, config: Any) -> nn.Module | None:
+def _text_model(transformers: Any, config: Any) -> Any:
     """The model of transformers on the meta device; None if it has no single embedding of tokens, as one of images."""
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -132,7 +139,13 @@ def _text_model(transformers: Any, config: Any) -> nn.Module | None:
         embedding = model.get_input_embeddings()
     except NotImplementedError:
         return None
-    return model if isinstance(embedding, nn.Embedding) else None
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    wide = "|".join(model._keep_in_fp32_modules_strict).replace("*", ".*")  # such as the biases of DeepSeek's routers
+    for name, tensor in model_tensors(model).items() if wide else ():
+        if re.search(wide, name):
+            tensor.data = tensor.data.float()
+    return model
 
 
 def check_expert_counts(config: Mapping[str, Any], where: str) -> None:

@@ -77,20 +77,20 @@ class Source:
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def fill_bf16(self, device: torch.device | str = "cpu") -> Any:
-        """The model with its weights, in BF16, on `device`.
+        """The model with its weights, in BF16 except what transformers keeps in float32, on `device`.
 
         Raises:
             ArtifactError: a tensor holds inf or NaN.
         """
         place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
-        tensors = read_all(self._get_bf16, self.specs, place)
+        tensors = read_all(self.get_unpacked, self.specs, place)
         for name in failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
             raise self._diverged(name)
         return fill_model(self.meta_model, tensors).to(device)
 
-    def _get_bf16(self, name: str) -> Tensor:
-        tensor = self.reader.get(name)
-        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    def get_unpacked(self, name: str) -> Tensor:
+        """A tensor of the model in the dtype that it has where it is not packed."""
+        return self.reader.get(name).to(self.meta_model.dtypes[name])
 
     def _diverged(self, name: str) -> ArtifactError:
         return ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")

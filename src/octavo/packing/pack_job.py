@@ -52,7 +52,7 @@ class PackJob:
         if leaf == "weight" and module in self.schemes:
             return self.packing.to_files(in_files(self._packed(module, self.schemes[module], tensor)))
         stored: dict[str, Tensor] = {}
-        rounded = in_files({name: tensor.to(UNQUANTIZED_DTYPE) if tensor.is_floating_point() else tensor})
+        rounded = in_files({name: tensor.to(self.source.meta_model.dtypes[name])})
         for part, t in rounded.items():
             expert = _layer(part)
             packed = expert in self.experts

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from octavo.artifact.files import ArtifactError, model_tensors, read_json
 from octavo.artifact.numbers import failing
 from octavo.artifact.packed.kv_scales import KvScales
-from octavo.artifact.packed.layouts import (
-    UNQUANTIZED_DTYPE,
-    Packing,
-    check_tensors,
-    read_config,
-    read_packing,
-)
+from octavo.artifact.packed.layouts import Packing, check_tensors, read_config, read_packing
 from octavo.artifact.packed.plausible import reciprocal_warning, suspected
 from octavo.artifact.packed.scales import unused_scales
 from octavo.artifact.packed.scheme import WEIGHT_DTYPES, Scheme
@@ -29,6 +23,7 @@ from octavo.generation.engine import AUTO
 from octavo.hf.meta_model import MetaModel, fill_model, read_meta_model
 from octavo.kv_cache.model import Pairs, pairs_in_order
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.ops.checks import FLOATS
 from octavo.runtime.compiling import compile_meanwhile, small_model
 from octavo.runtime.expert_loading import ExpertLoading
 from octavo.runtime.fnuz import scheme_on, use_formats_of
@@ -84,6 +79,7 @@ def fill(
     """
     where = folder / "config.json"
     disks = meta_model.linears()
+    unpacked = meta_model.split_experts(model_tensors(meta_model.model))
     reader = ShardReader(folder)
     experts = ExpertLoading(meta_model, reader, torch.device(device))
     packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
@@ -96,7 +92,7 @@ def fill(
     experts.widen(tensors)
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
     required = meta_model.split_experts(others) | experts.required
-    check_tensors(_rounded(tensors, required), required, folder)
+    check_tensors(_in_dtypes(tensors, unpacked), required, folder)
     stacks = experts.stack(tensors)
     model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
@@ -154,12 +150,11 @@ def _read_tensors(
     return tensors, kv_scales
 
 
-def _rounded(tensors: dict[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Round unpacked tensors in float16 or float32, which other programs write, to BF16."""
+def _in_dtypes(tensors: dict[str, Tensor], unpacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors that are not packed the dtypes of the `unpacked` model: other programs write float16 and float32."""
     for name, tensor in tensors.items():
-        wide = tensor.dtype in (torch.float16, torch.float32)
-        if wide and name in required and required[name].dtype == UNQUANTIZED_DTYPE:
-            tensors[name] = tensor.to(UNQUANTIZED_DTYPE)
+        if name in unpacked and tensor.dtype in FLOATS:
+            tensors[name] = tensor.to(unpacked[name].dtype)
     return tensors
 
 

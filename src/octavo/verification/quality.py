@@ -54,7 +54,7 @@ class WatchedLayers:
     sums: dict[str, LayerSums] = field(default_factory=dict)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        weight = self.baseline.get_bf16(f"{name}.weight").to(self.packed.device)
+        weight = self.baseline.get_served(f"{name}.weight").to(self.packed.device)
         y = linear(x.float(), weight.float())  # [T,K] @ [N,K]^T
         if name in self.packed.specs and not self.packed.files.folded:  # folded weights expect other inputs
             sums = self.sums.setdefault(name, LayerSums())
@@ -95,7 +95,7 @@ def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
     spec = LayerSpec.per_channel("token", integers=True)
 
     def compute(name: str, x: Tensor) -> Tensor:
-        weight = baseline.get_bf16(f"{name}.weight").to(packed.device)
+        weight = baseline.get_served(f"{name}.weight").to(packed.device)
         if name not in packed.specs:
             return linear(x.float(), weight.float())
         return linear(round_input(x, spec), round_input(weight, spec))  # [T,K] @ [N,K]^T

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.artifact.files import model_tensors
 from octavo.hf.expert_names import expert_matrices
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.hf.outputs import is_language_model, model_outputs
@@ -145,18 +146,18 @@ class BaselineModel:
         self.folder = self._source.description
         self.meta_model = self._source.meta_model
         self.causal = is_language_model(self.meta_model.model)
-        metas = {name: spec.meta() for name, spec in self._source.specs.items()}
-        self.shapes = {name: tuple(t.shape) for name, t in self.meta_model.split_experts(metas).items()}
+        metas = self.meta_model.split_experts(model_tensors(self.meta_model.model))
+        self.shapes = {name: tuple(t.shape) for name, t in metas.items()}
+        self._dtypes = {name: t.dtype for name, t in metas.items()}
 
     def get(self, name: str) -> Tensor:
         return self._source.get_from_file(name)
 
-    def get_bf16(self, name: str) -> Tensor:
-        """Read a tensor and round it to BF16, the dtype that the model is served in."""
-        tensor = self.get(name)
-        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+    def get_served(self, name: str) -> Tensor:
+        """Read a tensor, in the dtype in which the model is served: BF16 for all weights of linear layers."""
+        return self.get(name).to(self._dtypes[name])
 
     def streamed(self, compute: LinearFn, device: str) -> StreamedModel:
-        """The model in float32 with weights rounded to BF16, whose linear layers are computed by `compute`."""
+        """The model in float32 with weights as they are served, whose linear layers are computed by `compute`."""
         meta_model = transformers_meta_model(self._source.config, self.folder)
-        return StreamedModel(meta_model, self.get_bf16, self.shapes, compute, device)
+        return StreamedModel(meta_model, self.get_served, self.shapes, compute, device)
