@@ -53,9 +53,9 @@ def test_each_mode_gives_the_same_gradients(config):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
 def test_compiled_blocks_recompute(recipe):
-    """In every version of PyTorch: 2.11 saved all tensors of converted layers."""
+    """In every version of PyTorch: 2.11 saved all tensors of layers that Dynamo traces, as those with histories."""
     compiled = {"compile": {"blocks": True, "backend": "aot_eager_decomp_partition"}}
     saved, expected = {}, saved_and_gradients(LLAMA, {}, recipe)[1]
     for mode in ("none", "full", "selective"):

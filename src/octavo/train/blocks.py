@@ -95,7 +95,8 @@ def _contexts(mode: str, *, compiled: bool) -> dict[str, Any]:
     """The argument of `checkpoint` that chooses what is saved.
 
     Compiled code needs a policy to save nothing too. Without one, PyTorch 2.11 recomputes no operation inside an
-    autograd.Function, and every converted layer is one: its tensors are saved, and no memory is gained.
+    autograd.Function that Dynamo traces. Layers that are observed or that have histories are traced
+    (`octavo.nn.composite_operations`): their tensors would be saved, and no memory gained.
     """
     if mode == "selective":
         return {"context_fn": _selective}
