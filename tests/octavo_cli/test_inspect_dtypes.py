@@ -115,14 +115,14 @@ def test_bad_input(refused, tmp_path, monkeypatch, words, message):
     assert message in refused("inspect", *words)
 
 
-def test_bad_folders(octavo, refused, llama):
+def test_bad_folders(refused, llama):
     (llama / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
     assert "quantized" in refused("inspect", llama, "--dtypes")
     (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "vit", "architectures": []}))
-    assert "octavo.dtype_flow(model, inputs), which takes any module" in refused("inspect", llama, "--dtypes")
+    assert "octavo.dtype_flow(model, inputs) shows its dtypes" in refused("inspect", llama, "--dtypes")
     (llama / "config.json").write_text("{")
     assert "is not valid JSON" in refused("inspect", llama, "--dtypes")
+    (llama / "config.json").write_text("{}")
+    assert "names no model_type" in refused("inspect", llama, "--dtypes")
     (llama / "config.json").write_text(json.dumps(LLAMA | {"model_type": "unheard"}))
-    code, _, err = octavo("inspect", llama, "--dtypes")
-    assert code == 1
-    assert "unheard" in err
+    assert "model_type 'unheard', which transformers" in refused("inspect", llama, "--dtypes")

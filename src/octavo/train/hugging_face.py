@@ -98,7 +98,7 @@ def check_folder(folder: Path, name: str) -> None:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
             "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
-            "training loop of your own"
+            "training loop of your own, and octavo.dtype_flow(model, inputs) shows its dtypes"
         )
 
 

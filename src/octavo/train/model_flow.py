@@ -14,7 +14,7 @@ from octavo.flow import DtypeFlow, dtype_flow
 from octavo.models.causal import logits_of
 from octavo.models.tokenizer import load_tokenizer
 from octavo.train.blocks import prepare_blocks
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import Config
 from octavo.train.evaluation import AUTOCAST
 from octavo.train.hugging_face import positions_of
 from octavo.train.model import cast_weights, convert_model, make_meta_model
@@ -39,15 +39,7 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
         ConfigError, ArtifactError: no such source, a packed folder, or a model that octavo train does not take.
     """
     config, saved = _read(source, changes)
-    try:
-        model = make_meta_model(config, _vocabulary(config, saved), saved)
-    except ValueError as error:
-        if "AutoModelForCausalLM" not in str(error):
-            raise
-        raise ConfigError(
-            f"{source} describes no language model that predicts the next token: build the model in Python, and call "
-            "octavo.dtype_flow(model, inputs), which takes any module"
-        ) from error
+    model = make_meta_model(config, _vocabulary(config, saved), saved)
     model = cast_weights(model.train(), config)
     convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     prepare_blocks(model, config.change(**{"compile.blocks": False}))
@@ -78,6 +70,8 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
         if context == sys.maxsize:
             raise ArtifactError(f"{folder}/config.json states no number of positions: give --context")
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
+    if source.is_dir():
+        raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")
     return Config.load(source).change(**changes), nowhere
 
 
