@@ -1,7 +1,5 @@
 """The operations that compiled code calls in place of the layers' autograd functions."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from fused_oracle import gelu, linears, swiglu, tokens
 from torch import Tensor, nn
 
 import octavo
-from octavo.nn.composite_operations import SOURCE, source_version
 
 OPERATIONS: Any = torch.ops.octavo
 
@@ -35,7 +32,6 @@ def test_a_linear_layer_is_one_operation_to_dynamo(recipe: str) -> None:
     octavo.convert(model, recipe)
     nodes = graph_of(model, torch.randn(32, 64))
     assert [node.target for node in nodes] == [OPERATIONS.linear.default, F.relu, OPERATIONS.linear.default]
-    assert nodes[0].args[-1] == SOURCE
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,6 @@ def test_a_fused_module_is_one_operation_to_dynamo(build: Any, operation: Any) -
     nodes = graph_of(block, tokens(33))
     assert [node.target for node in nodes if "octavo" in str(node.target)] == [operation]
     assert not [node for node in nodes if "autograd_function" in str(node.target)]
-    assert nodes[0].args[-1] == SOURCE
 
 
 def test_a_recipe_of_another_name_gives_the_same_text() -> None:
@@ -56,13 +51,3 @@ def test_a_recipe_of_another_name_gives_the_same_text() -> None:
     renamed = octavo.Recipe("", recipe.y, recipe.dx, recipe.dw)
     assert renamed.text == recipe.text
     assert octavo.Recipe.from_json(renamed.text).fusable == recipe.fusable
-
-
-def test_the_version_of_the_source_changes_with_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "nn" / "linear.py"
-    file.parent.mkdir()
-    file.touch()
-    before = source_version(tmp_path)
-    assert source_version(tmp_path) == before
-    os.utime(file, ns=(0, 1))
-    assert source_version(tmp_path) != before

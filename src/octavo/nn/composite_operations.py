@@ -13,29 +13,13 @@ backward pass too, where PyTorch would take them for saved tensors that may not 
 
 from collections.abc import Callable
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.recipe import Recipe
-from octavo.version import __version__
 
 _LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_COMPILED = ("nn", "numerics", "ops", "recipe")  # the packages whose code AOTAutograd traces
-
-
-def source_version(root: Path) -> str:
-    """A string that is another one after each change of the code that AOTAutograd traces; `root` is that of octavo."""
-    files = sorted(path for package in _COMPILED for path in (root / package).rglob("*.py"))
-    changed = [(str(path), path.stat().st_mtime_ns) for path in files]
-    return f"{__version__} {sha256(repr(changed).encode()).hexdigest()}"
-
-
-# An argument of each composite operation. PyTorch keeps compiled graphs on disk, and finds one by the names and
-# arguments of its operations.
-SOURCE = source_version(Path(__file__).parents[1])
 
 
 def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.nn.composite_operations import SOURCE, composite, read_recipe
+from octavo.nn.composite_operations import composite, read_recipe
 from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_function import LinearCall
@@ -53,7 +53,7 @@ def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, ca
     x, residual = wider_first(x, residual)
     tensors = x, residual, gamma, beta
     if call.is_operation:
-        constants = spec.eps, spec.center, call.recipe.text, call.dtype, SOURCE
+        constants = spec.eps, spec.center, call.recipe.text, call.dtype
         result = _norm_linear(*tensors, stack.arguments(), *constants)
     else:
         result = _NormLinear.apply(call, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
@@ -63,10 +63,10 @@ def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, ca
 
 @composite(
     "norm_linear(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor?[] layers, "
-    "float eps, bool center, str recipe, ScalarType dtype, str source) -> Tensor[]"
+    "float eps, bool center, str recipe, ScalarType dtype) -> Tensor[]"
 )
 def _norm_linear(*arguments: Any) -> Any:
-    *tensors, layers, eps, center, recipe, dtype, _ = arguments
+    *tensors, layers, eps, center, recipe, dtype = arguments
     call, norm = LinearCall(_fusable(recipe), dtype), NormSpec(eps, center)
     return _NormLinear.apply(call, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
 
@@ -131,7 +131,7 @@ def mlp(
     tensors, layers = (x, residual, gamma, beta), (*outer.arguments(), *inner.arguments())
     if call.is_operation:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
-        result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype, SOURCE)
+        result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
     else:
         result = _MLP.apply(call, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
     y, *rest = result
@@ -140,10 +140,10 @@ def mlp(
 
 @composite(
     "mlp(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor?[] layers, "
-    "float? eps, bool center, str activation, str recipe, ScalarType dtype, str source) -> Tensor[]"
+    "float? eps, bool center, str activation, str recipe, ScalarType dtype) -> Tensor[]"
 )
 def _mlp(*arguments: Any) -> Any:
-    *tensors, layers, eps, center, activation, recipe, dtype, _ = arguments
+    *tensors, layers, eps, center, activation, recipe, dtype = arguments
     call, norm = LinearCall(_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
     return _MLP.apply(call, norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
 

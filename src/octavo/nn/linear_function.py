@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.nn.composite_operations import SOURCE, composite, read_recipe
+from octavo.nn.composite_operations import composite, read_recipe
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
@@ -85,7 +85,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     y: Tensor
     if call.is_operation:
-        constants = call.recipe.text, call.dtype, call.input_is_saved, SOURCE
+        constants = call.recipe.text, call.dtype, call.input_is_saved
         y = _linear(x, w, bias, data, scale, *constants)
     else:
         y = _Linear.apply(x, w, bias, call, data, scale)  # type: ignore[no-untyped-call]
@@ -94,10 +94,10 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTenso
 
 @composite(
     "linear(Tensor x, Tensor w, Tensor? bias, Tensor? w_data, Tensor? w_scale, "
-    "str recipe, ScalarType dtype, bool input_is_saved, str source) -> Tensor"
+    "str recipe, ScalarType dtype, bool input_is_saved) -> Tensor"
 )
 def _linear(*arguments: Any) -> Any:
-    *tensors, w_data, w_scale, recipe, dtype, input_is_saved, _ = arguments
+    *tensors, w_data, w_scale, recipe, dtype, input_is_saved = arguments
     call = LinearCall(read_recipe(recipe), dtype, input_is_saved=input_is_saved)
     return _Linear.apply(*tensors, call, w_data, w_scale)  # type: ignore[no-untyped-call]
 

@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from octavo.ops.cache_tag import add_source_version
 from octavo.ops.eager import Operation, on_device_of_first
 from octavo.ops.launching import launch
 
@@ -42,6 +43,8 @@ if f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}" not in os.environ:
     os.environ[f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}"] = "1"
     if hasattr(config := sys.modules.get("torch._inductor.config"), _STATIC_LAUNCH):
         setattr(config, _STATIC_LAUNCH, True)
+
+add_source_version()
 
 Function = Callable[..., Any]
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
