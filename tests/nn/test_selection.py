@@ -79,6 +79,13 @@ def test_subclasses_with_a_forward_of_their_own_are_skipped() -> None:
     }
 
 
+def test_the_step_of_a_state_space_layer_is_skipped() -> None:
+    mixer = nn.Module()
+    mixer.A_log, mixer.dt_proj, mixer.x_proj = nn.Parameter(torch.zeros(8)), nn.Linear(8, 8), nn.Linear(8, 8)
+    assert converts(mixer) == ["x_proj"]
+    assert skipped(mixer) == {"dt_proj": "the state-space layer reads its weight directly and never calls it"}
+
+
 def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:
     model = nn.ModuleDict({"waves": nn.Linear(8, 8, dtype=torch.complex64), "body": nn.Linear(8, 8)})
     assert converts(model) == ["body"]

@@ -98,6 +98,21 @@ def test_sources_that_cannot_be_packed(llama: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_tensors_under_names_that_transformers_replaces(llama: Path, tmp_path: Path) -> None:
+    old = shutil.copytree(llama, tmp_path / "old")
+    change_tensors(old, lambda tensors: tensors.update({"embed_out.weight": tensors.pop("lm_head.weight")}))
+    with pytest.raises(
+        ArtifactError, match=r"lacks lm_head.weight \(1 in all\), and has embed_out.weight.*with the new names"
+    ):
+        pack(old, tmp_path / "out")
+
+
+def test_a_model_whose_context_is_not_stated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}')
+    with pytest.raises(ArtifactError, match="must state max_position_embeddings, got None: add the most tokens"):
+        pack(tmp_path, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("described", "name"),
     [

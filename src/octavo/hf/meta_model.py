@@ -123,7 +123,9 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
         )
     context = getattr(described.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int):
-        raise ArtifactError(f"{where} must state max_position_embeddings, got {context!r}")
+        raise ArtifactError(
+            f"{where} must state max_position_embeddings, got {context!r}: add the most tokens that the model is to see"
+        )
     return MetaModel(model.eval(), config, context, expert_files(model))
 
 

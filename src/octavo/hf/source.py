@@ -127,6 +127,13 @@ def open_source(path: Path, step: int | None = None) -> Source:
     stored = meta_model.split_experts({name: spec.meta() for name, spec in reader.specs.items()})
     needed = meta_model.split_experts(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
+    missing, left = sorted(needed.keys() - found.keys()), sorted(stored.keys() - found.keys())
+    if missing and left:
+        raise ArtifactError(
+            f"{path} lacks {missing[0]} ({len(missing)} in all), and has {left[0]}, which the model lacks. "
+            "transformers renames tensors of some models as it loads them. If it opens this folder, save the model "
+            "with the new names: model.save_pretrained(OUT, save_original_format=False)"
+        )
     check_match(found, needed, f"{path} is not of the model that its config.json describes")
     left_out = sorted(reader.specs.keys() - required.keys() - meta_model.model.state_dict().keys())
     return Source(path, path, meta_model, "", (), reader, left_out)

@@ -22,6 +22,7 @@ DEFAULT_SKIP = (
 
 
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
+STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
 
 
 class SelectedLayer(NamedTuple):
@@ -55,7 +56,8 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[
         )
     check_globs(skip, [*linears, *others])
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    read = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    read = {id(m.out_proj): ATTENTION_OUTPUT for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    read |= {id(m.dt_proj): STATE_SPACE for m in model.modules() if hasattr(m, "dt_proj") and hasattr(m, "A_log")}
     selected = [SelectedLayer(name, m, _skip_reason(name, m, skip, tied, read)) for name, m in linears.items()]
     if all(layer.reason for layer in selected) and not others:
         reasons = "\n".join(f"  {layer.name}: {layer.reason}" for layer in selected)
@@ -84,7 +86,7 @@ def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
             raise ValueError(f"skip={glob!r} matches no linear layer; the model has {len(names)}, named {first}")
 
 
-def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int], read: set[int]) -> str:
+def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[int], read: dict[int, str]) -> str:
     """Why this layer is skipped, or "" where it is not."""
     weight: Any = module.weight
     outputs, inputs = shape_of(module)
@@ -97,7 +99,7 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if id(module) in read:
-        return ATTENTION_OUTPUT
+        return read[id(module)]
     if type(module) not in (nn.Linear, Linear, ParallelLinear) and not is_conv1d(module):
         return f"a {type(module).__name__}, whose forward is its own"
     if weight.dtype not in FLOATS:
