@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.plan.architecture import Architecture
+from octavo.plan.attention import attention_seconds, gradient_bytes
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture
@@ -66,7 +67,7 @@ def forward_seconds(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mode", "layers", "attention"), [("full", ("qkv", "o", "up"), 1 / 4), ("selective", ("o",), 0.0)]
+    ("mode", "layers", "attention"), [("full", ("qkv", "o", "up"), True), ("selective", ("o",), False)]
 )
 def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention):
     """All GEMMs, or every second one, but the last, whose output no gradient reads."""
@@ -74,7 +75,8 @@ def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention)
     time, block = plan.time, plan.setup.model.blocks[0]
     _, forward_bytes = traffic_bytes(plan.setup, block)
     traffic = block.count * forward_bytes * plan.setup.tokens / plan.setup.gpu.copy_rate
-    expected = forward_seconds(plan, layers) + attention * time.attention + traffic
+    _, attention_forward = attention_seconds(block, plan.setup.gpu, plan.setup.tokens, plan.setup.config.context)
+    expected = forward_seconds(plan, layers) + attention * block.count * attention_forward + traffic
     assert time.recomputation == pytest.approx(expected)
     assert traffic < 0.45 * time.memory
     assert step().recomputation == 0
@@ -93,8 +95,12 @@ def test_gathers_are_not_copied_again_for_the_recomputation():
 
 
 def test_attention_grows_with_the_square_of_the_context():
-    long, short = (step("--context", str(context), "--batch", "1").attention for context in (8192, 2048))
-    assert long == pytest.approx(16 * short * (1 + 128 / 8192) / (1 + 128 / 2048))  # and a tile more for each token
+    """And with a tile more for each token. The bytes that the backward pass moves beside it grow with the context."""
+    plans = {n: Case("llama-3-8b", ("--context", str(n), "--batch", "1"), "h200").training() for n in (8192, 2048)}
+    block, gpu = plans[8192].setup.model.blocks[0], find_gpu("h200")
+    a_token = block.count * gradient_bytes(block.attention) / gpu.copy_rate
+    long, short = (plan.time.attention - tokens * a_token for tokens, plan in plans.items())
+    assert long == pytest.approx(16 * short * (1 + 128 / 8192) / (1 + 128 / 2048))
 
 
 def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():

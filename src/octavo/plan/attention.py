@@ -2,13 +2,16 @@
 
 The forward pass is two GEMMs and the backward pass five, each of 2 FLOPs for a query, a key and an element of a head:
 14 T S H FLOPs for T tokens of texts of S, with H elements in all heads. Kernels compute whole tiles of TILE tokens. In
-causal attention a query sees (S + TILE) / 2 keys.
+causal attention a query sees (S + TILE) / 2 keys. cuDNN has kernels for heads of 64, 128, 192 and 256 elements
+(github.com/NVIDIA/cudnn-frontend/issues/378); other heads are padded with zeros to the next.
 
 Each pass also takes an exponential of each score, T S of them a head, whatever the width of the head. They run on other
 units than the products, and between them: Shah et al. (arXiv:2407.08608) count 3.9 * 10^12 exponentials
 a second of an H100 beside 989 * 10^12 FLOPs. So narrow heads have a lower rate in FLOPs.
 
-BF16 runs at the rate of `octavo.plan.hardware`, which was measured with heads of 128 elements. The speed of FP8 over
+The products run at the rate of `octavo.plan.hardware`, which was measured with heads of 128 elements. Around those of
+the backward pass, cuDNN has kernels that only move bytes: one multiplies dO with O and zeroes dq in FP32, one casts
+dq to BF16, and one sums dk and dv over the query heads that share a key head. The speed of FP8 over
 BF16 was measured by the length of a text (bench.gpu.attention, casts included; `make docs` writes
 attention_speeds.json) with 32 heads of queries and 8 of keys. Between two lengths it is interpolated; beyond them it is
 that of the nearest.
@@ -25,24 +28,38 @@ from octavo.nn.speedup.table import interpolate
 from octavo.ops import fp8_attention_limit
 from octavo.ops.attention_fp8 import GRADIENT_TILE
 from octavo.ops.gpu_architecture import ARCHITECTURES
-from octavo.plan.architecture import Architecture, Block
+from octavo.plan.architecture import Architecture, Attention, Block
 from octavo.plan.hardware import Gpu
 from octavo.plan.setup import Setup
 
 TILE = 128  # tokens
 EXPONENTIAL = 256  # FLOPs: Hopper's multiprocessors compute 4,096 of them, or 16 exponentials, in a clock
 MEASURED_HEAD = 128  # elements of the heads whose rate was measured
-FORWARD = 0.25  # of the time of both passes in BF16, measured there from 4,096 tokens on; its FLOPs are 2/7
+HEADS = (64, 128, 192, 256)  # elements of the heads that cuDNN has kernels for
+FORWARD = 0.25  # of the time of the products in BF16, measured there from 4,096 tokens on; its FLOPs are 2/7
 
 
-def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> float:
-    """Seconds of both passes in BF16, of `tokens` tokens in texts of `context`."""
+def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> tuple[float, float]:
+    """Seconds of both passes in BF16, and of the forward pass, of `tokens` tokens in texts of `context`."""
     a, whole = block.attention, -(-context // TILE) * TILE
     keys = (whole + TILE) / 2 if a.causal else whole
-    products = 7 * (a.queries + a.output)  # FLOPs of a query and a key in all heads
+    heads = a.heads * (_padded(a.queries // a.heads) + _padded(a.output // a.heads))
+    products = 7 * heads  # FLOPs of a query and a key
     measured = 14 * MEASURED_HEAD
     as_measured = (products + 2 * EXPONENTIAL * a.heads) * measured / (measured + 2 * EXPONENTIAL)
-    return tokens * whole / context * keys * as_measured / gpu.attention_rate
+    seconds = tokens * whole / context * keys * as_measured / gpu.attention_rate
+    return seconds + tokens * gradient_bytes(a) / gpu.copy_rate, FORWARD * seconds
+
+
+def gradient_bytes(attention: Attention) -> float:
+    """Bytes that the backward pass moves beside its products, for each token."""
+    a = attention
+    shared = 2 * (a.queries + a.output + a.keys + a.values) if a.keys < a.queries else 0
+    return 4 * a.output + (4 + 6) * a.queries + shared
+
+
+def _padded(head: int) -> int:
+    return next((size for size in HEADS if size >= head), head)
 
 
 def fp8_limit(model: Architecture, gpu: Gpu) -> str:

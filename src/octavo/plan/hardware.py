@@ -13,7 +13,7 @@ from importlib.resources import files
 COPY_SHARE = (
     2996 / 3350
 )  # of the data sheet's bandwidth, that a copy reaches on an H100 (bench/results/gpu_ceilings.json)
-ATTENTION_SHARE = 456 / 989.4  # of the data sheet's BF16 rate, in the steps of bench/results/gpu_stack.json
+ATTENTION_SHARE = 483 / 989.4  # of the data sheet's BF16 rate: the two kernels in bench/results/gpu_stack.json
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Gpu:
         link: bytes a second and direction to the other GPUs of the node, over NVLink, Infinity Fabric or PCIe.
         grid: the file of octavo.nn.speedup with the measured times of linear layers; None if none were measured.
         copy: measured bytes a second of a copy, reads and writes.
-        attention: measured FLOP/s of an attention's forward and backward pass.
+        attention: measured FLOP/s of the products of an attention's forward and backward pass.
         source, measured: where the figures come from.
     """
 

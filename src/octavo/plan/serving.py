@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.artifact.packed.scheme import FUSED
 from octavo.plan.architecture import Block, Layer
-from octavo.plan.attention import FORWARD, attention_seconds, fp8_speed
+from octavo.plan.attention import attention_seconds, fp8_speed
 from octavo.plan.communication import Links
 from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.schemes import MEASURED, weight_bytes
@@ -127,7 +127,7 @@ def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
 
 def _attention_seconds(server: Server, block: Block) -> float:
     context = server.context
-    seconds = FORWARD * attention_seconds(block, server.gpu, server.prompt_tokens, context)
+    _, seconds = attention_seconds(block, server.gpu, server.prompt_tokens, context)
     if not server.is_fp8_attention:
         return seconds
     return seconds / fp8_speed("forward from an FP8 KV cache" if server.cache == "fp8" else "forward", context)

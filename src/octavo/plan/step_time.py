@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
-from octavo.plan.attention import FORWARD, attention_seconds, fp8_speed, is_fp8
+from octavo.plan.attention import attention_seconds, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
 from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.setup import Setup
@@ -157,10 +157,10 @@ def _products_again(setup: Setup, block: Block) -> float:
 def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
     """Seconds of both passes, and of the forward pass."""
     context = setup.config.context
-    both = attention_seconds(block, setup.gpu, setup.tokens, context) / setup.degrees.tp
+    both, forward = (each / setup.degrees.tp for each in attention_seconds(block, setup.gpu, setup.tokens, context))
     if not is_fp8(setup):
-        return both, both * FORWARD
-    return both / fp8_speed("forward and backward", context), both * FORWARD / fp8_speed("forward", context)
+        return both, forward
+    return both / fp8_speed("forward and backward", context), forward / fp8_speed("forward", context)
 
 
 def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
