@@ -130,7 +130,7 @@ def refuse_run(folder: Path) -> None:
         )
 
 
-def find_model(path: Path, step: int | None = None) -> tuple[Path, Path]:
+def find_model(path: Path, step: int | None) -> tuple[Path, Path]:
     """The folder that describes a model, and the one with its files of tensors: the same, unless `path` is a run.
 
     Args:

@@ -69,7 +69,7 @@ class ExpertFiles:
         others = [name for name, owner in owners.items() if not isinstance(owner, nn.Linear | nn.Embedding)]
         return [self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts]
 
-    def unpacked(self, layout: str, packed: Collection[str] = ()) -> list[str]:
+    def unpacked(self, layout: str, packed: Collection[str]) -> list[str]:
         """The experts and routers in BF16, as a `quantization_config` must name its unpacked layers.
 
         compressed-tensors matches whole names, the other layouts match the names of the modules above too. Where some

@@ -83,7 +83,7 @@ def _tensors(packed: PackedTensors) -> dict[str, Tensor]:
     for name, scheme in packed.packing.schemes.items():
         tensors[f"{name}.weight"], tensors[f"{name}.{SCALE_NAME}"] = packed.stored(name)
         if scheme.static:
-            tensors[f"{name}.{INPUT_SCALE_NAME}"] = packed.reader.get(f"{name}.{INPUT_SCALE_NAME}").reshape(1)
+            tensors[f"{name}.{INPUT_SCALE_NAME}"] = packed.input_scale(name)
     return tensors
 
 

@@ -23,7 +23,7 @@ from octavo.recipe import Recipe
 
 
 def block_bytes(
-    block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool, fp8_attention: bool = False
+    block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool, fp8_attention: bool
 ) -> float:
     """Bytes a token that one block saves without activation checkpointing.
 
@@ -120,7 +120,7 @@ def scale_bytes(granularity: Granularity, elements: int) -> float:
 
 
 def checkpointed_bytes(
-    block: Block, model: Architecture, recipe: Recipe, mode: str, residual: int, *, fp8_attention: bool = False
+    block: Block, model: Architecture, recipe: Recipe, mode: str, residual: int, *, fp8_attention: bool
 ) -> float:
     """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
 

@@ -68,7 +68,7 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
 
 
 def fill(
-    meta_model: MetaModel, folder: Path, device: str | torch.device, kv_cache: str = AUTO
+    meta_model: MetaModel, folder: Path, device: torch.device, kv_cache: str = AUTO
 ) -> tuple[nn.Module, Pairs | None]:
     """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs.
 
@@ -81,13 +81,13 @@ def fill(
     disks = meta_model.linears()
     unpacked = meta_model.split_experts(model_tensors(meta_model.model))
     reader = ShardReader(folder)
-    experts = ExpertLoading(meta_model, reader, torch.device(device))
+    experts = ExpertLoading(meta_model, reader, device)
     packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
     experts.swap(packing)
     # The stacks of experts need room beside their parts, which a GPU may lack.
-    place = "cpu" if meta_model.experts is not None else device
-    with _compiling(meta_model, packing, folder, torch.device(device), kv_cache):
+    place = torch.device("cpu") if meta_model.experts is not None else device
+    with _compiling(meta_model, packing, folder, device, kv_cache):
         tensors, kv_scales = _read_tensors(packing, reader, disks, place)
     experts.widen(tensors)
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
@@ -96,13 +96,12 @@ def fill(
     stacks = experts.stack(tensors)
     model: nn.Module = fill_model(meta_model, meta_model.stack_experts(tensors) | stacks)
     _check_scales(model, folder)
-    target = torch.device(device)
-    use_formats_of(model, target)
+    use_formats_of(model, device)
     of_experts = set(experts.names)
     linears = {name: scheme for name, scheme in packing.schemes.items() if name not in of_experts}
-    schemes = Counter(scheme_on(scheme, target) for scheme in linears.values())
-    slower = slower_note(schemes, target) or widened_note(schemes, target)
-    for note in filter(None, (weight_only_note(schemes, target), slower, experts.slower_note())):
+    schemes = Counter(scheme_on(scheme, device) for scheme in linears.values())
+    slower = slower_note(schemes, device) or widened_note(schemes, device)
+    for note in filter(None, (weight_only_note(schemes, device), slower, experts.slower_note())):
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)
@@ -133,7 +132,7 @@ def _plain(disks: list[str], reader: ShardReader) -> set[str]:
 
 
 def _read_tensors(
-    packing: Packing, reader: ShardReader, disks: list[str], device: str | torch.device
+    packing: Packing, reader: ShardReader, disks: list[str], device: torch.device
 ) -> tuple[dict[str, Tensor], KvScales]:
     """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
     them; and the scales of keys and values."""

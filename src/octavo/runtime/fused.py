@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.kv_cache.served_attention import serve_attention
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.fused_input import Norm, wider_first
+from octavo.nn.fused_input import Norm, rows, wider_first
 from octavo.nn.linear import compute_dtype
 from octavo.nn.mixed_class import mix_classes
 from octavo.nn.norm_linear import child, read_norm, watched
@@ -73,7 +73,7 @@ class PackedMLP(FusedMLP):
             return None
         cast = stack.input_cast
         if known is None:
-            total = _rows(x)
+            total = rows(x)
             n = total if cast is None else quantize(total, cast)
         else:
             total, n = _normed(x, residual, known, cast)
@@ -123,15 +123,11 @@ def _normed(x: Tensor, residual: Tensor | None, norm: Norm, cast: Cast | None) -
     """x + residual [T, K], and its norm [T, K], cast by row if there is a cast."""
     how, gamma, beta = norm
     x, residual = wider_first(x, residual)
-    rest = None if residual is None else _rows(residual)
+    x, residual = rows(x), rows(residual)
     if cast is not None:
-        return norm_quantize_inference(_rows(x), rest, gamma, beta, how.eps, cast, center=how.center)
-    total = _rows(x) if rest is None else _rows(x) + rest
+        return norm_quantize_inference(x, residual, gamma, beta, how.eps, cast, center=how.center)
+    total = x if residual is None else x + residual
     gamma, beta = gamma.to(x.dtype), None if beta is None else beta.to(x.dtype)
     if how.center:
         return total, F.layer_norm(total, gamma.shape, gamma, beta, how.eps)
     return total, F.rms_norm(total, gamma.shape, gamma, how.eps)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

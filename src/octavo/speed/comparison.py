@@ -29,7 +29,7 @@ def compare_speed(
     folder: Path,
     against: Path | None,
     grid: Grid,
-    device: str | torch.device = "auto",
+    device: str | torch.device,
     progress: Progress = no_progress,
 ) -> SpeedReport:
     """Measure a folder in Octavo, and the model in BF16 that it was made from in transformers. vLLM runs both.

@@ -67,7 +67,7 @@ def check_tokens(opened: Opened, prompts: Prompts) -> Check | None:
     return Check(name, opened.reference_name, tokens, leading.sum(1).tolist())
 
 
-def measure_cell(ways: Sequence[Way], cell: Cell, prompts: Prompts, advance: Advance = lambda _: None) -> list[Row]:
+def measure_cell(ways: Sequence[Way], cell: Cell, prompts: Prompts, advance: Advance) -> list[Row]:
     """Measure ways at one size. They take turns, in an order that is drawn for each round."""
     ids, grid, device = prompts.draw(cell), prompts.grid, prompts.device
     rows: dict[str, Row] = {}

@@ -52,12 +52,12 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     return FinishedRun(config, run.step_of(checkpoint), model.eval(), tokenizer, place)
 
 
-def held_out(path: Path, tokenizer: Tokenizer | None = None) -> tuple[Batches, ReadReport]:
+def held_out(path: Path, tokenizer: Tokenizer) -> tuple[Batches, ReadReport]:
     """The validation batches of the run in the folder `path`, and the report of reading its text.
 
     Args:
         path: the folder of the run.
-        tokenizer: another model's, which cuts the same text; None takes the run's own.
+        tokenizer: of the model that is evaluated, which cuts the same text.
 
     Raises:
         ArtifactError: no run.
@@ -66,6 +66,6 @@ def held_out(path: Path, tokenizer: Tokenizer | None = None) -> tuple[Batches, R
     run = RunFolder(path)
     run.check()
     config = read_settings(run)
-    own, reading = open_data(config, run.model)
-    corpus = build_corpus(reading.texts, tokenizer or own, config.context, config.validation_fraction)
+    _, reading = open_data(config, run.model)
+    corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
     return Batches(corpus.validation, config.context, config.batch, None), reading.report

@@ -233,7 +233,7 @@ def _quiet_loading() -> Iterator[None]:
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
-        model, _ = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, device)
+        model, _ = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, torch.device(device))
     with torch.inference_mode():
         actual = model_outputs(model, probe.ids.to(device), probe.causal)
     weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())

@@ -141,7 +141,7 @@ class BaselineModel:
         FileNotFoundError, ArtifactError, ImportError: see `octavo.hf.source.open_source`.
     """
 
-    def __init__(self, path: Path, step: int | None = None) -> None:
+    def __init__(self, path: Path, step: int | None) -> None:
         self._source: Source = open_source(path, step)
         self.folder = self._source.description
         self.meta_model = self._source.meta_model
