@@ -22,6 +22,7 @@ from octavo.telemetry.schema import EXPERTS, LAYER, OPERAND, VERSION, Event, Wat
 
 LIMIT = 500_000_000
 _COPIED = 1 << 16  # records that thinning holds in memory at once
+_FILES = {"operands.bin": OPERAND, "layers.bin": LAYER, "experts.bin": EXPERTS}
 
 Records = np.ndarray[Any, Any]
 NO_EXPERTS = np.empty(0, EXPERTS)
@@ -62,15 +63,16 @@ def read_watch(run: Path) -> Watched:
     """
     folder = watch_folder(run)
     interval, layers = _read_layers(run)
-    events = [_event_of(line) for line in _lines(folder / "events.jsonl")]
+    events = [event for _, event in _read_events(folder / "events.jsonl")]
+    operands, layer_records, experts = (_read_records(folder / name, dtype) for name, dtype in _FILES.items())
     return Watched(
         interval,
         layers,
-        _read_records(folder / "operands.bin", OPERAND),
-        _read_records(folder / "layers.bin", LAYER),
+        operands,
+        layer_records,
         [event for event in events if event is not None],
         [number for number, event in enumerate(events, 1) if event is None],
-        _read_records(folder / "experts.bin", EXPERTS),
+        experts,
     )
 
 
@@ -101,7 +103,8 @@ class WatchWriter:
         resumed_at: int = 0,
     ) -> None:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
-        self._paths = tuple(self.folder / f"{name}.bin" for name in ("operands", "layers", "experts"))
+        self._files = {self.folder / name: dtype for name, dtype in _FILES.items()}
+        self._events = self.folder / "events.jsonl"
         self._layers = list(layers)
         if not resumed_at:
             self._check_empty()
@@ -124,9 +127,9 @@ class WatchWriter:
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
         try:
-            for path, records in zip(self._paths, (operands, layer_records, experts), strict=True):
+            for path, records in zip(self._files, (operands, layer_records, experts), strict=True):
                 _append(path, records.tobytes())
-            while sum(path.stat().st_size for path in self._paths) > self.limit and self._thin():
+            while sum(path.stat().st_size for path in self._files) > self.limit and self._thin():
                 pass
         except OSError as error:
             raise write_error(self.folder, error) from error
@@ -134,13 +137,13 @@ class WatchWriter:
     def write_event(self, event: Event) -> None:
         """Append an event."""
         try:
-            _append(self.folder / "events.jsonl", _line(event).encode())
+            _append(self._events, _line(event).encode())
         except OSError as error:
             raise write_error(self.folder, error) from error
 
     def drop_after(self, step: int) -> None:
         """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
-        for path, dtype in zip(self._paths, (OPERAND, LAYER, EXPERTS), strict=True):
+        for path, dtype in self._files.items():
             path.touch()
             steps = _read_records(path, dtype)["step"]
             count = int(np.searchsorted(steps, step, side="right")) if step else 0
@@ -148,24 +151,20 @@ class WatchWriter:
 
     def undo_events_after(self, step: int) -> None:
         """Mark the events of the steps after `step`, to which the run went back, as undone."""
-        lines = _lines(self.folder / "events.jsonl")
-        events = [(line, _event_of(line)) for line in lines]
         marked = [
             line if event is None or event.step <= step else _line(replace(event, undone=True))
-            for line, event in events
+            for line, event in _read_events(self._events)
         ]
-        replace_file(self.folder / "events.jsonl", "".join(marked))
+        replace_file(self._events, "".join(marked))
 
     def _drop_events_after(self, step: int) -> None:
-        events = [(line, _event_of(line)) for line in _lines(self.folder / "events.jsonl")]
-        lines = [line for line, event in events if event is None or event.step <= step]
-        replace_file(self.folder / "events.jsonl", "".join(lines))
+        lines = [line for line, event in _read_events(self._events) if event is None or event.step <= step]
+        replace_file(self._events, "".join(lines))
 
     def _check_empty(self) -> None:
-        files = (*self._paths, self.folder / "events.jsonl")
-        if not any(path.is_file() and path.stat().st_size for path in files):
+        if not any(path.is_file() and path.stat().st_size for path in (*self._files, self._events)):
             return
-        steps = _read_records(self._paths[0], OPERAND)["step"]
+        steps = self._steps()
         last = max(int(steps[-1]) if len(steps) else 0, 1)
         raise FileExistsError(
             f"{self.folder} has the records of an earlier watch, up to step {last}: give octavo.watch another folder, "
@@ -184,12 +183,16 @@ class WatchWriter:
             )
         return interval
 
+    def _steps(self) -> Records:
+        """The step of each record of an operand."""
+        return _read_records(self.folder / "operands.bin", OPERAND)["step"]
+
     def _thin(self) -> bool:
         """Drop every second sampled step, and double the interval. False if a single step is left."""
-        steps = np.unique(_read_records(self._paths[0], OPERAND)["step"])
+        steps = np.unique(self._steps())
         if len(steps) < 2:
             return False
-        for path, dtype in zip(self._paths, (OPERAND, LAYER, EXPERTS), strict=True):
+        for path, dtype in self._files.items():
             records, partial = _read_records(path, dtype), path.with_suffix(".partial")
             with partial.open("wb") as file:
                 for start in range(0, len(records), _COPIED):
@@ -245,10 +248,10 @@ def _read_records(path: Path, dtype: np.dtype[Any]) -> Records:
     return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
-def _lines(path: Path) -> list[str]:
-    """The whole lines of a file; the last, which is being written or was cut short, is left out."""
+def _read_events(path: Path) -> list[tuple[str, Event | None]]:
+    """The whole lines of a file with their events; the last, which is being written or was cut short, is left out."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [(line, _event_of(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _event_of(line: str) -> Event | None:
