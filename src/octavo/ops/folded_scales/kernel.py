@@ -35,20 +35,20 @@ def _fold_kernel(s_x_ptr, s_g_ptr, s_w_ptr, dx_ptr, shift_ptr, dw_ptr, T, N, BLO
         offs_t = start + tl.arange(0, BLOCK)
         x_bits, g_bits = _bits(s_x_ptr, offs_t, offs_t < T), _bits(s_g_ptr, offs_t, offs_t < T)
         largest = tl.maximum(largest, (x_bits >> 23) + (g_bits >> 23) - 254)
-    c_max = tl.max(largest, 0)
+    e_max = tl.max(largest, 0)  # of c_max
 
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < T
     x_bits, g_bits = _bits(s_x_ptr, offs, mask), _bits(s_g_ptr, offs, mask)
     m = ((x_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     tl.store(dx_ptr + offs, _quotient(g_bits.to(tl.float32, bitcast=True), m), mask)
-    tl.store(shift_ptr + offs, c_max - ((x_bits >> 23) + (g_bits >> 23) - 254), mask)
+    tl.store(shift_ptr + offs, e_max - ((x_bits >> 23) + (g_bits >> 23) - 254), mask)
 
-    power = ((c_max.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True).to(tl.float32)  # may round to inf or 0
-    power = tl.zeros((BLOCK,), tl.float32) + power
+    bits = (tl.full((BLOCK,), 1023, tl.int64) + e_max) << 52  # of c_max as float64; as float32 it may be inf or 0
+    c_max = bits.to(tl.float64, bitcast=True).to(tl.float32)
     if s_w_ptr is not None:
-        power = _quotient(power, tl.load(s_w_ptr + offs, offs < N, other=1.0))
-    tl.store(dw_ptr + offs, power, offs < N)
+        c_max = _quotient(c_max, tl.load(s_w_ptr + offs, offs < N, other=1.0))
+    tl.store(dw_ptr + offs, c_max, offs < N)
 
 
 @triton.jit
