@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from octavo.nn.grouped_function import (
-    GroupedCall,
     gathered,
     groups_of,
     multiply,
@@ -29,6 +28,7 @@ from octavo.nn.grouped_function import (
     weights_transposed,
 )
 from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.linear_call import FusedCall
 from octavo.nn.observer import observe_group
 from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.ops import (
@@ -41,7 +41,7 @@ from octavo.ops import (
 )
 
 
-def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor, call: GroupedCall) -> Tensor:
+def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor, call: FusedCall) -> Tensor:
     """out [T, K] of x [T, K], differentiable.
 
     Args:
@@ -65,7 +65,7 @@ class _Experts(torch.autograd.Function):
         slot: Tensor,
         row: Tensor,
         offsets: Tensor,
-        call: GroupedCall,
+        call: FusedCall,
         in_data: Tensor | None,
         in_scale: Tensor | None,
         out_data: Tensor | None,
@@ -89,7 +89,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        call: GroupedCall = ctx.call
+        call: FusedCall = ctx.call
         recipe = call.recipe
         n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.nn.composite_operations import composite, read_recipe
 from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_call import FusedCall, LinearCall
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,
@@ -37,8 +37,6 @@ from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor
 from octavo.ops import activation_backward, activation_quantize, fold_scales
 from octavo.recipe import FusableRecipe
-
-FusedCall = LinearCall[FusableRecipe]
 
 
 def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, call: FusedCall) -> tuple[Tensor, Tensor]:

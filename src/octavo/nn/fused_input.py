@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from octavo.nn.linear_function import shaped
+from octavo.nn.linear_call import shaped
 from octavo.nn.scale_folding import scale_folded
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_call import FusedCall
 from octavo.nn.observer import Observer, observe_group
 from octavo.nn.scale_folding import dx_operand, mantissa
 from octavo.numerics.cast import Cast
@@ -39,9 +39,7 @@ from octavo.ops import (
     requantize_transposed,
     transpose,
 )
-from octavo.recipe import FusableRecipe, Gemm
-
-GroupedCall = LinearCall[FusableRecipe]
+from octavo.recipe import Gemm
 
 
 class Groups(NamedTuple):
@@ -68,7 +66,7 @@ def groups_of(offsets: Tensor, rows: int) -> Groups:
     return Groups(offsets, group_of_rows(offsets, rows), *aligned_groups(offsets, rows))
 
 
-def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: GroupedCall) -> Tensor:
+def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K], differentiable. `offsets` int32 [E]: where each group of rows ends."""
     y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
     return y
@@ -91,7 +89,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         offsets: Tensor,
-        call: GroupedCall,
+        call: FusedCall,
         w_data: Tensor | None,
         w_scale: Tensor | None,
     ) -> Tensor:
@@ -105,7 +103,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: GroupedCall = ctx.call
+        call: FusedCall = ctx.call
         recipe = call.recipe
         x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
         groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
@@ -128,7 +126,7 @@ def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: C
     observe_group(observer, "w", "w", source, w_q, cast, offsets)
 
 
-def multiply(call: GroupedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
+def multiply(call: FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
     """a [M, R] @ b [e, N, R]^T, as `gemm` accumulates it."""
     fast, emulate = gemm.fast_accumulation, call.recipe.emulate
     return grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
@@ -149,7 +147,7 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
 
 
 def weight_gradient(
-    call: GroupedCall, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
+    call: FusedCall, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
     exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c

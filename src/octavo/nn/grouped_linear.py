@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.gathered_weight import GatheredWeight
-from octavo.nn.grouped_function import GroupedCall, grouped_linear
+from octavo.nn.grouped_function import grouped_linear
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_call import FusedCall, LinearCall
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.recipe import Recipe
@@ -95,7 +95,7 @@ def check_offsets(offsets: Tensor, groups: int) -> None:
 
 def grouped_call(
     layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
-) -> GroupedCall:
+) -> FusedCall:
     """The call of a layer with a recipe, for the input `x`; raises the errors of `check_call`."""
     check_call(layer, x, *weights)
     recipe = layer.recipe.fusable
@@ -104,7 +104,7 @@ def grouped_call(
             f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
             "convert them with 'rowwise', or leave them out by skip="
         )
-    # Dynamo cannot trace a call of the alias GroupedCall.
+    # Dynamo cannot trace a call of the alias FusedCall.
     return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 

@@ -10,7 +10,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call, unsupported
-from octavo.nn.linear_function import LinearCall, linear
+from octavo.nn.linear_call import LinearCall
+from octavo.nn.linear_function import linear
 from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import Parallel, ParallelLinear

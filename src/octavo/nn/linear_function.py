@@ -18,8 +18,8 @@ Rotations (`octavo.recipe`): the layer rotates x along K and y back along N arou
 dw, and the operands of a rotated dw.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,53 +28,15 @@ from torch import Tensor
 from octavo.nn.composite_operations import composite, read_recipe
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
+from octavo.nn.linear_call import Call, LinearCall, shaped
+from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import dw_operand, mantissa, quantize_folded, rescaled, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import scattered_signs
-from octavo.ops import FoldedScales, fold_scales, quantize, quantize_scaled, quantize_transposed, rotate, scaled_mm
+from octavo.ops import FoldedScales, fold_scales, quantize, quantize_scaled, quantize_transposed, rotate
 from octavo.ops.checks import FLOATS
-from octavo.recipe import FusableRecipe, Gemm, Recipe
-
-R = TypeVar("R", Recipe, FusableRecipe)
-
-
-@dataclass(eq=False)  # not frozen: compiled code would look up the defaults of its fields in Python at each call
-class LinearCall(Generic[R]):
-    """The arguments of a call that are not tensors.
-
-    Args:
-        recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
-        dtype: of y, and of the GEMMs without casts.
-        x_history, w_history, dy_history: the histories of delayed scaling.
-        observer: where statistics of the operands are recorded; None records none.
-        outer_observer: in an MLP, where those of the layer after the activation are recorded.
-        input_is_saved: whether another operation saves x for its backward pass, so that saving it here takes no memory.
-    """
-
-    recipe: R
-    dtype: torch.dtype
-    x_history: ScaleHistory | None = None
-    w_history: ScaleHistory | None = None
-    dy_history: ScaleHistory | None = None
-    observer: Observer | None = None
-    outer_observer: Observer | None = None
-    input_is_saved: bool = False
-
-    @property
-    def is_operation(self) -> bool:
-        """Whether Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
-        written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
-        return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
-
-    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
-        fast, emulate = gemm.fast_accumulation, self.recipe.emulate
-        return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=fast, emulate=emulate)
-
-
-Call = LinearCall[Recipe]
+from octavo.recipe import Gemm, Recipe
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
@@ -155,12 +117,6 @@ class _Linear(torch.autograd.Function):
             dw = _rotated_back(_dw(dy, g, x, s_x, scales, folded_s_w, w.dtype, call), call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
-
-
-def shaped(y: Tensor, shape: torch.Size) -> Tensor:
-    """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
-    result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
-    return result
 
 
 def _rotated(w: Tensor, call: Call, after: Tensor | None = None) -> Tensor:

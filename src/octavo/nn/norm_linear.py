@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.fused import FusedCall, norm_linear
+from octavo.nn.fused import norm_linear
 from octavo.nn.fused_input import Norm, NormSpec
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.linear_function import LinearCall
+from octavo.nn.linear_call import FusedCall, LinearCall
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel import parallel_of
 from octavo.nn.stacked_weights import Stack

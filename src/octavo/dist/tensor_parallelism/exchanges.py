@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory  # registers the operations of torch.
 from torch import Tensor
 
 from octavo.dist.tensor_parallelism.ranks import Ranks
-from octavo.nn.fused import FusedCall
+from octavo.nn.linear_call import FusedCall
 from octavo.nn.scale_folding import dx_operand
 from octavo.numerics.granularity import ROW
 from octavo.numerics.qtensor import QTensor

@@ -22,10 +22,9 @@ from torch import Tensor
 from octavo.dist.tensor_parallelism.exchanges import gathered_mm, scattered_mm
 from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
-from octavo.nn.fused import FusedCall
 from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
 from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_function import shaped
+from octavo.nn.linear_call import FusedCall, shaped
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.nn.scale_folding import (
     dw_operand,

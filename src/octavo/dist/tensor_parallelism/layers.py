@@ -19,12 +19,11 @@ from octavo.dist.tensor_parallelism.functions import column, mlp, row
 from octavo.dist.tensor_parallelism.ranks import Ranks
 from octavo.dist.tensor_parallelism.weights import Shards, quantize_shards
 from octavo.dist.tensor_parallelism.wide import gather_rows, scatter_rows
-from octavo.nn.fused import FusedCall
 from octavo.nn.fused_input import Norm
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.nn.layer_limits import check_call
 from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.linear_function import LinearCall, shaped
+from octavo.nn.linear_call import FusedCall, LinearCall, shaped
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
 from octavo.nn.observer import observer_of
