@@ -57,7 +57,7 @@ def test_quantize(cast, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("which", ["column_scale", "row_scale", "both"])
+@pytest.mark.parametrize("which", ["column_scale", "mantissa_of", "both"])
 @cases([(3, 5), (129, 257), LARGE])
 def test_quantize_with_factors(cast, shape, which, dtype):
     x, given = given_matrix(shape, dtype), factors(shape, which)
@@ -113,7 +113,7 @@ def test_a_poisoned_block_and_the_others(cast, value):
 def test_stochastic_rounding(cast, shape, dtype):
     """The kernels take factors with rows only: other granularities run without, and small ones with them too."""
     x, given = given_matrix(shape, dtype), factors(shape, "both")
-    both, no_factors = (given["column_scale"], given["row_scale"]), (None, None)
+    both, no_factors = (given["column_scale"], given["mantissa_of"]), (None, None)
     on_gpu, seed = x.cuda(), SEED.cuda()
     for scales in (both, no_factors) if x.numel() < 100_000 else (both if cast.by_row else no_factors,):
         expected = *STRAIGHT(x, cast.spec, *scales, SEED), *TURNED(x, cast.spec, SEED)

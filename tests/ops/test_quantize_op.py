@@ -22,5 +22,5 @@ def test_a_factor_of_the_wrong_shape_or_dtype_is_refused(bad):
     x = torch.ones(4, 6)
     with pytest.raises(ValueError, match=r"column_scale must be torch.float32 \[1, 6\]"):
         quantize(x, Cast(), column_scale=bad)
-    with pytest.raises(ValueError, match=r"row_scale must be torch.float32 \[4, 1\]"):
-        quantize(x, Cast(), row_scale=bad.t())
+    with pytest.raises(ValueError, match=r"mantissa_of must be torch.float32 \[4, 1\]"):
+        quantize(x, Cast(), mantissa_of=bad.t())

@@ -102,7 +102,7 @@ def assert_rounds_to(q: QTensor, value: torch.Tensor, near: torch.Tensor, cast: 
 def factors(shape: tuple[int, int], which: str) -> dict[str, torch.Tensor]:
     """Random factors that are not powers of two, so that the order of the products shows in their last bits."""
     torch.manual_seed(7)
-    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "row_scale": torch.rand(shape[0], 1) * 3 + 0.1}
+    both = {"column_scale": torch.rand(1, shape[1]) + 0.01, "mantissa_of": torch.rand(shape[0], 1) * 3 + 0.1}
     return {name: factor for name, factor in both.items() if which in (name, "both")}
 
 

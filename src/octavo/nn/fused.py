@@ -99,10 +99,10 @@ class _NormLinear(torch.autograd.Function):
         recipe = call.recipe
         s_n, s_w, w_data, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
-        dy, m = rows(dy.contiguous()), mantissa(s_n)
-        g = quantize_folded(dy, s_w, m, recipe.dy)
+        dy = rows(dy.contiguous())
+        g = quantize_folded(dy, s_w, s_n, recipe.dy)
         db = ctx.stack.bias_gradient(dy)
-        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, m=m, s_x=s_n)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         scales = fold_scales(s_n, g.scale, s_w)
         dn = call.mm(recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
@@ -192,18 +192,17 @@ class _MLP(torch.autograd.Function):
         n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
-        m_h, m_n = mantissa(s_h), mantissa(s_n)
-        g = quantize_folded(dy, s_out, m_h, recipe.dy)
-        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, m=m_h, s_x=s_h)
+        g = quantize_folded(dy, s_out, s_h, recipe.dy)
+        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         scales = fold_scales(s_h, g.scale, s_out)
         dh = call.mm(recipe.dx, rescaled(g, scales.dx), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
         du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
-        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
+        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)
         dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         scales = fold_scales(s_n, du.scale, s_in)

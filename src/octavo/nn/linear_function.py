@@ -30,7 +30,7 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.layer_limits import differentiable_once
 from octavo.nn.linear_call import Call, LinearCall, shaped
 from octavo.nn.observer import observe_dy, observe_w, observe_x
-from octavo.nn.scale_folding import dw_operand, mantissa, quantize_folded, rescaled, transposed, weight_transposed
+from octavo.nn.scale_folding import dw_operand, quantize_folded, rescaled, transposed, weight_transposed
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rotation import scattered_signs
@@ -103,13 +103,13 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         folded_s_w = s_w if _by_row(recipe.dx) else None
-        m = mantissa(s_x) if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
-        g = _quantize_dy(dy, folded_s_w, m, call) if needs_x or needs_w else None
+        folded_s_x = s_x if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
+        g = _quantize_dy(dy, folded_s_w, folded_s_x, call) if needs_x or needs_w else None
         observe_dy(
             call.observer, [dy], [dy.shape[1]], g, recipe.dy,
-            history=call.dy_history, s_w=folded_s_w, m=m, s_x=None if m is None else s_x,
+            history=call.dy_history, s_w=folded_s_w, s_x=folded_s_x,
         )  # fmt: skip
-        scales = None if g is None or m is None else fold_scales(s_x, g.scale, folded_s_w)
+        scales = None if g is None or folded_s_x is None else fold_scales(s_x, g.scale, folded_s_w)
         dx = dw = None
         if needs_x:
             dx = _dx(dy, g, scales, w_data, s_w, _rotated(w, call, dy), call).to(ctx.x_dtype).view(ctx.shape)
@@ -192,15 +192,15 @@ def _saved_w(
     return None, None
 
 
-def _quantize_dy(dy: Tensor, s_w: Tensor | None, m: Tensor | None, call: Call) -> QTensor | None:
-    """g = dy * s_w * m, quantized by the cast of dy; None where no GEMM reads it."""
+def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call) -> QTensor | None:
+    """g as in `quantize_folded`, by the cast of dy; None where no GEMM reads it."""
     cast = call.recipe.dy
     for_dw = cast is not None and cast.bytes_serve_both and "dw" not in call.recipe.rotate
     if cast is None or (call.recipe.dx is None and not for_dw):
         return None
-    if s_w is None and m is None:
+    if s_w is None and s_x is None:
         return _quantize(dy, cast, call.dy_history)
-    return quantize_folded(dy, s_w, m, cast)
+    return quantize_folded(dy, s_w, s_x, cast)
 
 
 def _dx(

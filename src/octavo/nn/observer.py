@@ -16,6 +16,7 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
 from octavo.numerics.cast import Cast
 from octavo.numerics.qtensor import QTensor
+from octavo.numerics.scaling import scale_mantissa
 from octavo.observation.brief_samples import clear
 from octavo.observation.expert_operands import observe_experts
 from octavo.observation.operands import observe
@@ -130,17 +131,17 @@ def observe_dy(
     kind: str = "dy",
     *,
     s_w: Tensor | None,
-    m: Tensor | None,
     s_x: Tensor | None,
     history: ScaleHistory | None = None,
 ) -> None:
     """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized.
 
     Args:
-        s_w, m: the factors [sum of N_i, 1] and [T, 1]; None for 1.
-        s_x: the scale [T, 1] of x, by whose exponent the bytes of g are shifted for dw.
+        s_w: the factor [sum of N_i, 1]; None for 1.
+        s_x: the scale m * 2^e [T, 1] of x, by whose exponent the bytes of g are shifted for dw; None where m is 1.
     """
     if observer is not None:
+        m = None if s_x is None else scale_mantissa(s_x)
         observe(observer.backward, 0, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)
 
 

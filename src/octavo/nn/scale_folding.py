@@ -55,9 +55,9 @@ def weight_transposed(
     return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
 
 
-def quantize_folded(dy: Tensor, s_w: Tensor | None, m: Tensor | None, cast: Cast) -> QTensor:
-    """g = dy * s_w * m, quantized; a factor that is None is 1."""
-    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), row_scale=m)
+def quantize_folded(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, cast: Cast) -> QTensor:
+    """g = dy * s_w * m, quantized, where m is the mantissa of s_x; a factor that is None is 1."""
+    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), mantissa_of=s_x)
 
 
 def dx_operand(g: QTensor, m: Tensor | None) -> QTensor:

@@ -37,6 +37,12 @@ def scale_from_amax(bits, largest, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def mantissa(scale):
+    """m in [1, 2) of a positive normal scale, m * 2^e."""
+    return ((scale.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def inverse(scale):
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 

@@ -122,9 +122,9 @@ class _Column(torch.autograd.Function):
         call: FusedCall = ctx.call
         n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
-        dy, m = dy.contiguous(), mantissa(s_n)
-        g = quantize_folded(dy, s_w, m, call.recipe.dy)
-        observe_dy(call.observer, [dy], ctx.stack.sizes, g, call.recipe.dy, s_w=s_w, m=m, s_x=s_n)
+        dy = dy.contiguous()
+        g = quantize_folded(dy, s_w, s_n, call.recipe.dy)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g, call.recipe.dy, s_w=s_w, s_x=s_n)
         w_t = weight_transposed(weights, w_data, s_w, call.recipe.w, g.data)
         dn, dw = _column_backward(g, n_data, s_n, w_t, s_w, ctx.stack.dtype, call, ctx.ranks)
         gradients = ctx.input.gradients(dn, dtotal, saved)
@@ -151,17 +151,16 @@ class _Row(torch.autograd.Function):
         call: FusedCall = ctx.call
         recipe = call.recipe
         x_data, s_x, s_w, w_data, *weights = ctx.saved_tensors
-        dy, m = dy.contiguous(), mantissa(s_x)
-        own_m, own_s_x = ctx.ranks.own(m), ctx.ranks.own(s_x)
-        g_own = quantize_folded(dy, s_w, own_m, recipe.dy)
-        observe_dy(call.observer, [dy], ctx.stack.sizes, g_own, recipe.dy, s_w=s_w, m=own_m, s_x=own_s_x)
+        dy, own_s_x = dy.contiguous(), ctx.ranks.own(s_x)
+        g_own = quantize_folded(dy, s_w, own_s_x, recipe.dy)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g_own, recipe.dy, s_w=s_w, s_x=own_s_x)
         g, _, dx = gathered_mm(
             g_own,
             lambda: weight_transposed(weights, w_data, s_w, recipe.w, g_own.data),
             recipe.dx,
             call,
             ctx.ranks,
-            m=m,
+            m=mantissa(s_x),
         )  # [T,N] @ [K/R,N]^T
         x_t = scale_folded(transpose(x_data, None, g_own.data))
         dw = call.mm(
@@ -214,24 +213,23 @@ class _MLP(torch.autograd.Function):
         n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
-        m_h, m_n = mantissa(s_h), mantissa(s_n)
-        own_m, own_s_h = ranks.own(m_h), ranks.own(s_h)
-        g_own = quantize_folded(dy, s_out, own_m, recipe.dy)
-        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g_own, recipe.dy, s_w=s_out, m=own_m, s_x=own_s_h)
+        own_s_h = ranks.own(s_h)
+        g_own = quantize_folded(dy, s_out, own_s_h, recipe.dy)
+        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g_own, recipe.dy, s_w=s_out, s_x=own_s_h)
         g, _, dh = gathered_mm(
             g_own,
             lambda: weight_transposed([w], out_data, s_out, recipe.w, g_own.data),
             recipe.dx,
             call,
             ranks,
-            m=m_h,
+            m=mantissa(s_h),
         )  # [T,K] @ [F/R,K]^T
         du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
-        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, m=m_n, s_x=s_n)
+        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)
         h = dw_operand(g, fold_scales(s_h, g.scale, s_out))
         dw_out = call.mm(recipe.dw, h, transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F/R,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import TENSOR
-from octavo.ops.device_math import amax_bits, ceil_power_of_two, inverse, scale_from_amax, store_scale
+from octavo.ops.device_math import amax_bits, ceil_power_of_two, inverse, mantissa, scale_from_amax, store_scale
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.quantization.block_kernel import quantize_blocks, quantize_groups_transposed
@@ -36,14 +36,14 @@ def quantize(
     x: Tensor,
     cast: Cast,
     column_scale: Tensor | None,
-    row_scale: Tensor | None,
+    mantissa_of: Tensor | None,
     seed: Tensor | None = None,
     matrices: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
     data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
     if cast.by_row:
-        _rows(x, 0, data, scale, cast, column_scale, row_scale, seed, matrices=matrices)
+        _rows(x, 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
     elif cast.granularity == TENSOR:
         quantize_tensor(x, data, scale, cast, seed)
     else:
@@ -94,7 +94,7 @@ def _rows(
 ) -> None:
     """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`.
 
-    `optional` are the column scale, the row scale and the seed.
+    `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
     """
     if not cast.relative_floor:
         _launch_rows(x, first_row, data, scale, cast, *optional, unrounded=False)
@@ -124,14 +124,14 @@ def _launch_rows(
 
 @triton.jit
 def _row_kernel(
-    x_ptr, data_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, seed_ptr, first_row, M, K,
+    x_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    x = _load(x_ptr, column_scale_ptr, row_scale_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
+    x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
     bits = amax_bits(x, 1)
     scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
     if data_ptr is not None:
@@ -145,7 +145,7 @@ def _row_kernel(
 
 @triton.jit
 def _floor_kernel(
-    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, row_scale_ptr, seed_ptr, first_row, M, K,
+    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
     RELATIVE_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
@@ -167,7 +167,7 @@ def _floor_kernel(
         offs_k = tl.arange(0, BLOCK_K)
         for m in range(start_m, tl.minimum(start_m + BLOCK_M, M)):
             if _rounded(tl.load(unfloored_ptr + first_row + m), POWER_OF_TWO) < floor:
-                x = _load(x_ptr, column_scale_ptr, row_scale_ptr, m, offs_k, True, K)
+                x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, m, offs_k, True, K)
                 offs = (first_row + m) * K + offs_k
                 q = round_to_data(x * tl.div_rn(1.0, floor), data_ptr.dtype.element_ty, offs, seed_ptr)
                 tl.store(data_ptr + offs, q, offs_k < K)
@@ -179,11 +179,11 @@ def _rounded(scale, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, column_scale_ptr, row_scale_ptr, offs_m, offs_k, mask_m, K):
+def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
     """x times its factors at [offs_m, offs_k], float32; zero outside of the matrix."""
     x = tl.load(x_ptr + offs_m * K + offs_k, mask_m & (offs_k < K), other=0.0).to(tl.float32)
     if column_scale_ptr is not None:
         x *= tl.load(column_scale_ptr + offs_k, offs_k < K, other=0.0, eviction_policy="evict_last")
-    if row_scale_ptr is not None:
-        x *= tl.load(row_scale_ptr + offs_m, mask_m, other=0.0)
+    if mantissa_of_ptr is not None:
+        x *= mantissa(tl.load(mantissa_of_ptr + offs_m, mask_m, other=0.0))
     return x

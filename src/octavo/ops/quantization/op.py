@@ -11,26 +11,30 @@ from octavo.numerics.formats import eight_bit_format
 from octavo.numerics.granularity import ROW, TENSOR
 from octavo.numerics.qtensor import QTensor
 from octavo.numerics.rounding import new_seed
+from octavo.numerics.scaling import scale_mantissa
 from octavo.ops.checks import FLOATS, check_matrix, check_tensor, eager_check
 from octavo.ops.inductor import operation
 from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference, row_scales_reference
 from octavo.ops.triton_support import converts, fits, quantizes_rows
 
 
-def quantize(x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, row_scale: Tensor | None = None) -> QTensor:
+def quantize(
+    x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, mantissa_of: Tensor | None = None
+) -> QTensor:
     """Quantize a matrix.
 
     Args:
         x: [M, K], float32, bfloat16 or float16. A block that holds inf or NaN gets the scale NaN.
         cast: format, granularity, scale and rounding. Its history is ignored: see `quantize_scaled`.
         column_scale: [1, K] float32, multiplied into the columns of x first.
-        row_scale: [M, 1] float32, multiplied into the rows after that.
+        mantissa_of: [M, 1] float32, positive and normal. The mantissa m of each number, m * 2^e with m in [1, 2), is
+            multiplied into its row after that.
 
     Raises:
         ValueError: for another shape or dtype.
     """
-    _check(x, column_scale, row_scale)
-    data, scale = _quantize(x, cast.spec, column_scale, row_scale, _seed(x, cast))
+    _check(x, column_scale, mantissa_of)
+    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast))
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -103,10 +107,10 @@ def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tens
 
 
 @eager_check
-def _check(x: Tensor, column_scale: Tensor | None, row_scale: Tensor | None) -> None:
+def _check(x: Tensor, column_scale: Tensor | None, mantissa_of: Tensor | None) -> None:
     check_matrix("quantize", x)
     check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
-    check_tensor("row_scale", row_scale, (x.shape[0], 1), torch.float32)
+    check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
 
 
 def _seed(x: Tensor, cast: Cast) -> Tensor | None:
@@ -122,27 +126,30 @@ def _has_kernel(x: Tensor, cast: Cast) -> bool:
 
 
 def _quantizes(
-    x: Tensor, spec: str, column_scale: Tensor | None, row_scale: Tensor | None, seed: Tensor | None
+    x: Tensor, spec: str, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None
 ) -> bool:
     cast = parse_cast(spec)
-    plain = column_scale is None and row_scale is None
+    plain = column_scale is None and mantissa_of is None
     return _has_kernel(x, cast) and (plain or cast.by_row)
 
 
 @operation("quantize", _quantizes)
 def _quantize(
-    x: Tensor, spec: str, column_scale: Tensor | None, row_scale: Tensor | None, seed: Tensor | None
+    x: Tensor, spec: str, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if not _quantizes(x, spec, column_scale, row_scale, seed):
-        return quantize_reference(x.contiguous(), parse_cast(spec), column_scale, row_scale, seed)
+    if not _quantizes(x, spec, column_scale, mantissa_of, seed):
+        m = None if mantissa_of is None else scale_mantissa(mantissa_of)
+        return quantize_reference(x.contiguous(), parse_cast(spec), column_scale, m, seed)
     from octavo.ops.quantization import kernel
 
-    return kernel.quantize(x.contiguous(), parse_cast(spec), column_scale, row_scale, seed)
+    return kernel.quantize(x.contiguous(), parse_cast(spec), column_scale, mantissa_of, seed)
 
 
 @_quantize.register_fake
-def _(x: Tensor, spec: str, column_scale: Tensor | None, row_scale: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(x, column_scale, row_scale)
+def _(
+    x: Tensor, spec: str, column_scale: Tensor | None, mantissa_of: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    _check(x, column_scale, mantissa_of)
     return _empty(x, tuple(x.shape), parse_cast(spec))
 
 
