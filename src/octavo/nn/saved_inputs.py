@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.nn.diffusers_fusion import is_plain_attention
 from octavo.nn.linear import Linear
-from octavo.nn.module_class import class_name
+from octavo.nn.module_class import class_name, library_of
 
 # Attentions of transformers that multiply the result of PyTorch's attention by `o_proj`, and nothing else.
 TRANSFORMERS = tuple(
@@ -31,7 +31,7 @@ def mark_saved_inputs(model: nn.Module) -> None:
 
 def _layer_after(attention: Any) -> str:
     """The name of the layer whose input is the result of PyTorch's attention in `attention`; "" for other modules."""
-    name, library = class_name(attention), type(attention).__module__.partition(".")[0]
+    name, library = class_name(attention), library_of(attention)
     if library == "timm" and name == "Attention":
         changed = type(attention.norm) is not nn.Identity or getattr(attention, "gate", None) is not None
         return "" if changed else "proj"
@@ -47,7 +47,7 @@ def _saves_output(attention: Any) -> bool:
     """Whether the attention saves its result in the dtype of the next layer's input."""
     if getattr(attention, "fp8_gradients", None) is not None:
         return False
-    if type(attention).__module__.startswith("transformers."):
+    if library_of(attention) == "transformers":
         return attention.config._attn_implementation in FUNCTIONS
     fused: bool = getattr(attention, "fused_attn", True)  # in timm
     return fused
