@@ -133,3 +133,14 @@ def test_other_recipes_have_nothing_to_update() -> None:
     octavo.convert(model, replace(octavo.PRESETS["tensorwise"](), name="mine"))
     octavo.update_scales(model)
     assert octavo.scale_state(model) == {}
+
+
+def test_a_cast_of_the_model_leaves_the_scales_as_they_are() -> None:
+    model, layer = make()
+    step(model, 3.0)
+    before = octavo.scale_state(model)
+    model.bfloat16()
+    after = octavo.scale_state(model)
+    assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in before.items()}
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert layer(torch.rand(16, 32).bfloat16()).dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.models import LlamaConfig, build
@@ -71,11 +72,17 @@ def test_subclasses_with_a_forward_of_their_own_are_skipped() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
+    class ScaledConv1D(Conv1D):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8), "mlp": nn.Linear(8, 8)})
-    assert converts(model) == ["mlp"]
+    model.update({"conv1d": Conv1D(8, 8), "scaled_conv1d": ScaledConv1D(8, 8)})
+    assert converts(model) == ["mlp", "conv1d"]
     assert skipped(model) == {
         "attention.out_proj": "multi-head attention reads its weight directly and never calls it",
         "scaled": "a Scaled, whose forward is its own",
+        "scaled_conv1d": "a ScaledConv1D, whose forward is its own",
     }
 
 

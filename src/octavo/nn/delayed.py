@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.nn.layer_limits import check_module
+from octavo.nn.scale_buffers import ScaleBuffers
 from octavo.numerics.cast import Cast
 from octavo.numerics.scaling import History, scale_from_amax
 
 
-class ScaleHistory(nn.Module):
+class ScaleHistory(ScaleBuffers):
     """The history of one operand. Its buffers are not in the model's `state_dict`: see `scale_state`."""
 
     recent: Tensor  # [length] float32, newest first
@@ -39,15 +40,6 @@ class ScaleHistory(nn.Module):
         for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1)), ("steps", ())):
             dtype = torch.int64 if name == "steps" else torch.float32
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As in `nn.Module`. A model on the meta device is given memory (`to_empty`) that is not zero."""
-        was_meta = self.scale.is_meta
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if was_meta and not self.scale.is_meta:
-            for buffer in self.buffers():
-                buffer.zero_()
-        return result
 
     def observe(self, amax: Tensor) -> None:
         """Record an amax [1, 1] of this training step. One that is not finite is ignored."""

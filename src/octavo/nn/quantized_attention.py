@@ -10,9 +10,10 @@ passes, with room for `HEADROOM` times as much. For the first pass these magnitu
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.nn.layer_limits import differentiable_once
+from octavo.nn.scale_buffers import ScaleBuffers
 from octavo.numerics import TENSOR, Cast
 from octavo.numerics.formats import E4M3
 from octavo.ops import fp8_attention, fp8_attention_backward, quantize
@@ -24,7 +25,7 @@ HEADROOM = 4.0  # E4M3 is as dense in each binade, so that room costs little
 DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
-class GradientScales(nn.Module):
+class GradientScales(ScaleBuffers):
     """The scales of the gradients of one attention.
 
     Args:
@@ -42,15 +43,6 @@ class GradientScales(nn.Module):
         super().__init__()
         self.shortest = shortest
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As in `nn.Module`. A model on the meta device is given memory (`to_empty`) that is not zero."""
-        was_meta = self.amax.is_meta
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if was_meta and not self.amax.is_meta:
-            self.amax.zero_()
-        self.amax = self.amax.float()  # `model.bfloat16()` casts buffers
-        return result
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
         """Whether the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""

@@ -9,7 +9,7 @@ from torch import nn
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.coverage import find_coverage
 from octavo.nn.linear import Linear
-from octavo.nn.module_class import is_fsdp_module
+from octavo.nn.module_class import is_fsdp_module, is_of_library
 from octavo.nn.parallel import ParallelLinear
 from octavo.ops.checks import FLOATS
 
@@ -100,7 +100,8 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if id(module) in read:
         return read[id(module)]
-    if type(module) not in (nn.Linear, Linear, ParallelLinear) and not is_conv1d(module):
+    known = type(module) in (nn.Linear, Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
+    if not known:
         return f"a {type(module).__name__}, whose forward is its own"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
