@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", _GLU | {"sliding_window": 6}),
     "qwen2": ("Qwen2", _GLU | _WINDOW),  # its layers attend in two ways
     "qwen3": ("Qwen3", _GLU | {"head_dim": 16}),
+    "gemma2": ("Gemma2", _GLU | {"head_dim": 16, "sliding_window": 6}),  # sdpa does not compute its softcap
     "opt": ("OPT", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 24}),
     "bert": ("Bert", _BERT),
     "bert masked": ("Bert", _BERT),

@@ -41,6 +41,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
     "glm4moe": ("Glm4MoeForCausalLM", GROUPS),
     "deepseekv3": ("DeepseekV3ForCausalLM", GROUPS | LATENT),
+    "jamba": (
+        "JambaForCausalLM",
+        EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    ),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")

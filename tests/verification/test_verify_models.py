@@ -28,6 +28,13 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(made: Folders) ->
     assert report.quality.top1.value > 0.7
 
 
+def test_jamba_whose_state_space_layers_read_a_weight_without_a_call(made: Folders) -> None:
+    report = run_verify(made("jamba", scheme="channel"), made("jamba"))
+    assert not report.findings
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
+    assert "model.layers.0.mamba.dt_proj" not in [layer.name for layer in report.layers]
+
+
 def test_weights_that_are_filled_are_not_initialized_again(made: Folders) -> None:
     folder = made("gemma2")
     model = transformers_meta_model(read_json(folder / "config.json"), folder).model

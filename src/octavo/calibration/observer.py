@@ -7,7 +7,8 @@
 A site is one tensor of the computation. Linear layers that read the same tensor (query, key and value; gate and up)
 share the site of the first of them, because one tensor has one scale, and readers that fuse such layers need one scale.
 Queries, keys and values are observed after the rotation and before the heads of keys are repeated. For this an entry in
-transformers' registry of attention functions observes its arguments and calls "sdpa".
+transformers' registry of attention functions observes its arguments and calls "sdpa", or the model's own function where
+sdpa does not compute it (the softcap of Gemma 2).
 
 Each expert of a mixture has two sites: the input of its gate and up matrices, which is the tokens that the router chose
 it for, and the input of its down matrix, which is computed here a second time. The sites of an expert without a token
@@ -16,6 +17,7 @@ saw none.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -172,20 +174,26 @@ def is_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let `model` attend by wrap(sdpa), with the masks of sdpa."""
+    """Let `model` attend by wrap(sdpa), or by wrap(eager) if transformers opens it so, with the masks of that."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS
     before = model.config._attn_implementation
-    functions[_ATTENTION] = wrap(functions["sdpa"])
-    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    kind = "eager" if before == "eager" else "sdpa"
+    functions[_ATTENTION] = wrap(_eager if kind == "eager" else functions["sdpa"])
+    AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[kind])
     try:
         model.set_attn_implementation(_ATTENTION)
         yield
     finally:
         model.set_attn_implementation(before)
         del functions[_ATTENTION]
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The eager attention of transformers, of which the file of each model has one."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 
 def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:

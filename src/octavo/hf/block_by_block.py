@@ -49,7 +49,7 @@ def _unsupported(model: Any) -> str:
         return "it has an encoder and a decoder"
     if any(isinstance(module, Conv1D) for module in model.modules()):
         return "its layers are Conv1D, which are not packed (except GPT-2's, which is read as OPT)"
-    known = find_experts(model)
+    known = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, nn.Conv1d))]
     if fused := [name for name, p in model.named_parameters() if p.ndim == 3 and name.rpartition(".")[0] not in known]:
         return f"its experts are one tensor ({fused[0]}) of a class that Octavo does not know"
     if len(_stacks(model)) != 1:

@@ -76,9 +76,11 @@ def round_input_by_compressed_tensors(x: Tensor, spec: LayerSpec, input_scale: T
     """The input [..., K] in float32, rounded as compressed-tensors emulates it.
 
     Its strategy `token` has a scale for each index of the first two dimensions of [B, T, K]. It takes the same two
-    dimensions of [T, K], has no dimension left to reduce, and so uses one scale for the tensor. Its scale of integers
-    is amax / 127.5, for the range from -128 to 127.
+    dimensions of [T, K], has no dimension left to reduce, and so uses one scale for the tensor. In [B, 1, T, K], as
+    in DeepSeek-V3's attention, it reduces T too. Its scale of integers is amax / 127.5, for the range from -128 to 127.
     """
+    if spec.inputs == "token" and not spec.group and x.ndim > 3:
+        return round_input_by_compressed_tensors(x.flatten(2), spec, input_scale).view(x.shape)
     if spec.inputs == "token" and not spec.group and x.ndim < 3:
         spec = replace(spec, inputs="tensor")
     if not spec.integers or spec.inputs not in ("token", "tensor") or spec.group:

@@ -74,7 +74,8 @@ class StreamedModel:
         tied = _tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
-            if isinstance(module, nn.Linear) and weight in stored and len(tied.get(weight, [])) < 2:
+            called = not name.endswith(".dt_proj")  # whose weight state-space layers read, as those of Mamba
+            if isinstance(module, nn.Linear) and called and weight in stored and len(tied.get(weight, [])) < 2:
                 model.set_submodule(name, StreamedLinear(name, module, self))
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
