@@ -158,7 +158,7 @@ def test_a_budget_takes_no_experts(sources, tmp_path):
 
 
 def test_a_dense_model_has_no_experts(tmp_path):
-    with pytest.raises(ValueError, match="has no stacked experts: leave --experts out"):
+    with pytest.raises(ValueError, match="has no stacked experts that Octavo packs: leave --experts out"):
         pack(make_model(tmp_path / "llama", "llama"), tmp_path / "packed", experts=True)
 
 

@@ -88,7 +88,7 @@ def _experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]
     if not options.experts:
         return {}
     if files is None:
-        raise ValueError(f"{source.origin} has no stacked experts: leave --experts out")
+        raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
     stacked = {name: source.specs[name].meta() for name in files.stacks}
     modules = {name: name.rpartition(".")[0] for name in stacked}
