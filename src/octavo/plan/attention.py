@@ -24,7 +24,7 @@ from importlib.resources import files
 from typing import Any
 
 from octavo.nn.quantized_attention import SHORTEST
-from octavo.nn.speedup.table import interpolate
+from octavo.nn.speedup.table import interpolate_along
 from octavo.ops import fp8_attention_limit
 from octavo.ops.attention_fp8 import GRADIENT_TILE
 from octavo.ops.gpu_architecture import ARCHITECTURES
@@ -99,7 +99,7 @@ def speed_if_fp8(setup: Setup) -> float | None:
 
 def fp8_speed(passes: str, tokens: int) -> float:
     """The speed of FP8 over BF16 in `passes`: forward, forward and backward, or forward from an FP8 KV cache."""
-    return interpolate({(length, 1, 1): speed for length, speed in _speeds()[passes].items()}, (tokens, 1, 1))
+    return interpolate_along(_speeds()[passes], tokens)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 
-from octavo.nn.speedup.table import Shape, Table, interpolate
+from octavo.nn.speedup.table import Shape, Table, interpolate, interpolate_along
 from octavo.plan.hardware import Gpu, known_gpus
 from octavo.recipe import Recipe
 
@@ -81,8 +81,8 @@ def _share(gpu: Gpu, recipe: Recipe) -> float:
 def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> float:
     """Seconds of forward and backward pass of `groups` matrices [N, K], each with M rows of its own."""
     m, k, n = shape
-    rates = {(rows, 1, 1): rate for rows, rate in _expert_rates()["rowwise" if recipe.quantized else "bf16"].items()}
-    products = 6.0 * m * k * n / (interpolate(rates, (m, 1, 1)) * _share(gpu, recipe))
+    rate = interpolate_along(_expert_rates()["rowwise" if recipe.quantized else "bf16"], m)
+    products = 6.0 * m * k * n / (rate * _share(gpu, recipe))
     reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
     # x and dy are read in BF16, written in eight bits and transposed; the weight is cast and transposed too
     casts = 5.0 * (m * (k + n) + k * n) / gpu.copy_rate if recipe.quantized else 0.0

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo.artifact.packed.scheme import CHANNEL, INT8, SCHEMES, WEIGHT, Scheme, get_scheme
-from octavo.nn.speedup.table import interpolate
+from octavo.nn.speedup.table import interpolate_along
 from octavo.ops.gpu_architecture import ARCHITECTURES
 from octavo.plan.architecture import Architecture, Layer
 from octavo.plan.hardware import Gpu
 from octavo.runtime.fnuz import scheme_on
 from octavo.runtime.gemm_path import find_gemm
-from octavo.runtime.scheme_speeds import measured_expert_speeds, measured_speeds
+from octavo.runtime.scheme_speeds import measured_experts_like, measured_speeds
 
 BF16 = "bf16"
 NAMES = (BF16, *SCHEMES)
@@ -47,7 +47,7 @@ class SchemeSpeeds:
     instead: str
 
     def at(self, tokens: int) -> float:
-        return interpolate({(m, 1, 1): speed for m, speed in self.points.items()}, (tokens, 1, 1))
+        return interpolate_along(self.points, tokens)
 
     def is_measured(self, tokens: int) -> bool:
         return self.least is not None and tokens >= self.least
@@ -83,11 +83,7 @@ def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
 
 def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
     """The measured speeds of a scheme by the number of tokens."""
-    table = measured_speeds()
-    if experts is not None:
-        size = experts.inputs * experts.outputs
-        alike = [(abs(math.log(size / (s["width"] * s["mlp_width"]))), found) for s, found in measured_expert_speeds()]
-        _, table = min(alike, key=lambda pair: pair[0])
+    table = measured_speeds() if experts is None else measured_experts_like(experts.inputs * experts.outputs)[1]
     return {m: found[scheme] for m, found in table.items() if scheme in found}
 
 

@@ -50,11 +50,7 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
     """
     if not _is_measured(device):
         return ""
-
-    def differs(shape: Mapping[str, int]) -> float:
-        return abs(math.log(math.prod(sizes) / (2 * shape["width"] * shape["mlp_width"])))
-
-    shape, speeds = min(measured_expert_speeds(), key=lambda found: differs(found[0]))
+    shape, speeds = measured_experts_like(math.prod(sizes) / 2)
     figures = _slower(speeds, scheme)
     if not figures:
         return ""
@@ -74,9 +70,22 @@ def _slower(speeds: Mapping[int, Mapping[str, float]], scheme: Scheme) -> str:
     return ", ".join(f"{speed:.2f}x at {plural(tokens, 'token')}" for tokens, speed in found.items() if speed < 1)
 
 
+def measured_experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]:
+    """The measured layer of experts whose matrices are the nearest to `size` elements.
+
+    Returns:
+        Its sizes, and its speed over BF16 by the number of tokens and the scheme.
+    """
+
+    def differs(shape: Mapping[str, int]) -> float:
+        return abs(math.log(size / (shape["width"] * shape["mlp_width"])))
+
+    return min(measured_expert_speeds(), key=lambda found: differs(found[0]))
+
+
 @functools.cache
 def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]]:
-    """The sizes of each measured layer of experts, and its speed over BF16 by the number of tokens and the scheme."""
+    """The sizes of each measured layer of experts, and its speeds as in `measured_experts_like`."""
     found: dict[str, Any] = json.loads((files("octavo.runtime") / "expert_speeds.json").read_text())
     return [(layer["shape"], _by_tokens(layer["speeds"])) for layer in found["layers"]]
 

@@ -118,6 +118,11 @@ def interpolate(grid: Mapping[Shape, float], shape: Shape) -> float:
     return sum(m_part * k_part * n_part * grid[m, k, n] for (m, m_part), (k, k_part), (n, n_part) in corners)
 
 
+def interpolate_along(values: Mapping[int, float], size: int) -> float:
+    """The value at `size` between the two entries of `values` around it, linear in log2."""
+    return sum(part * values[point] for point, part in _around(sorted(values), size))
+
+
 def _around(axis: Sequence[int], size: int) -> list[tuple[int, float]]:
     """The points of `axis` below and above `size` with their weights; one point at an edge or exactly there."""
     size = min(max(size, axis[0]), axis[-1])
