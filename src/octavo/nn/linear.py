@@ -52,6 +52,10 @@ class RecipeLayer(nn.Module):
         }
         self.histories = ScaleHistories(histories) if histories else None
 
+    def history_of(self, operand: str) -> ScaleHistory | None:
+        """The history of "x", "w" or "dy", if its scale comes from one."""
+        return None if self.histories is None else self.histories.of(operand)
+
     def release(self) -> None:
         """Delete the attributes that `prepare` set."""
         for name in ("recipe", "name", "weight_cache", "histories"):
@@ -69,10 +73,9 @@ class RecipeLayer(nn.Module):
         rotate = self.recipe.rotate
         if "y" in rotate:
             x = rotate_activations(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
-        histories = [None] * 3 if self.histories is None else [self.histories.of(name) for name in ("x", "w", "dy")]
-        x_history, w_history, dy_history = histories
+        histories = (self.history_of("x"), self.history_of("w"), self.history_of("dy"))
         saved = self.input_is_saved and "y" not in rotate
-        call = LinearCall(self.recipe, dtype, x_history, w_history, dy_history, observer_of(self), input_is_saved=saved)
+        call = LinearCall(self.recipe, dtype, *histories, observer_of(self), input_is_saved=saved)
         if "dx" not in rotate:
             return linear(x, w, bias, call, cached)
         y = rotate_activations(linear(x, w, None, call, cached))  # as w was, along N; and so will be dy
@@ -86,18 +89,17 @@ class RecipeLayer(nn.Module):
     @property
     def input_limit(self) -> Tensor | None:
         """The largest magnitude of x, 0-dim, that the scale of its history holds; None without such a scale."""
-        x = None if self.histories is None or not self.freezable else self.histories.of("x")
+        x = self.history_of("x") if self.freezable else None
         return None if x is None or not x.ready else x.scale.view(()) * x.cast.fmt.max * ROUNDED
 
     def freeze_input(self, amax: Tensor) -> Tensor:
         """Make the scales of x and w constant: x's from `amax`, 0-dim, and w's from the weight. Returns x's, [1]."""
         weight: Any = self.weight
         for operand, largest in (("x", amax), ("w", weight_amax(weight))):
-            history = None if self.histories is None else self.histories.of(operand)
-            if history is not None:
+            if (history := self.history_of(operand)) is not None:
                 history.seed([float(largest)])
                 history.frozen = True
-        x = None if self.histories is None else self.histories.of("x")
+        x = self.history_of("x")
         assert x is not None  # the layer is freezable
         return x.scale.view(1).clone()
 
@@ -134,7 +136,7 @@ class Linear(RecipeLayer, nn.Linear):
     def quantized_weight(self, w: Tensor) -> QTensor | None:
         """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `octavo.cast_once` cached it so."""
         if isinstance(w, GatheredWeight):
-            history = None if self.histories is None else self.histories.of("w")
+            history = self.history_of("w")
             if history is not None and self.weight_cache.amax is not None:
                 history.observe(self.weight_cache.amax)
             return self.weight_cache.gathered

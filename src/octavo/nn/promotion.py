@@ -55,7 +55,7 @@ def promote(layer: nn.Module, to: str) -> None:
         )
     assert isinstance(layer, RecipeLayer)
     layer.recipe = recipe
-    history = None if layer.histories is None else layer.histories.of("dy")
+    history = layer.history_of("dy")
     if history is not None and recipe.dy is not None:
         with torch.no_grad():
             history.scale.mul_(history.cast.fmt.max / recipe.dy.fmt.max)

@@ -185,7 +185,7 @@ def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
         raise ValueError(f"the calibration has no amax of the input of {missing[0]} ({len(missing)} such layers)")
     for name, layer in layers.items():
         for operand, amax in (("x", known[name]), ("w", [float(weight_amax(layer.weight))])):
-            if (history := layer.histories.of(operand)) is not None:
+            if (history := layer.history_of(operand)) is not None:
                 history.seed(amax)
 
 
