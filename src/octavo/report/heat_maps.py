@@ -17,13 +17,11 @@ import numpy as np
 
 from octavo.artifact.files import ArtifactError
 from octavo.report.encoding import to_base64
-from octavo.telemetry.schema import OPERANDS
-from octavo.telemetry.storage import Records, Watched
+from octavo.telemetry.schema import OPERANDS, Array, Records
+from octavo.telemetry.storage import Watched
 
 MISSING, WRONG, LAST = 65535, 65534, 65533
 _CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from files
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

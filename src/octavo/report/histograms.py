@@ -8,10 +8,8 @@ import torch
 from octavo.numerics.codec import decode
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.encoding import to_base64
-from octavo.telemetry.schema import BINADES, OPERANDS
-from octavo.telemetry.storage import Records, Watched
-
-Array = np.ndarray[Any, Any]
+from octavo.telemetry.schema import BINADES, OPERANDS, Records
+from octavo.telemetry.storage import Watched
 
 
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from octavo.report.heat_maps import METRICS, Columns, Metric, metric_grids, sampled_steps
 from octavo.report.runs import RunData, Series
-from octavo.telemetry.schema import WatchedLayer
+from octavo.telemetry.schema import Array, WatchedLayer
 from octavo.telemetry.storage import Watched
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -15,8 +15,6 @@ _WIDTH = 32  # characters of a sparkline
 _BY_KEY = {metric.key: metric for metric in METRICS}
 _SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metrics whose worst layers the terminal shows
 _WORST = 4
-
-Array = np.ndarray[Any, Any]
 
 
 class WorstLayer(NamedTuple):

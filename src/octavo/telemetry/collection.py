@@ -27,8 +27,8 @@ from octavo.artifact.atomic_folder import WriteError
 from octavo.nn.layer_limits import check_module
 from octavo.telemetry.layers import Layers
 from octavo.telemetry.measurement import Measurement, Sample
-from octavo.telemetry.schema import OPERANDS, RECOMPUTED, Event, WatchedLayer
-from octavo.telemetry.storage import LIMIT, Records, WatchWriter
+from octavo.telemetry.schema import OPERANDS, RECOMPUTED, Event, Records, WatchedLayer
+from octavo.telemetry.storage import LIMIT, WatchWriter
 
 CHECK_INTERVAL = 10  # steps between brief samples
 _KEPT = 16  # samples that `take` can return

@@ -19,9 +19,8 @@ from octavo.nn.observer import ExpertObserver
 from octavo.observation.statistics import BRIEF_WIDTH, sampled_rows
 from octavo.recipe import Recipe
 from octavo.telemetry.records import brief_operand_records
-from octavo.telemetry.schema import EXPERTS, OPERANDS
+from octavo.telemetry.schema import EXPERTS, OPERANDS, Array
 
-Array = np.ndarray[Any, Any]
 ALIGNED_ROWS = 16  # of an expert's gate and up, in a brief sample
 
 

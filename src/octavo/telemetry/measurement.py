@@ -6,9 +6,10 @@ leaves out gradients, the change of the weights, histograms, and what quantizati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from octavo.nn.observer import ExpertObserver
 from octavo.observation.brief_samples import BriefStore, clear
 from octavo.observation.sampling import Sampling
 from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_WIDTH, MAXIMA, WIDTH, clear_statistics
@@ -37,9 +39,8 @@ from octavo.telemetry.records import (
     layer_records,
     operand_records,
 )
-from octavo.telemetry.schema import EXPERTS
-from octavo.telemetry.storage import Records
-from octavo.telemetry.transfer import Transfer
+from octavo.telemetry.schema import EXPERTS, Records
+from octavo.telemetry.transfer import Table, Transfer
 
 
 @dataclass(frozen=True)
@@ -121,21 +122,17 @@ class Measurement:
         nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
         observers = [observer for _, observer in self._layers.experts]
-        tables: list[tuple[torch.Tensor, int]] = []
-        kinds = [self._full] * self.full + [self._brief] * self.brief
+        kinds: list[tuple[Callable[..., Sample], list[Table]]] = []
         if self.full:
-            tables += [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA))]
-            tables.append((expert_sums(observers, self._device), 0))
+            kinds.append((self._full, self._full_tables(stats[:, :WIDTH], observers)))
         if self.brief:
-            stacks = [stack for _, stack in self._gate_and_up]
-            alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
-            tables += [(self._store.add_to(stats[:, WIDTH:]), len(BRIEF_MAXIMA)), (alignments, 0)]
-            tables.append((brief_tables(observers, self._device), len(BRIEF_MAXIMA)))
-        transfer = Transfer(tables, interval)
+            kinds.append((self._brief, self._brief_tables(stats[:, WIDTH:], observers)))
+        transfer = Transfer([table for _, tables in kinds for table in tables], interval)
 
         def finish() -> tuple[list[Sample], int]:
             found, largest = transfer.wait()
-            return [kind(step, *found[3 * i : 3 * i + 3]) for i, kind in enumerate(kinds)], largest
+            arrays = iter(found)
+            return [make(step, *islice(arrays, len(tables))) for make, tables in kinds], largest
 
         return finish
 
@@ -146,6 +143,16 @@ class Measurement:
         for hook in self._hooks:
             hook.remove()
         self._layers.detach()
+
+    def _full_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
+        sums = expert_sums(observers, self._device)
+        return [(stats, len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
+
+    def _brief_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
+        stacks = [stack for _, stack in self._gate_and_up]
+        alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
+        of_experts = brief_tables(observers, self._device)
+        return [(self._store.add_to(stats), len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
 
     def _full(self, step: int, operand_stats: Any, layer_stats: Any, sums: Any) -> Sample:
         layers, operands, places = self._layers.operands()

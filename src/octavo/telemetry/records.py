@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from octavo.observation.statistics import BRIEF_MAXIMA, BRIEF_SUMS, EXPONENTS, FIELD
-from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED
-
-Array = np.ndarray[Any, Any]
+from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED, Array
 
 # The statistics of a layer, in the same form: maxima, sums, exponents of the gradient.
 LAYER_MAXIMA = ("gradient_amax", "weight_largest", "minus_weight_smallest")

@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+Records = Array  # of `OPERAND`, `LAYER` or `EXPERTS`
+
 VERSION = 1
 OPERANDS = ("x", "w", "dy")  # by the number in OPERAND["operand"]
 GEMMS = ("y", "dx", "dw", "recomputation")
@@ -181,7 +184,7 @@ class Event:
         return cls(**fields)
 
 
-def columns(records: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def columns(records: Records) -> dict[str, Array]:
     """The fields of records, each a column; the binades are columns `binades_0` to `binades_39`.
 
     Example:

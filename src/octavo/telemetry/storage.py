@@ -18,13 +18,12 @@ import numpy as np
 
 from octavo.artifact.atomic_folder import write_error
 from octavo.artifact.files import ArtifactError, read_json, replace_file
-from octavo.telemetry.schema import EXPERTS, LAYER, OPERAND, VERSION, Event, WatchedLayer
+from octavo.telemetry.schema import EXPERTS, LAYER, OPERAND, VERSION, Event, Records, WatchedLayer
 
 LIMIT = 500_000_000
 _COPIED = 1 << 16  # records that thinning holds in memory at once
 _FILES = {"operands.bin": OPERAND, "layers.bin": LAYER, "experts.bin": EXPERTS}
 
-Records = np.ndarray[Any, Any]
 NO_EXPERTS = np.empty(0, EXPERTS)
 
 

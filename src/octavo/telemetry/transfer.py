@@ -13,18 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Array = np.ndarray[Any, Any]
+from octavo.telemetry.schema import Array
+
+Table = tuple[Tensor, int]  # float64 [rows, maxima and sums], and the number of its columns that are maxima
 
 
 class Transfer:
     """Tables of statistics on their way to the host. Every rank must make one at the same step.
 
     Args:
-        tables: each float64 [rows, maxima and sums], and the number of its columns that are maxima.
+        tables: which the ranks combine.
         interval: the largest of all ranks is sent along.
     """
 
-    def __init__(self, tables: Sequence[tuple[Tensor, int]], interval: int) -> None:
+    def __init__(self, tables: Sequence[Table], interval: int) -> None:
         self._shapes = [(len(table), n, table.shape[1] - n) for table, n in tables]
         number = tables[0][0].new_full((1,), interval)
         maxima = torch.cat([*(table[:, :n].reshape(-1) for table, n in tables), number])

@@ -10,8 +10,7 @@ import torch
 
 from octavo.artifact.run import RunFolder
 from octavo.telemetry import Sample, Watch, watch
-from octavo.telemetry.schema import BINADES, FULL_SHARE, OPERANDS
-from octavo.telemetry.storage import Records
+from octavo.telemetry.schema import BINADES, FULL_SHARE, OPERANDS, Records
 from octavo.train.checkpoint import TrainState
 from octavo.train.config import Config
 from octavo.train.evaluation import AUTOCAST

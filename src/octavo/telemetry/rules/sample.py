@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.numerics.formats import FP8_FORMATS
-from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED, WatchedLayer
+from octavo.telemetry.schema import FULL_SHARE, OPERANDS, UNQUANTIZED, Records, WatchedLayer
 
-Records = np.ndarray[Any, Any]
 Grid = npt.NDArray[np.float64]  # [layers, 3]: one number for each operand x, w, dy of each layer
 Mask = npt.NDArray[np.bool_]
 

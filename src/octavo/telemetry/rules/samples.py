@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from octavo.telemetry.rules.rule import RULES, Rule
-from octavo.telemetry.rules.sample import Grid, History, Mask, Records, Sample
-from octavo.telemetry.schema import OPERANDS, Event, WatchedLayer
+from octavo.telemetry.rules.sample import Grid, History, Mask, Sample
+from octavo.telemetry.schema import OPERANDS, Event, Records, WatchedLayer
 
 
 class SampleRules:
