@@ -112,9 +112,12 @@ def test_pytorchs_checks_take_the_scales_of_mx(m, k, n):
         )  # fmt: skip
 
 
-@pytest.mark.skipif(
+SCALED_MM_ON_A_CPU = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"), reason="not in torch 2.11 on a CPU"
 )
+
+
+@SCALED_MM_ON_A_CPU
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 32, 48), (5, 33, 7)])
 def test_padding_is_cut_off_again(m, k, n, with_bias):
@@ -126,3 +129,19 @@ def test_padding_is_cut_off_again(m, k, n, with_bias):
     assert (y.shape, y.dtype) == ((m, n), torch.bfloat16)
     assert worst_row(y, exact) < 2.0**-8
     assert y.is_contiguous()  # as the registered operation's fake says; a compiled graph relies on it
+
+
+@SCALED_MM_ON_A_CPU
+def test_the_gemm_adds_the_bias(monkeypatch):
+    given = []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: given.append(kwargs) or scaled_mm(*args, **kwargs))
+    bias = torch.randn(48)
+    for a, b in [operands("tensor", 16, 32, 48), operands("tensor", 16, 32, 47)]:
+        for dtype in (torch.bfloat16, torch.float32):
+            cut = bias[: len(b.data)]
+            y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, cut, dtype, False)
+            assert worst_row(y, wide(a) @ wide(b).T + cut.double().numpy()) < 2.0**-8
+    first, *others = (each["bias"] for each in given)
+    assert torch.equal(first, bias.bfloat16())
+    assert others == [None] * 3  # cuBLASLt has no bias of float32, and a padded GEMM has other columns

@@ -32,14 +32,21 @@ def scaled_mm_cublaslt(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum."""
+    """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum.
+
+    A GEMM with a result in BF16 takes the bias in BF16, as that of `nn.Linear` under autocast does.
+    """
     m, n = a.shape[0], b.shape[0]
     rows, cols = (32, 128) if AMD and granularity_a == MX else (ALIGNMENT, ALIGNMENT)
     a, scale_a = _pad(a, scale_a, granularity_a, 1 if granularity_a.outer else rows, cols)
     b, scale_b = _pad(b, scale_b, granularity_b, rows, cols)
     scale_a, scale_b = _scale(scale_a, granularity_a), _scale(scale_b, granularity_b, right=True)
     if granularity_a.outer:
-        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+        takes_bias = out_dtype == torch.bfloat16 and b.shape[0] == n and not AMD
+        added, bias = (bias.to(out_dtype), None) if bias is not None and takes_bias else (None, bias)
+        y = torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+        )
     else:
         y = _block_scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b)
     if y.shape != (m, n):
