@@ -140,22 +140,15 @@ class Linear(RecipeLayer, nn.Linear):
             if history is not None and self.weight_cache.amax is not None:
                 history.observe(self.weight_cache.amax)
             return self.weight_cache.gathered
-        cast = self._cacheable_cast()
+        cast = self.recipe.repeatable_w
         return None if cast is None else self.weight_cache.get([w], cast)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, if `octavo.cast_once` can cache it."""
-        cast = self._cacheable_cast()
+        cast = self.recipe.repeatable_w
         if self.parallel is not None and self.recipe.fusable is None:
             return None
         return None if cast is None else ([self], cast)
-
-    def _cacheable_cast(self) -> Cast | None:
-        """The cast of the weight, if it gives the same bytes at each call: no history, random rounding or rotation."""
-        cast = self.recipe.w
-        if cast is None or cast.history or cast.rounding != "nearest" or self.recipe.rotates_w:
-            return None
-        return cast
 
 
 def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:

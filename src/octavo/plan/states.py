@@ -57,13 +57,8 @@ def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) 
     weight = BF16 if optimizer.weights == "bf16" else FP32
     moments = 2 * FP32 if optimizer.state == "fp32" else 2 * (FP8 + FP32 / BLOCK)
     gradient = weight if accumulate == 1 else FP32
-    return States(weight, gradient, moments, FP8 if is_cached(recipe) else 0.0, optimizer.offload)
-
-
-def is_cached(recipe: Recipe) -> bool:
-    """Whether `octavo.cast_once` caches the bytes of the weights from one step to the next."""
-    w = recipe.w
-    return w is not None and w.history is None and w.rounding == "nearest" and not recipe.rotates_w
+    copies = FP8 if recipe.repeatable_w is not None else 0.0  # of `octavo.cast_once`
+    return States(weight, gradient, moments, copies, optimizer.offload)
 
 
 def own_states() -> dict[str, States]:

@@ -177,6 +177,13 @@ class Recipe:
         return "y" in self.rotate or "dx" in self.rotate
 
     @property
+    def repeatable_w(self) -> Cast | None:
+        """The cast `w`, if it gives the same bytes at each call: no history, random rounding or rotation."""
+        w = self.w
+        repeats = w is not None and w.history is None and w.rounding == "nearest" and not self.rotates_w
+        return w if repeats else None
+
+    @property
     def scales_by_history(self) -> bool:
         """Whether the scales of x and w come from histories of these tensors, without a rotation."""
         return not self.rotates_w and all(cast is not None and cast.history is not None for cast in (self.x, self.w))
