@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Column = tuple[str, dict[str, str]]  # the title of a case, and its figures by name
 
+_SMALLEST = 1024  # inputs and outputs of the smallest layer that was measured
 _PARTS = {"fp8_copies": "FP8 copies", "block": "one block's backward", "head": "head and logits"}
 
 
@@ -219,6 +220,11 @@ def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
         found.append(
             f"{gpu.name}: {_listed(plan.origins)}. Data sheet: {gpu.source}. "
             + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
+        )
+    if min(plan.setup.model.width for plan in plans) < _SMALLEST:
+        found.append(
+            f"A small model: the time of layers below {_SMALLEST:,} inputs or outputs is extrapolated, and the "
+            "time that the host takes for launches, which may be longer, is not planned."
         )
     if not all(plan.fits for plan in plans):
         found.append(

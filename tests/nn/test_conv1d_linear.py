@@ -73,7 +73,7 @@ def test_every_layer_of_a_gpt2_is_converted_and_trains():
     names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert report.converted == [f"transformer.h.{layer}.{name}" for layer in (0, 1) for name in names]
     assert {row.name: row.shape for row in report.rows}["transformer.h.0.attn.c_attn"] == (96, 32)
-    assert report.skipped == {"lm_head": "its weight is an embedding's"}
+    assert report.skipped == {"lm_head": "it shares its weight with the embedding"}
     layers = [m for m in model.modules() if isinstance(m, Conv1D)]
     assert len(layers) == 8
     assert report.coverage.computed == pytest.approx(

@@ -47,7 +47,7 @@ def test_a_tied_head_is_skipped_whatever_its_name() -> None:
             self.unembed.weight = self.embed.weight
 
     assert converts(Tied()) == ["body"]
-    assert skipped(Tied()) == {"unembed": "its weight is an embedding's"}
+    assert skipped(Tied()) == {"unembed": "it shares its weight with the embedding"}
 
 
 def test_routers_and_globs_are_skipped() -> None:

@@ -36,14 +36,18 @@ def test_a_training_run():
 def test_a_tiny_model_has_times_and_sizes_that_are_not_zero(tmp_path):
     settings = tmp_path / "tiny.toml"
     settings.write_text('model = "llama"\nlayers = 2\nwidth = 64\nheads = 2\n')
-    rows = figures(run(str(settings)))
+    output = run(str(settings))
+    assert "below 1,024 inputs or outputs is extrapolated" in " ".join(output.split())
+    rows = figures(output)
     assert rows["parameters"] == ["0.00032 B"]
     assert 0 < float(rows["GB weights"][0]) < 0.01
     assert 0.1 < float(rows["ms linear layers"][0]) < float(rows["ms of a step"][0]) < 1
 
 
 def test_the_presets_of_training_have_a_plan():
-    assert figures(run("llama-1b"))["parameters"] == ["1.24 B"]
+    output = run("llama-1b")
+    assert figures(output)["parameters"] == ["1.24 B"]
+    assert "extrapolated" not in output
 
 
 OTHER = ("GB at the peak", "GB of the GPU", "GB in the CPU's memory")

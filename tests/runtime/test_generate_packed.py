@@ -187,7 +187,7 @@ def test_pack_and_generate_from_the_command_line(tmp_path: Path, packed: dict[st
     done = command(pack_command, run, out)
     assert done.exit_code == 0, done.output
     assert "linear layers packed   14" in done.output
-    assert "lm_head: its weight is an embedding's" in done.output
+    assert "lm_head: it shares its weight with the embedding" in done.output
     shutil.rmtree(run)  # what follows has the folder only
     options = ("--prompt", "Hello [b]you", "--count", 12, "--seed", 1, "--device", "cpu")
     texts = [command(generate_command, out, *options) for _ in range(2)]

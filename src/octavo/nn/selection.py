@@ -91,7 +91,7 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     weight: Any = module.weight
     outputs, inputs = shape_of(module)
     if id(weight) in tied:
-        return "its weight is an embedding's"
+        return "it shares its weight with the embedding"
     if by_name := skipped_by_name(name, outputs, inputs, skip):
         return by_name
     if is_fsdp_module(module) and isinstance(module, Linear):
