@@ -158,42 +158,52 @@ def _degrees(given: str) -> list[int]:
 
 
 def _facts(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
+    return [*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)]
+
+
+def _of_packed(report: PackReport) -> list[tuple[str, str]]:
     from octavo.words import plural
 
-    facts = []
-    for scheme, count in Counter(report.packed.values()).items():
-        facts.append(("linear layers packed", f"{count}, {scheme}"))
+    facts = [("linear layers packed", f"{n}, {scheme}") for scheme, n in Counter(report.packed.values()).items()]
     before, after = (f"{size / 1e6:.2f} MB" for size in (report.bf16_bytes, report.packed_bytes))
     facts.append(("size of packed layers", f"{after} with scales, {report.ratio:.3f} of {before} in BF16"))
     if report.cached:
         facts.append(("KV cache", f"scales of keys and values in e4m3, for {plural(report.cached, 'attention layer')}"))
+    return facts
+
+
+def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
     by_budget = [] if kept is None else kept.skip
-    for name, reason in report.skipped.items():
-        if name not in by_budget:
-            facts.append(("left in BF16", f"{name}: {reason}"))
+    left = [f"{name}: {reason}" for name, reason in report.skipped.items() if name not in by_budget]
     if by_budget:
-        facts.append(("left in BF16", f"{len(by_budget)} by the budget, in the table below"))
-    for entry in report.not_linear:
-        facts.append(("left in BF16", str(entry)))
-    for name in report.left_out:
-        facts.append(("left out", f"{name}: the model has no place for it"))
-    facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))
+        left.append(f"{len(by_budget)} by the budget, in the table below")
+    left += map(str, report.not_linear)
+    out = [("left out", f"{name}: the model has no place for it") for name in report.left_out]
+    return [*(("left in BF16", each) for each in left), *out]
+
+
+def _of_folder(report: PackReport) -> list[tuple[str, str]]:
+    facts = [("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")]
     if not report.has_tokenizer:
         facts.append(("no tokenizer", "the source has none, and octavo generate needs one"))
     if any(scheme.startswith("group") for scheme in report.packed.values()):
         facts.append(("not for vLLM", "it cannot read groups of float32 scales; transformers and octavo can"))
+    return facts
+
+
+def _of_scales(report: PackReport) -> list[tuple[str, str]]:
+    from octavo.words import plural
+
+    facts = []
     if report.gains:
         gains = sorted(report.gains.values())
-        facts.append(
-            ("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, median {gains[len(gains) // 2]:.2f} dB")
-        )
+        middle = gains[len(gains) // 2]
+        facts.append(("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, median {middle:.2f} dB"))
     if report.ratios:
-        most = max(report.ratios, key=lambda names: report.ratios[names])
-        facts.append(
-            (
-                "scales not shared",
-                f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, unlike training; scales "
-                f"differ by {report.ratios[most]:.2f}x at most ({most}). --share-scales shares them",
-            )
+        names, largest = max(report.ratios.items(), key=lambda each: each[1])
+        words = (
+            f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, unlike training; scales "
+            f"differ by {largest:.2f}x at most ({names}). --share-scales shares them"
         )
+        facts.append(("scales not shared", words))
     return facts
