@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from octavo.plan.serving import ServingPlan
     from octavo.plan.training import TrainingPlan
 
-Column = tuple[str, dict[str, str]]  # the title of a case, and its figures by name
 
 _SMALLEST = 1024  # inputs and outputs of the smallest layer that was measured
 _PARTS = {"fp8_copies": "FP8 copies", "block": "one block's backward", "head": "head and logits"}
@@ -85,6 +84,28 @@ def plan_command(
         return
     if model.startswith("--"):
         raise ValueError(f"MODEL comes before the settings; got {model} first")
+    budget = _token_budget(tokens, price, serve)
+    case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
+    cases = make_cases(case, compare)
+    labels = [label for label, _ in cases]
+    if serve:
+        served = [each.serving() for _, each in cases]
+        _show(labels, served, _serving, as_json)
+        if not compare and not as_json:
+            _show_schemes(plan_schemes(case))
+        remarks = _serving_remarks(served)
+    else:
+        plans = [each.training() for _, each in cases]
+        _show(labels, plans, lambda plan: _training(plan, budget, price), as_json)
+        remarks = _remarks(plans)
+    for remark in [] if as_json else remarks:
+        say(remark)
+
+
+def _token_budget(tokens: str, price: float | None, serve: bool) -> float | None:
+    """The number of --tokens, None without; a ValueError for options that do not fit each other."""
+    from octavo.plan.cases import parse_count
+
     budget = parse_count(tokens)
     if tokens and budget is None:
         raise ValueError(f"--tokens must be a number such as 300B or 1.5T; got {tokens!r}")
@@ -94,31 +115,18 @@ def plan_command(
         raise ValueError("--price gives the cost of --tokens: add it, such as --tokens 1T")
     if tokens and serve:
         raise ValueError("--tokens belongs to training: leave out --serve, or --tokens")
-    case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
-    cases = make_cases(case, compare)
-    if serve:
-        served = [(label, case.serving()) for label, case in cases]
-        _show([(label, _serving(plan)) for label, plan in served], [plan for _, plan in served], as_json, [])
-        if not compare and not as_json:
-            _show_schemes(plan_schemes(case))
-        if not as_json:
-            for remark in _serving_remarks([plan for _, plan in served]):
-                say(remark)
-        return
-    plans = [(label, case.training()) for label, case in cases]
-    columns = [(label, _training(plan, budget, price)) for label, plan in plans]
-    _show(columns, [plan for _, plan in plans], as_json, _remarks([plan for _, plan in plans]))
+    return budget
 
 
-def _show(columns: list[Column], plans: Sequence[Any], as_json: bool, remarks: list[str]) -> None:
+def _show(labels: list[str], plans: Sequence[Any], figures: Callable[[Any], dict[str, str]], as_json: bool) -> None:
+    """Print a table with a column for each plan, or JSON."""
     if as_json:
-        print(json.dumps([{"case": label, **plan.to_dict()} for (label, _), plan in zip(columns, plans, strict=True)]))
+        print(json.dumps([{"case": label, **plan.to_dict()} for label, plan in zip(labels, plans, strict=True)]))
         return
-    names = dict.fromkeys(name for _, figures in columns for name in figures)
-    rows = [(name, *(figures.get(name, "") for _, figures in columns)) for name in names]
-    print_table(("", *(label for label, _ in columns)), rows, right=[label for label, _ in columns])
-    for remark in remarks:
-        say(remark)
+    columns = [figures(plan) for plan in plans]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    print_table(("", *labels), rows, right=labels)
 
 
 def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
