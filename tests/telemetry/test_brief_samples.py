@@ -10,7 +10,7 @@ import octavo
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.telemetry import read_watch
 from octavo.telemetry.rules import RULES
-from octavo.telemetry.rules.sample import History, Sample
+from octavo.telemetry.rules.sample import History, SampleGrids
 
 MODELS = {
     "llama": lambda: Llama(LlamaConfig(64, 1, 32, 4, 2, 48, 16)),
@@ -44,7 +44,7 @@ def judged(watch, sample):
     """The numbers that the rules find, compared with samples of ones."""
     history = History(len(watch.layers), samples=BEFORE_COMPARED)
     history.amax[:], history.kurtosis[:] = 1, 1
-    made = Sample(*sample, watch.layers)
+    made = SampleGrids(*sample, watch.layers)
     with np.errstate(invalid="ignore"):
         return {f"{rule.name} {rule.number.__name__}": rule.number(made, history) for rule in RULES}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.telemetry.rules.sample import Grid, History, Sample
+from octavo.telemetry.rules.sample import Grid, History, SampleGrids
 from octavo.telemetry.schema import OPERANDS
 
 FIRST = 4  # samples before which nothing is compared: a run changes fast while its learning rate rises
@@ -41,70 +41,70 @@ class Rule:
 
     name: str
     limit: float
-    number: Callable[[Sample, History], Grid]
+    number: Callable[[SampleGrids, History], Grid]
     words: str
 
 
-def amax_jump(sample: Sample, history: History) -> Grid:
+def amax_jump(sample: SampleGrids, history: History) -> Grid:
     """amax of x and w by the largest of the last samples."""
     return _of_operands(_jump(sample, history), "x", "w")
 
 
-def gradient_jump(sample: Sample, history: History) -> Grid:
+def gradient_jump(sample: SampleGrids, history: History) -> Grid:
     """amax of dy by the largest of the last samples. A hard batch has gradients several times as large."""
     return _of_operands(_jump(sample, history), "dy")
 
 
-def _jump(sample: Sample, history: History) -> Grid:
+def _jump(sample: SampleGrids, history: History) -> Grid:
     largest = np.fmax.reduce(history.amax)
     return _later(history, _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan)))
 
 
-def saturated(sample: Sample, history: History) -> Grid:
+def saturated(sample: SampleGrids, history: History) -> Grid:
     """The share of elements that saturate, where the largest become smaller by a third at least."""
     share = np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan)
     return _later(history, _of_quantized(sample, share))
 
 
-def flushed(sample: Sample, history: History) -> Grid:
+def flushed(sample: SampleGrids, history: History) -> Grid:
     """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
     share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
     return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
 
 
-def shifted(sample: Sample, history: History) -> Grid:
+def shifted(sample: SampleGrids, history: History) -> Grid:
     """The share of the bytes of dy other than zero that become zero where the scale of x is folded into them."""
     return _of_quantized(sample, sample["shift_lost"])
 
 
-def alignment(sample: Sample, history: History) -> Grid:
+def alignment(sample: SampleGrids, history: History) -> Grid:
     """The mean |cosine| of matching rows of a SwiGLU's gate and up weights."""
     return sample.of_layers("alignment")
 
 
-def kurtosis_growth(sample: Sample, history: History) -> Grid:
+def kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
     """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
     growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
     return _of_operands(_later(history, _of_quantized(sample, growth)), "x", "w")
 
 
-def scale_too_small(sample: Sample, history: History) -> Grid:
+def scale_too_small(sample: SampleGrids, history: History) -> Grid:
     """The binades by which amax is above what a scale expects that was fixed before."""
     return _of_quantized(sample, -sample["gap"])
 
 
-def scale_too_large(sample: Sample, history: History) -> Grid:
+def scale_too_large(sample: SampleGrids, history: History) -> Grid:
     """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
     known = ~sample.all_flushed & ~sample.all_zero
     return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
 
 
-def all_flushed(sample: Sample, history: History) -> Grid:
+def all_flushed(sample: SampleGrids, history: History) -> Grid:
     """1 where nearly all elements other than zero become zero."""
     return _of_quantized(sample, sample.all_flushed.astype(np.float64))
 
 
-def zeros_in_a_row(sample: Sample, history: History) -> Grid:
+def zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
     """The number of samples in a row, this one included, in which the operand was all zero.
 
     One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
@@ -115,19 +115,19 @@ def zeros_in_a_row(sample: Sample, history: History) -> Grid:
     return np.where(zero, history.zeros + 1 + became, 0)
 
 
-def no_scale(sample: Sample, history: History) -> Grid:
+def no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
     scale = sample["scale"]
     bad = np.isfinite(sample["amax"]) & ((scale <= 0) | ~np.isfinite(scale))
     return _of_quantized(sample, bad.astype(np.float64))
 
 
-def nonfinite(sample: Sample, history: History) -> Grid:
+def nonfinite(sample: SampleGrids, history: History) -> Grid:
     """The share of elements that are inf or NaN."""
     return sample["nonfinite"]
 
 
-def nonfinite_gradient(sample: Sample, history: History) -> Grid:
+def nonfinite_gradient(sample: SampleGrids, history: History) -> Grid:
     """The share of elements of the weight's gradient that are inf or NaN."""
     return sample.of_layers("gradient_nonfinite")
 
@@ -142,7 +142,7 @@ def _of_operands(numbers: Grid, *operands: str) -> Grid:
     return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
 
 
-def _of_quantized(sample: Sample, numbers: Grid) -> Grid:
+def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
     return np.where(sample.quantized, numbers, np.nan)
 
 

@@ -20,8 +20,8 @@ _ALMOST_ALL = 0.999
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The records of one sampled step.
+class SampleGrids:
+    """The records of one sampled step, each field as a grid of the operands of all layers.
 
     Args:
         operands, layer_records: of one step, with the dtypes of `octavo.telemetry.schema`.
@@ -85,7 +85,7 @@ class History:
 
     Attributes:
         amax, kurtosis: [RECENT, layers, 3], of the last samples in any order; NaN where there was none.
-        zeros: [layers, 3], the number of samples in a row, up to the last, in which an operand was `Sample.all_zero`.
+        zeros: [layers, 3], the number of samples in a row, up to the last, in which an operand was all zero.
         samples: the number of samples.
     """
 
@@ -106,7 +106,7 @@ class History:
         found: Grid = np.isfinite(self.amax).sum(0).astype(np.float64)
         return found
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: SampleGrids) -> None:
         """Take a sample into the history."""
         for name, recent in (("amax", self.amax), ("kurtosis", self.kurtosis)):
             recent[self.samples % RECENT] = np.where(np.isfinite(sample[name]), sample[name], np.nan)

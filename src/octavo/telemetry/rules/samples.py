@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from octavo.telemetry.rules.rule import RULES, Rule
-from octavo.telemetry.rules.sample import Grid, History, Mask, Sample
+from octavo.telemetry.rules.sample import Grid, History, Mask, SampleGrids
 from octavo.telemetry.schema import OPERANDS, Event, Records, WatchedLayer
 
 
@@ -39,12 +39,12 @@ class SampleRules:
             operands, layer_records: of one step, with the dtypes of `octavo.telemetry.schema`.
         """
         experts = [layer for layer in self.layers for _ in range(layer.experts)]
-        sample = Sample(operands, layer_records, [*self.layers, *experts])
+        sample = SampleGrids(operands, layer_records, [*self.layers, *experts])
         events = [event for rule in RULES for event in self._judge(rule, sample)]
         self._history.add(sample)
         return events
 
-    def _judge(self, rule: Rule, sample: Sample) -> Iterator[Event]:
+    def _judge(self, rule: Rule, sample: SampleGrids) -> Iterator[Event]:
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are numbers that were found
             values, experts = self._of_layers(rule.number(sample, self._history))
             faults: Mask = values > rule.limit
@@ -76,6 +76,6 @@ class SampleRules:
         return Event(step, rule.name, layer.name, operand, value, rule.limit, message)
 
 
-def _step(sample: Sample) -> int:
+def _step(sample: SampleGrids) -> int:
     records = sample.operands if len(sample.operands) else sample.layer_records
     return int(records["step"][0])
