@@ -81,12 +81,12 @@ def test_the_transpose_places_rows(size, shifted):
         assert_same(torch.ops.octavo.transpose(data, shift, None, place), expected)
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.detach, torch.neg], ids=["given", "computed"])
-def test_compiled_code_searches_in_a_slice_of_offsets(change):
+@pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
+def test_compiled_code_searches_in_a_slice_of_offsets(computed):
     def groups(values):
-        return group_of_rows(change(values)[1:], 7)
+        return group_of_rows((-values if computed else values)[1:], 7)
 
-    values = change(torch.tensor([1, 3, 5], dtype=torch.int32, device="cuda"))
+    values = torch.tensor([1, 3, 5], dtype=torch.int32, device="cuda") * (-1 if computed else 1)
     assert torch.compile(groups, fullgraph=True)(values).tolist() == [0, 0, 0, 1, 1, 2, 2]
 
 
