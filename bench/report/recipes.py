@@ -1,6 +1,6 @@
 """The tables of docs/recipes.md: every recipe with its evidence, and the choice that follows from it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bench.gpu.recipes.variants import BASE, CONTROL, VARIANTS
 from bench.report.tables import MISSING, Result, Row, machine, number
@@ -8,6 +8,7 @@ from bench.report.tables import MISSING, Result, Row, machine, number
 Rows = Iterable[Row]
 DEFAULT = "rowwise"
 RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
+NOISE = 0.02  # of speeds and peaks: recipes that are closer to the default count as its equals
 GEMMS = ("y", "dx", "dw")
 
 
@@ -64,7 +65,7 @@ def recipe_choice(results: dict[str, Result]) -> Rows:
     found = results["recipes"]
     able = [name for name in recipes(found) if not worse(found["recipes"][name])]
     for wish, key in (("speed", speed_of(found)), ("little memory", memory_of(found))):
-        best = max((name for name in able if key(name) is not None), key=lambda name: key(name) or 0.0, default=None)
+        best = best_of(able, key)
         yield {"for": wish, "recipe": f"`{best}`" if best else "not measured", "because": reason(found, best, wish)}
     for gemm in GEMMS:
         best = max(able, key=lambda name: exactness(found, name, gemm), default=None)
@@ -75,6 +76,13 @@ def recipe_choice(results: dict[str, Result]) -> Rows:
             "recipe": f"`{best}`" if known else "not measured",
             "because": text if known else MISSING,
         }
+
+
+def best_of(names: Sequence[str], key: Callable[[str], float | None]) -> str | None:
+    """The recipe with the largest key: the default, where no other is ahead of it by more than NOISE."""
+    known = {name: value for name in names if (value := key(name)) is not None}
+    best = max(known, key=lambda name: known[name], default=None)
+    return DEFAULT if best and DEFAULT in known and known[best] <= known[DEFAULT] * (1 + NOISE) else best
 
 
 def recipes(found: Result) -> Iterator[str]:
@@ -125,9 +133,9 @@ def recipe_default(results: dict[str, Result]) -> str:
         return f"**The default, `{DEFAULT}`, is left out of the choice below: look at its gap.**"
     speed = speed_of(found)
     able = [name for name in recipes(found) if not worse(found["recipes"][name])]
-    faster = [name for name in able if (speed(name) or 0.0) > timed["ratio"] * 1.01]
+    faster = [name for name in able if (speed(name) or 0.0) > timed["ratio"] * (1 + NOISE)]
     if not faster:
-        return f"The default is `{DEFAULT}`: none of the other recipes in the choice is faster by 1 % or more."
+        return f"The default is `{DEFAULT}`: none of the other recipes in the choice is faster by more than {NOISE:.0%}."
     names = ", ".join(f"`{name}` ({speed(name):.2f}x)" for name in faster)
     return f"The default is `{DEFAULT}` ({timed['ratio']:.2f}x). Faster in the choice: {names}."
 

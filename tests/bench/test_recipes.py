@@ -226,8 +226,10 @@ def test_speed_is_measured_once_for_the_same_work(monkeypatch: pytest.MonkeyPatc
     tiny = replace(speed.CONFIG, width=64, heads=2, kv_heads=1, mlp_width=128, layers=1)
     result = speed.measure(names, tiny, 32, rounds=2)
     assert {name: row["measured_as"] for name, row in result["recipes"].items()} == {
-        **{name: name for name in names[:2]}, names[2]: names[1], **{name: name for name in names[3:5]},
+        **{name: name for name in (BASE, *names[:2])}, names[2]: names[1], **{name: name for name in names[3:5]},
     }  # fmt: skip
+    base = result["recipes"].pop(BASE)  # peaks are compared with its peak
+    assert (base["ratio"], "peak_bytes" in base) == (1, True)
     for row in result["recipes"].values():
         assert row["median"] > 0
         assert min(row["sqnr"]) > 10

@@ -44,7 +44,8 @@ class Runner(Passes):
 def measure(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> dict[str, Any]:
     """Milliseconds, and peak bytes, of a step with each recipe; of BF16 too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    same = equal_work([BASE, *names])
+    names = list(dict.fromkeys([BASE, *names]))
+    same = equal_work(names)
     runners, rows = {}, {}
     for name in dict.fromkeys(same.values()):
         if device.type == "cuda" and "emulated" in implementations(name, device).values():
