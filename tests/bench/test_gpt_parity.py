@@ -38,7 +38,7 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: gpt_trainer.D
         for (name, p), (other, q) in zip(bf16.model.named_parameters(), fp8.model.named_parameters(), strict=True):
             assert name == other
             assert torch.equal(p, q)
-        assert torch.equal(bf16.training.at(3)[0], fp8.training.at(3)[0])
+        assert torch.equal(bf16.data.training.at(3)[0], fp8.data.training.at(3)[0])
         assert bf16.state.step == 0
         moments = [tensor for state in bf16.state.optimizer.state.values() for tensor in state.values()]
         assert not any(tensor.count_nonzero() for tensor in moments)
