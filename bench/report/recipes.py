@@ -135,7 +135,7 @@ def recipe_default(results: dict[str, Result]) -> str:
     able = [name for name in recipes(found) if not worse(found["recipes"][name])]
     faster = [name for name in able if (speed(name) or 0.0) > timed["ratio"] * (1 + NOISE)]
     if not faster:
-        return f"The default is `{DEFAULT}`: none of the other recipes in the choice is faster by more than {NOISE:.0%}."
+        return f"The default is `{DEFAULT}`: no other recipe in the choice is faster by more than {NOISE:.0%}."
     names = ", ".join(f"`{name}` ({speed(name):.2f}x)" for name in faster)
     return f"The default is `{DEFAULT}` ({timed['ratio']:.2f}x). Faster in the choice: {names}."
 
