@@ -65,23 +65,18 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in modules:
         _agree(module.stacked, reasons, layers)
     cache = ShardCache(model)
-    weights = {
-        layer: ShardedWeight(layer, "weight", units[layer], cache.prepare)
-        for layer, reason in reasons.items()
-        if not reason and isinstance(layer, Linear)
-    }
+    why = {name: reasons[layer] for layer, name in layers.items()}
+    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
+    gathered = {of_names[name] for name, reason in why.items() if not reason}
+    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
     for module in modules:
-        parts = [weights[layer] for layer in module.stacked if layer in weights]
+        parts = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
         if parts and len({part.unit.group for part in parts}) == 1:
             stack = WeightStack(parts, [module.cache])
             for part in parts:
                 part.stack = stack
-    why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
-    of_experts = [
-        ShardedWeight(*stack, sharded[stack], cache.prepare) for name, stack in stacks.items() if not why[name]
-    ]
-    cache.fill((*weights.values(), *of_experts))
+    cache.fill(list(weights.values()))
     rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
     return GatherReport(tuple(rows), unfused)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,11 +48,14 @@ class ShardCache:
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def fill(self, weights: Sequence[ShardedWeight]) -> None:
-        """Take the weights, and make FSDP2 call their hooks."""
+        """Take the weights, in the order in which FSDP2 gathers them, and make it call their hooks."""
         self.weights, self.quantizer = weights, ShardQuantizer(weights)
         for weight in weights:
             weight.attach()
             weight.layer.register_state_dict_pre_hook(self.note_state_dict)
+        for _, found in groupby(weights, lambda weight: weight.unit.group):
+            unit = list(found)
+            unit[0].prepare = partial(self.prepare, unit)
 
     def note_state_dict(self, *_: Any) -> None:
         self.exposed = True
@@ -77,15 +82,19 @@ class ShardCache:
             self.refresh()
         self.exposed = False
 
-    def prepare(self, weight: ShardedWeight) -> None:
-        """Called in the stream that will send the bytes of `weight`, before it does."""
-        if self.stale or weight.current_key() != weight.key:  # `unshard()` was called before the forward pass
-            self.refresh()
+    def prepare(self, unit: Sequence[ShardedWeight]) -> None:
+        """Called in the stream that will send the bytes of the weights of a unit, before it does."""
+        if self.stale or any(weight.current_key() != weight.key for weight in unit):
+            self.refresh()  # `unshard()` was called before the forward pass
         if self.written is not None:
-            stream = torch.accelerator.current_stream(weight.local.device)
+            stream = torch.accelerator.current_stream(unit[0].local.device)
             if stream.stream_id not in self.waited:
                 stream.wait_event(self.written)
+                self.quantizer.record_stream(stream)
                 self.waited.add(stream.stream_id)
+        for weight in unit:
+            if weight.data is None and weight.cast_again is not None:
+                weight.cast_again()
 
     def refresh(self) -> None:
         """Quantize the rows of all weights."""

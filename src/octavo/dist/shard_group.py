@@ -7,7 +7,7 @@ two steps. Where tensor parallelism has split the columns, the amax of each row 
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ class ShardGroup:
     """Weights with one cast (by row or by tensor), number of columns, dtype and device.
 
     Args:
-        weights: all with a `history`, or none.
+        weights: all with a `history`, or none; those of a unit one after the other.
         split: whether tensor parallelism has split their columns.
 
     Attributes:
         amax: [rows], of each row, infinite where a number is not finite; amax_here: of its part on this rank.
+        scale_of_row: [rows].
     """
 
     def __init__(self, weights: Sequence[ShardedWeight], *, split: bool) -> None:
@@ -35,20 +36,19 @@ class ShardGroup:
         local, sizes = weights[0].local, [weight.unit.shard_rows for weight in weights]
         self.starts = [0, *accumulate(sizes)][:-1]
         rows, device = sum(sizes), local.device
-        self.rows = [slice(start, start + size) for start, size in zip(self.starts, sizes, strict=True)]
         self.shape = rows, local.shape[1]
         self.data: Tensor | None = None  # between `measure` and `finish`
+        self.scale_of_row = torch.ones(rows, device=device)
         self._find_matrices()
         # cuBLASLt demands that the scale of a tensor begins at a multiple of 16 bytes.
-        self.scale = (
-            torch.ones(rows, 1, device=device) if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
-        )
+        self.scale = self.scale_of_row[:, None] if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
         self.largest_here = torch.zeros(len(weights), 1, device=device)
         self.amax, self.amax_here = torch.zeros(2, rows, device=device)
         self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
         self.cast_at_once = self.by_row and not split
-        for i, weight in enumerate(weights):
-            weight.take_scale(self._scale_of(i), self.largest_here[i : i + 1], partial(self._cast_again, i))
+        scales = torch.split(self.scale, sizes if self.by_row else 1)
+        for weight, scale, amax in zip(weights, scales, torch.split(self.largest_here, 1), strict=True):
+            weight.take_scale(scale, amax)
 
     @property
     def given(self) -> bool:
@@ -64,18 +64,20 @@ class ShardGroup:
     def _find_matrices(self) -> None:
         local = [weight.local for weight in self.weights]
         self.batch = RowBatch(local, self.starts)
-        self.each = [RowBatch([t], [0]) for t in local]
+        for _, found in groupby(range(len(local)), lambda i: self.weights[i].unit.group):
+            unit = list(found)
+            weights, first = [self.weights[i] for i in unit], self.starts[unit[0]]
+            batch = RowBatch([local[i] for i in unit], [self.starts[i] - first for i in unit])
+            scale = self.scale_of_row[first : first + sum(weight.unit.shard_rows for weight in weights)]
+            for weight in weights:
+                weight.cast_again = partial(self._cast_again, weights, batch, scale)
 
-    def _scale_of(self, i: int) -> Tensor:
-        return self.scale[self.rows[i]] if self.by_row else self.scale[i : i + 1]
-
-    def _cast_again(self, i: int) -> Tensor:
-        """The bytes [shard_rows, K] of weight i by its scale, uint8; any in rows of padding, which no rank reads."""
-        rows = self.rows[i].stop - self.rows[i].start
-        data = torch.empty(rows, self.shape[1], dtype=self.cast.fmt.dtype, device=self.scale.device)
+    def _cast_again(self, weights: Sequence[ShardedWeight], batch: RowBatch, scale: Tensor) -> None:
+        """Make the bytes of the weights of a unit by their scales, in one launch; any bytes in rows of padding."""
+        data = torch.empty(len(scale), self.shape[1], dtype=self.cast.fmt.dtype, device=scale.device)
         with torch.no_grad():
-            cast_rows(self.each[i], self._scale_of(i).view(-1).expand(rows).contiguous(), None, data, self.cast)
-        return data.view(torch.uint8)
+            cast_rows(batch, scale, None, data, self.cast)
+        _hand_out(data, weights)
 
     def measure(self) -> None:
         """Find the amax of each row; also write the bytes by it where most rows need no other scale."""
@@ -108,14 +110,13 @@ class ShardGroup:
             self._finish_rows(largest, self.data)
         else:
             self._finish_tensors(largest, self.data)
-        for weight, rows in zip(self.weights, self.rows, strict=True):
-            weight.data = self.data[rows].view(torch.uint8)
+        _hand_out(self.data, self.weights)
         self.data = None
 
     def _finish_rows(self, largest: Tensor, data: Tensor) -> None:
         floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
         scale = self._scale(self.amax, floor_of)
-        self.scale.copy_(scale.view(-1, 1))
+        self.scale_of_row.copy_(scale)
         if not self.cast_at_once or self.cast.relative_floor:
             written = self._scale(self.amax, None) if self.cast_at_once else None
             cast_rows(self.batch, scale, written, data, self.cast)
@@ -127,7 +128,8 @@ class ShardGroup:
         else:
             scale = scale_from_amax(largest, self.cast.fmt, power_of_two=self.cast.power_of_two)
         self.scale.copy_(scale.view(-1, 1))
-        cast_rows(self.batch, scale[self.weight_of_row], None, data, self.cast)
+        torch.index_select(scale, 0, self.weight_of_row, out=self.scale_of_row)
+        cast_rows(self.batch, self.scale_of_row, None, data, self.cast)
 
     def _scale(self, amax: Tensor, largest_scale: Tensor | None) -> Tensor:
         floor = 0.0 if largest_scale is None else self.cast.relative_floor
@@ -138,3 +140,10 @@ class ShardGroup:
             relative_floor=floor,
             largest_scale=largest_scale,
         )
+
+
+def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
+    """Give each weight its rows of the bytes `data`, in which they lie one after the other."""
+    parts = torch.split(data.view(torch.uint8), [weight.unit.shard_rows for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.data = part

@@ -38,6 +38,13 @@ class ShardQuantizer:
             data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
         )
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Let `stream` read the bytes of the last run, until they are freed."""
+        for group, _, _ in self.groups:
+            data = next((weight.data for weight in group.weights if weight.data is not None), None)
+            if data is not None:
+                data.record_stream(stream)  # of the memory of all that were not sent yet
+
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all weights again. Every rank must call this."""

@@ -35,24 +35,25 @@ class ShardedWeight:
         layer: whose weight FSDP2 shards on its rows, or a stack on its matrices.
         leaf: the name of the weight in the layer.
         unit: how FSDP2 shards it.
-        prepare: called with this weight before its bytes are sent.
 
     Attributes:
         parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
         data: the bytes [shard_rows, ...] of this rank's rows, uint8; scale: of these rows.
         cast_again: makes `data` anew; None where it is held from one step to the next.
+        prepare: called before the bytes of a unit are sent, by the first of its weights; None for the others.
         key: `current_key` when the bytes were made.
     """
 
-    def __init__(self, layer: Any, leaf: str, unit: UnitWeight, prepare: Callable[[ShardedWeight], None]) -> None:
-        self.layer, self.leaf, self.unit, self.prepare = layer, leaf, unit, prepare
+    def __init__(self, layer: Any, leaf: str, unit: UnitWeight) -> None:
+        self.layer, self.leaf, self.unit = layer, leaf, unit
         self.cast: Cast = layer.recipe.w
         self.history = _history(layer)
         self.stack = WeightStack([self], [])
         self.parameter: Any = getattr(layer, leaf)
         self.data: Tensor | None = None
         self.scale: Tensor | None = None
-        self.cast_again: Callable[[], Tensor] | None = None
+        self.cast_again: Callable[[], None] | None = None
+        self.prepare: Callable[[], None] | None = None
         self.key: tuple[Any, ...] = ()
 
     @property
@@ -100,39 +101,35 @@ class ShardedWeight:
         """Take the memory from which the all-gather sends, and hold it."""
         self.data, self.scale = data, scale
 
-    def take_scale(self, scale: Tensor, amax: Tensor, cast_again: Callable[[], Tensor]) -> None:
-        """Take the memory of the scale, and what makes the bytes by it."""
-        self.scale, self.cast_again = scale, cast_again
+    def take_scale(self, scale: Tensor, amax: Tensor) -> None:
+        """Take the memory of the scale, by which the bytes are made."""
+        self.scale = scale
         if self.history is not None:
             self.layer.weight_cache.amax = amax
 
     def bytes_to_send(self) -> Tensor:
-        """The bytes of this rank's rows, called in the stream that sends them.
+        """The bytes of this rank's rows.
 
         Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all were
         sent, so that it is not beside the activations. Later gathers cast the rows again.
         """
         data = self.data
-        if self.cast_again is None:
-            assert data is not None
-            return data
-        self.data = None
-        if data is None:
-            return self.cast_again()
-        if data.device.type != "cpu":
-            data.record_stream(torch.accelerator.current_stream(data.device))
+        assert data is not None
+        if self.cast_again is not None:
+            self.data = None
         return data
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
+        sends_scale = self.cast.granularity != TENSOR and self.unit.world > 1
+
         def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
             """The inputs of the all-gather, and what the other hook needs besides."""
-            self.prepare(self)
+            if self.prepare is not None:
+                self.prepare()
             data = self.bytes_to_send()
             assert self.scale is not None
-            # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
-            if self.cast.granularity == TENSOR or mesh.size() == 1:
-                return (data,), self.scale
-            return (data, self.scale), None
+            return ((data, self.scale), None) if sends_scale else ((data,), self.scale)
 
         def post_all_gather(
             outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
