@@ -7,8 +7,9 @@ from dataclasses import replace
 from bench.gpu.modes import BASE
 from bench.gpu.sharded import OURS, TORCHAO, WIDE
 from bench.report.aims import Aim
+from bench.report.step_fit import fit, solve
 from bench.report.tables import Result, Row, earlier, machine, number, times
-from octavo.plan.communication import NODE, NVLINK, Links, Training, fit, solve
+from octavo.plan.communication import NODE, NVLINK, Links, Training
 
 Rows = Iterable[Row]
 WORLDS = (64, 256, 1024, 4096)

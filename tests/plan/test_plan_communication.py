@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.plan.communication import HOP, NETWORK_HOP, Links, Training, fit
+from octavo.plan.communication import HOP, NETWORK_HOP, Links, Training
 
 TRAINING = Training(
     layers=4, block=0.3, rest=0.05, optimizer=0.08, gathered=8e9, reduced=16e9, root_gathered=2e9, root_reduced=4e9
@@ -47,10 +47,3 @@ def test_groups_that_hold_all_weights_sum_their_gradients_too() -> None:
     g, s = links.gather(8e9, 8), links.gather(16e9, 8) + across[0]
     blocks = 3 * (max(0.2, g + s) - max(0.2, g + s - across[0]))
     assert grouped - alone == pytest.approx(blocks + sum(across))
-
-
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_the_fit_gives_the_measured_time_back(world: int) -> None:
-    links = Links(100e9)
-    found = fit(TRAINING.step(links, world), replace(TRAINING, block=0.0), links, world)
-    assert found.block == pytest.approx(TRAINING.block, rel=1e-6)

@@ -21,8 +21,7 @@ uses its own network card.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 NODE = 8  # GPUs of a node
 HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, in a node and between nodes
@@ -95,17 +94,3 @@ class Training:
     def hidden(self, links: Links, shards: int) -> float:
         """Seconds of the collectives that can run beside the computation: those of all blocks but one."""
         return (self.layers - 1) * (2 * links.gather(self.gathered, shards) + links.gather(self.reduced, shards))
-
-
-def fit(seconds: float, training: Training, links: Links, world: int) -> Training:
-    """`training` with the block's time that makes a step on `world` GPUs take `seconds`."""
-    return replace(training, block=solve(lambda block: replace(training, block=block).step(links, world), seconds))
-
-
-def solve(function: Callable[[float], float], target: float) -> float:
-    """The largest argument from 0 to `target` at which the rising `function` is at most `target`."""
-    low, high = 0.0, target
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) <= target else (low, middle)
-    return low
