@@ -118,6 +118,8 @@ def test_an_unknown_name_gets_the_nearest_presets():
 def test_an_unknown_architecture_gets_the_nearest_one():
     with pytest.raises(ValueError, match=r"got 'mistral3': the nearest is mistral"):
         describe_architecture("config.json", {"model_type": "mistral3"})
+    with pytest.raises(ValueError, match="got 'gemma2': write a config.json"):  # nothing is near
+        describe_architecture("config.json", {"model_type": "gemma2"})
     with pytest.raises(ValueError, match="model_type must be one of"):
         describe_architecture("config.json", {})
 

@@ -18,12 +18,12 @@ def describe_architecture(name: str, fields: Fields) -> Architecture:
     """The architecture of a parsed config.json.
 
     Raises:
-        ValueError: an unknown model_type (the message names the nearest known one), or a field that is missing.
+        ValueError: an unknown model_type (the message names a known one that is near), or a field that is missing.
     """
     fields = fields.get("text_config") or fields
     kind = fields.get("model_type") or ("dit" if fields.get("_class_name") == "DiTTransformer2DModel" else None)
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), FAMILIES, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(kind), FAMILIES, n=1, cutoff=0.75)
         advice = f"the nearest is {near[0]}; " if near else ""
         raise ValueError(
             f"{name}: model_type must be one of {', '.join(FAMILIES)}; got {kind!r}: {advice}write a config.json with "
