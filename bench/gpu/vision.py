@@ -16,6 +16,7 @@ sums the kernels of BF16 and "ours" by kind.
     python -m bench.gpu.vision [--quick]
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -176,14 +177,26 @@ def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
     return run
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+def free_models() -> None:
+    """Free the models of earlier modes, with their gradients.
+
+    A compiled block refers to itself. By itself Python frees it later, and a mode measured before that seems to take
+    more memory.
+    """
     torch._dynamo.reset()
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 64  # the modes share the code of their blocks
     modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
     result: dict[str, Any] = {"shape": vars(shape), "conversion": {}, "peak_bytes": {}, "db": {}}
     reference: list[Tensor] = []
     steps: dict[str, Callable[[], Any]] = {}
     for mode in modes:  # alone on the GPU first, for its memory
+        free_models()
         model, result["conversion"][mode] = make(shape, mode)
         run = step(model, shape)
         run()
@@ -198,9 +211,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         result["db"][mode] = [decibels(b, a) for a, b in zip(found, reference, strict=True)] if mode != "bf16" else []
         print(mode, f"{result['peak_bytes'][mode] / 2**30:.2f} GiB", result["db"][mode], flush=True)
         del model, run, found
-        torch._dynamo.reset()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+    free_models()
     for mode in modes:
         steps[mode] = step(make(shape, mode)[0], shape)
     result["rounds"] = interleaved(steps, rounds=rounds, repeat=3 if DEVICE == "cuda" else 1)
