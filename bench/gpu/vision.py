@@ -16,7 +16,6 @@ sums the kernels of BF16 and "ours" by kind.
     python -m bench.gpu.vision [--quick]
 """
 
-import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from bench.gpu.stack import categories
 from bench.gpu.timing import decibels, interleaved
 from octavo.models.vision import Block
 from octavo.nn import GEGLU, NormLinear
+from octavo.speed.memory import release
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
@@ -184,9 +184,7 @@ def free_models() -> None:
     more memory.
     """
     torch._dynamo.reset()
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    release(torch.device(DEVICE))
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
