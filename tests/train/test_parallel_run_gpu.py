@@ -1,6 +1,7 @@
 """Runs on two GPUs under torchrun, against the run of one."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,45 +9,27 @@ from launch import torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
-SETTINGS = """
-layers = 2
-width = 256
-heads = 4
-kv_heads = 2
-mlp_width = 512
-context = 128
-batch = 4
-steps = 6
-warmup = 2
-evaluate_every = 6
-evaluate_batches = 2
-save_every = 3
-log_every = 1
-out = "run"
-"""
+SETTINGS = {
+    "layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 512, "context": 128, "batch": 4, "steps": 6,
+    "warmup": 2, "evaluate_every": 6, "evaluate_batches": 2, "save_every": 3, "log_every": 1,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory, text):
-    """train(processes, *words): the records of a run, by step; a run that was made once is not made again."""
-    made = {}
+@pytest.fixture
+def train(tmp_path, text):
+    """train(processes, *words): the records of a run under torchrun, and its output."""
 
     def make(processes, *words):
-        if (processes, *words) not in made:
-            folder = tmp_path_factory.mktemp("run")
-            (folder / "run.toml").write_text(SETTINGS)
-            words_of_run = ("-m", "octavo", "train", "run.toml", "--data", str(text), *words)
-            ended = torchrun(folder, *words_of_run, processes=processes)
-            assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-8000:]
-            lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-            made[(processes, *words)] = [json.loads(line) for line in lines], ended.stdout
-        return made[(processes, *words)]
+        folder = tmp_path / f"{processes}"
+        folder.mkdir()
+        settings = SETTINGS | {"out": "run", "data": [str(text)]}
+        (folder / "run.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()))
+        ended = torchrun(folder, "-m", "octavo", "train", "run.toml", *words, processes=processes)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-8000:]
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], ended.stdout
 
     return make
-
-
-def losses(records):
-    return [record["loss"] for record in records if "loss" in record]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +42,14 @@ def losses(records):
     ],
     ids=["fsdp", "compiled", "tp", "hsdp delayed"],
 )
-def test_two_gpus_train_as_one(train, words):
-    recipe = words[words.index("--recipe") : words.index("--recipe") + 2] if "--recipe" in words else ()
-    one, _ = train(1, *recipe)
-    two, out = train(2, *words)
-    assert losses(two) == pytest.approx(losses(one), rel=2e-2)
-    last = [record for record in two if "loss" in record][-1]
+def test_two_gpus_train_as_one(train, begin, records, tmp_path, words):
+    recipe = {"recipe": "delayed"} if "delayed" in words else {}
+    begin(**SETTINGS, **recipe, device="cuda", learning_rate=None, min_learning_rate=None).run()
+    one = records(tmp_path / "run")
+    lines, out = train(2, *words)
+    two = {line["step"]: line for line in lines if "loss" in line}
+    assert {step: line["loss"] for step, line in two.items()} == pytest.approx(one, rel=2e-2)
+    last = two[SETTINGS["steps"]]
     assert last["tokens_per_second_per_gpu"] == pytest.approx(last["tokens_per_second"] / 2)
     if "H200" in torch.cuda.get_device_name() or "H100" in torch.cuda.get_device_name():
         assert 0 < last["mfu"] < 1
@@ -75,8 +60,11 @@ def test_two_gpus_train_as_one(train, words):
 def test_parameters_and_moments_are_divided(train):
     """Of the peak of one GPU, two need less than three quarters: all is small here but the state."""
     wide = ("--width", "1024", "--mlp-width", "4096", "--heads", "8", "--layers", "8", "--context", "32")
-    peaks = []
-    for processes in (1, 2):
+
+    def peak(processes):
         records, _ = train(processes, *wide)
-        peaks.append(max(record["peak_memory"] for record in records if "peak_memory" in record))
-    assert peaks[1] < 0.75 * peaks[0]
+        return max(record["peak_memory"] for record in records if "peak_memory" in record)
+
+    with ThreadPoolExecutor() as pool:
+        one, two = pool.map(peak, (1, 2))
+    assert two < 0.75 * one
