@@ -110,10 +110,10 @@ def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
 
 
 def test_experts_that_were_not_measured_are_named():
-    channel, mx = (Case("mixtral-8x7b", gpus=2, scheme=name).serving() for name in ("channel", "mx"))
+    channel, tensor = (Case("mixtral-8x7b", gpus=2, scheme=name).serving() for name in ("channel", "tensor"))
     assert channel.measured
-    assert not mx.measured
-    assert "for experts that of channel, since mx was not measured there" in mx.origins["packed layers"]
+    assert not tensor.measured
+    assert "for experts that of channel, since tensor was not measured there" in tensor.origins["packed layers"]
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():
