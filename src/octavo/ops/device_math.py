@@ -77,6 +77,15 @@ def row_sum(x):
 
 
 @triton.jit
+def column(x):
+    """[R] -> [R, 1], to combine with a tile of R rows; for R = 1 a scalar.
+
+    Triton 3.6 spreads a tile [1, 1] over a long row in each thread: the compilation of a norm took minutes.
+    """
+    return tl.sum(x, 0) if x.shape[0] == 1 else x[:, None]
+
+
+@triton.jit
 def round_to_integer(y):
     """y, of magnitude up to 2^22, rounded to nearest even; NaN becomes 0. 1.5 * 2^23 + y has no bits for a fraction."""
     shift = tl.full(y.shape, 12582912.0, tl.float32)

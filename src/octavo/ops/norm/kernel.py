@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.numerics.cast import Cast
 from octavo.ops.column_sums_kernel import sum_columns
-from octavo.ops.device_math import add, amax_bits, inverse, row_sum, scale_from_amax, to_data
+from octavo.ops.device_math import add, amax_bits, column, inverse, row_sum, scale_from_amax, to_data
 from octavo.ops.inductor import launcher
 from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, multiprocessors, row_tile
@@ -71,17 +71,17 @@ def _norm_kernel(
     mean = tl.zeros((BLOCK_M,), tl.float32)
     if CENTER:
         mean = (row_sum(x) / count).to(tl.float32)
-        x = tl.where(mask, x - mean[:, None], 0.0)
+        x = tl.where(mask, x - column(mean), 0.0)
     if mean_ptr is not None:
         tl.store(mean_ptr + offs_m, mean, offs_m < M)
     rstd = (1.0 / tl.sqrt(row_sum(x * x) / count + EPS)).to(tl.float32)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + offs_m, rstd, offs_m < M)
-    normed = x * rstd[:, None] * tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
+    normed = x * column(rstd) * tl.load(weight_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         normed = add(normed, tl.load(bias_ptr + offs_k, offs_k < K, other=0.0).to(tl.float32)[None, :])
     scale = scale_from_amax(amax_bits(normed, 1), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(data_ptr + offs, to_data(normed * inverse(scale)[:, None], data_ptr.dtype.element_ty), mask)
+    tl.store(data_ptr + offs, to_data(normed * column(inverse(scale)), data_ptr.dtype.element_ty), mask)
     tl.store(scale_ptr + offs_m, scale, offs_m < M)
 
 
