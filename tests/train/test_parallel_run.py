@@ -4,7 +4,6 @@ import warnings
 
 import numpy as np
 import pytest
-from fsdp_examples import counted
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
@@ -51,23 +50,6 @@ def test_two_ranks_train_as_one(tmp_path, text):
     one = train(0, tmp_path / "one", str(text), {"accumulate": 2})
     for rank in run_ranks(2, train, tmp_path / "two", str(text), TWO):
         same(rank, one)
-
-
-def gathers_before_blocks(rank, folder, text):
-    """The number of all-gathers that have begun when each block runs."""
-    config = TINY | TWO | {"data": [text], "out": f"{folder}/run", "layers": 3, "recipe": "rowwise"}
-    trainer = start_run(Config.from_dict(config), Console(quiet=True))
-    begun = []
-    with counted() as sent:
-        for block in trainer.model.model.layers:
-            block.register_forward_pre_hook(lambda *_: begun.append(len(sent["gather"])))
-        trainer.step()
-    return begun
-
-
-def test_a_block_is_gathered_while_the_block_before_it_runs(tmp_path, text):
-    for begun in run_ranks(2, gathers_before_blocks, tmp_path, str(text)):
-        assert begun == [3, 4, 4]  # that of the rest of the model, of this block, and of the next
 
 
 def gathered_in_bf16(rank, folder, text):

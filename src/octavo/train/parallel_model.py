@@ -9,7 +9,6 @@ numbers are the same but for the order of sums. With `optimizer.offload` the sha
 runs; a single process is then a mesh of one.
 """
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,12 +106,9 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
         ),
         "offload_policy": on_cpu if config.optimizer.offload else OffloadPolicy(),
     }
-    units: Any = [*find_blocks(model), model]
-    for unit in units:
-        fully_shard(unit, **options)
-    for unit, after in pairwise([model, *units[:-1]]):
-        # Otherwise a block is gathered when the host reaches it: too late where the host is no faster than the GPU.
-        unit.set_modules_to_forward_prefetch([after])
+    for block in find_blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
 
