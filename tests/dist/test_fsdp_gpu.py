@@ -1,7 +1,6 @@
 """FSDP2 with an FP8 all-gather on two GPUs and NCCL: the streams, and Inductor's code."""
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,8 +39,6 @@ def compiled(recipe: str, *, gather: bool) -> nn.Module:
         block.compile(fullgraph=True)
         fully_shard(block)
     fully_shard(model)
-    for block, after in pairwise(model):
-        block.set_modules_to_forward_prefetch([after])  # as `octavo train` does
     if gather:
         fp8_all_gather(model)
     return model
