@@ -8,6 +8,8 @@ of its own, without any of PyTorch's or Triton's saved code:
 
 The clock runs over the first step. PyTorch is imported and an eager step has run before. A later step is subtracted.
 
+The result is written after each way, beside the earlier one of the other way.
+
     python -m bench.gpu.compile_time [--depth 32] [--cpu]      --cpu: narrow blocks on a CPU; writes nothing
 """
 
@@ -30,6 +32,7 @@ from bench.gpu import vision
 
 MODES = ("bf16", "ours")
 SCOPES = ("whole", "block")
+NAME = "gpu_compile_time"  # of the results
 
 
 def main() -> None:
@@ -37,14 +40,17 @@ def main() -> None:
     if options.mode is not None:
         print(json.dumps(first_step(options)), flush=True)
         return
-    cells: list[dict[str, Any]] = []
+    cells: list[dict[str, Any]] = [] if options.cpu else record.rows_before(NAME, "cells")
     for scope in SCOPES:
-        cells += [{"mode": mode, "scope": scope, **in_new_process(mode, scope, options)} for mode in MODES]
-        bf16, ours = (cell["seconds"] for cell in cells[-2:])
+        found: list[dict[str, Any]] = [
+            {"mode": mode, "scope": scope, **in_new_process(mode, scope, options)} for mode in MODES
+        ]
+        bf16, ours = (cell["seconds"] for cell in found)
         print(f"{scope}: bf16 {bf16:.1f} s, ours {ours:.1f} s, {ours / bf16:.2f} times BF16's", flush=True)
-    if not options.cpu:
-        blocks = vision.block_source()
-        print(record.write("gpu_compile_time", {"depth": options.depth, "blocks": blocks, "cells": cells}))
+        cells = [cell for cell in cells if cell["scope"] != scope] + found
+        if not options.cpu:
+            blocks = vision.block_source()
+            print(record.write(NAME, {"depth": options.depth, "blocks": blocks, "cells": cells}), flush=True)
 
 
 def parse() -> argparse.Namespace:

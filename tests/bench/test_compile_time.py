@@ -14,3 +14,6 @@ def test_the_table() -> None:
     assert "| `torch.compile(model)` | 40.0 | 50.0 | 1.25x | 400 and 500 |" in text
     assert "| `block.compile()` for each block | 8.0 | 9.0 | 1.12x | 80 and 90 |" in text
     assert "NVIDIA H200" in text
+    cells[3] |= {"machine": {"commit": "1234567"}, "later_ms": None}
+    text = compile_time({"gpu_compile_time": {"depth": 32, "cells": cells, "machine": {"gpu": "NVIDIA H200"}}})
+    assert "| 8.0 | 9.0 | 1.12x | – | 1234567 |" in text

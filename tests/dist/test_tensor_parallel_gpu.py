@@ -71,8 +71,8 @@ def layers(rank):
 def test_layers_of_two_gpus():
     for equal, found in run_ranks(2, layers):
         assert equal[:3] == [True, True, True]  # asynchronous GEMMs have other shapes, and may add in another order
-        # y is a sum of two BF16 numbers: off by some 2^-8. Numbers that cross one of E4M3's steps, 2^-4 apart, make that
-        # sqrt(2^-8 * 2^-4) = 2^-6 in the bytes of dy, and sqrt(2^-6 * 2^-4) = 2^-5 in those of the layer before.
+        # y is a sum of two BF16 numbers, off by some 2^-8. E4M3's steps are 2^-4 apart: a number that crosses one makes
+        # that sqrt(2^-8 * 2^-4) = 2^-6 in the bytes of dy, and sqrt(2^-6 * 2^-4) = 2^-5 in those of the layer before.
         assert max(map(max, found)) < 0.04, found
 
 
