@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from fsdp_examples import backward, sharded, train
 from fsdp_expert_examples import model_of
@@ -42,6 +43,7 @@ def of_ranks(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_does() -> None:
     first, second = run_ranks(2, of_ranks)
     operands, layers = first["one"]

@@ -49,6 +49,7 @@ def test_a_kernel_is_analysed_once_for_all_its_launches(monkeypatch: pytest.Monk
     assert getattr(triton_kernel_wrap, FUNCTION) is analyse
 
 
+@pytest.mark.slow
 def test_an_argument_of_several_operations_is_computed_once() -> None:
     def both(x: Tensor, w: Tensor) -> Tensor:
         ones = x.new_ones((16, 1), dtype=torch.float32)  # as a scale that was folded into the other operand
