@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hopper import ONLY_HOPPER
 
 from octavo.artifact.run import RunFolder
@@ -58,3 +59,15 @@ def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, 
     begin(**SIX_STEPS, precision=precision, out=str(tmp_path / "cpu")).run()
     for step, loss in records(tmp_path / "cpu").items():
         assert losses[step] == pytest.approx(loss, rel=2e-2)  # the same data, weights and casts
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_a_step_does_not_wait_for_the_gpu(begin, tmp_path, recipe):
+    trainer = begin(recipe=recipe, precision="bf16", device="cuda", out=str(tmp_path))
+    for _ in range(2):
+        trainer.step()
+    torch.cuda.set_sync_debug_mode("error")  # a call that waits is an error
+    try:
+        trainer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

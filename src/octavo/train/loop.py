@@ -128,6 +128,8 @@ class Trainer:
                 evaluates = state.step % config.evaluate_every == 0 or done
                 saves = state.step % config.save_every == 0 or done or signal is not None
                 if logs or evaluates or saves or state.step % CHECK_EVERY == 0:
+                    if state.device.type == "cuda":
+                        torch.cuda.synchronize(state.device)  # the clock counts the steps that the GPU still computes
                     with clock.paused():
                         went_back = warning.check(metrics, self.console)
                     if went_back:
