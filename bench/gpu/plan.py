@@ -3,8 +3,8 @@
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
 shape, or a Llama of a billion parameters. No constant of the plan is fitted to them. Each configuration is trained by
 processes of its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and
-its time is the median of the last steps. Two steps more are profiled: their kernels by kind, and the time without any,
-in which the GPU waits for the host. The plan does not count that.
+its time is the mean of five steps in a row, of which the median of three is taken. Two steps more are profiled: their
+kernels by kind, and the time without any, in which the GPU waits for the host. The plan does not count that.
 
 The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from octavo.train.processes import run_in_group
 from octavo.train.ranks import rank
 from octavo.train.start import start_run
 
-STEPS, WARM = 16, 6  # of a run, and those before the clock starts
+WARM, STRETCHES, STEPS = 6, 3, 5  # steps before the clock starts; then stretches of so many steps
 LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})
 MODELS = {
     "8b": LLAMA.change(layers=6, width=4096, mlp_width=14336, tied=False, context=4096, batch=2),
@@ -77,7 +77,7 @@ def main() -> None:
     for row in measure(configs, there, gpu_here()):
         rows.append({"model": options.model, **row})
         print(line(row), flush=True)
-        path = record.write(name, {"steps": STEPS - WARM, "aims": AIMS, "rows": sorted(rows, key=order)})
+        path = record.write(name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)})
         print(path, flush=True)
 
 
@@ -127,25 +127,25 @@ def work(path: Path) -> None:
     """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
     task = json.loads(path.read_text())
     trainer = start_run(Config.from_dict(task["config"]), training_console())
-    times = []
     with trainer.lock, cast_once(trainer.model):
-        for step in range(STEPS):
-            if step == WARM and torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            wait()
-            began = time.perf_counter()
-            trainer.step()
-            wait()
-            times.append(time.perf_counter() - began)
+        seconds_of(trainer.step, WARM)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [seconds_of(trainer.step, STEPS) for _ in range(STRETCHES)]
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        found = {"peak_bytes": peak, "seconds": times[WARM:], "kernels_ms": profiled(trainer.step)}
+        found = {"peak_bytes": peak, "seconds": seconds, "kernels_ms": profiled(trainer.step)}
     if rank() == 0:
         Path(task["out"]).write_text(json.dumps(found))
 
 
-def wait() -> None:
+def seconds_of(step: Callable[[], Any], steps: int) -> float:
+    """The mean time of steps in a row. As in a run, the host does not wait for the GPU between them."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
 
 
 def gpu_here() -> Gpu:
