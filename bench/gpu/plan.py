@@ -18,8 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 
 from bench import record
 from bench.gpu.communication import profiled
+from bench.gpu.timing import once
 from octavo.nn import cast_once
 from octavo.plan.hardware import Gpu, known_gpus
 from octavo.plan.models import find_architecture
@@ -128,24 +128,14 @@ def work(path: Path) -> None:
     task = json.loads(path.read_text())
     trainer = start_run(Config.from_dict(task["config"]), training_console())
     with trainer.lock, cast_once(trainer.model):
-        seconds_of(trainer.step, WARM)
+        once(trainer.step, WARM)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        seconds = [seconds_of(trainer.step, STEPS) for _ in range(STRETCHES)]
+        seconds = [once(trainer.step, STEPS) / 1e3 for _ in range(STRETCHES)]
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         found = {"peak_bytes": peak, "seconds": seconds, "kernels_ms": profiled(trainer.step)}
     if rank() == 0:
         Path(task["out"]).write_text(json.dumps(found))
-
-
-def seconds_of(step: Callable[[], Any], steps: int) -> float:
-    """The mean time of steps in a row. As in a run, the host does not wait for the GPU between them."""
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
 
 
 def gpu_here() -> Gpu:

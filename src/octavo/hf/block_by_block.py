@@ -116,9 +116,8 @@ class BlockModel:
             tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
         buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
-        self._on_disk = {
-            name: name for name in buffers if name in self._files.specs
-        }  # the name in the files of each tensor that is loaded
+        # The name in the files of each tensor that is loaded.
+        self._on_disk = {name: name for name in buffers if name in self._files.specs}
         for parameter, names in tied.items():
             needed = [name for name in names if id(self._owner(name)[0]) not in heads]
             if needed:

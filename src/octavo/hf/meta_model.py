@@ -143,9 +143,8 @@ def _text_model(transformers: Any, config: Any) -> Any:
         return None
     if not isinstance(embedding, nn.Embedding):
         return None
-    wide = "|".join(model._keep_in_fp32_modules_strict or ()).replace(
-        "*", ".*"
-    )  # such as the biases of DeepSeek's routers
+    # Such as the biases of DeepSeek's routers.
+    wide = "|".join(model._keep_in_fp32_modules_strict or ()).replace("*", ".*")
     for name, tensor in model_tensors(model).items() if wide else ():
         if re.search(wide, name):
             tensor.data = tensor.data.float()
