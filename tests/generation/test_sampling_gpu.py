@@ -1,28 +1,13 @@
 """Drawing tokens on a GPU, without a wait for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu_memory import no_waits
 
 from octavo.generation.sampling import Sampling, draw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.2, seed=3)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +30,7 @@ def test_a_choice_does_not_wait_and_is_that_of_a_cpu(padding):
     required = SAMPLING.process(ids, logits, first)
     choose = SAMPLING.chooser(SAMPLING.generator(torch.device("cuda")), padding)
     ids, logits, first = (None if x is None else x.cuda() for x in (ids, logits, first))
-    with no_waiting():
+    with no_waits():
         tokens = choose(ids, logits)
         scores = SAMPLING.process(ids, logits, first)
     assert torch.equal(scores.isinf().cpu(), required.isinf())
