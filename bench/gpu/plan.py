@@ -1,14 +1,14 @@
 """Training steps as `octavo plan` predicts them and as `octavo train` runs them: memory and time of six configurations.
 
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
-shape, or a Llama of a billion parameters. No constant of the plan is fitted to them. Each configuration is trained by
-processes of its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and
-its time is the mean of five steps in a row, of which the median of three is taken. Two steps more are profiled: their
-kernels by kind, and the time without any, in which the GPU waits for the host. The plan does not count that.
+shape, a Llama of a billion parameters, or one of Llama-3.2-3B's shape. Each configuration is trained by processes of
+its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and its time is
+the mean of five steps in a row, of which the median of three is taken. Two steps more are profiled: their kernels by
+kind, and the time without any, in which the GPU waits for the host.
 
 The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
-    python -m bench.gpu.plan [--model 1b] [--only 1] [--missing]      about four minutes on two GPUs
+    python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about four minutes on two GPUs
 """
 
 import argparse
@@ -43,6 +43,7 @@ LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": 
 MODELS = {
     "8b": LLAMA.change(layers=6, width=4096, mlp_width=14336, tied=False, context=4096, batch=2),
     "1b": LLAMA.change(layers=16, width=2048, mlp_width=8192, tied=True, context=2048, batch=4),
+    "3b": LLAMA.change(layers=28, width=3072, heads=24, mlp_width=8192, tied=True, context=4096, batch=2),
 }
 Configuration = tuple[int, str, str]  # GPUs, recipe, and activation checkpointing
 CONFIGURATIONS: list[Configuration] = [
