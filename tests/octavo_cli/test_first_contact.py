@@ -6,15 +6,14 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from environment import with_source
 
 from octavo import __version__
 from octavo_cli.choices import SETTINGS
 from octavo_cli.other_names import OTHER_NAMES
 
-SOURCE = Path(__file__).parents[2] / "src"
 COMMANDS = (
     "bench", "bisect", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
     "generate", "inspect", "pack", "report", "train", "unpack", "verify",
@@ -61,9 +60,8 @@ ANSWERS = [
 
 def fresh(*commands):
     """Commands in one process of their own: of each the exit code, output, errors, and what is loaded after it."""
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
     call = [sys.executable, "-c", CALL, json.dumps(commands)]
-    done = subprocess.run(call, capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(call, capture_output=True, text=True, env=with_source(COLUMNS="120"), check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -153,8 +151,7 @@ builtins.__import__ = interrupted
 from octavo_cli import main
 main()
 """
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_source(), check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -164,9 +161,8 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words):
     """The reader is gone before the first byte, as `head` is before the last of a long table."""
     reading, writing = os.pipe()
     os.close(reading)
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-m", "octavo_cli", *words.split()]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=with_source(), check=False)
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode in (1, 141)

@@ -3,11 +3,9 @@
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SOURCE = Path(__file__).parents[2] / "src"
+from environment import with_source
 
 
 def test_only_the_known_messages_are_hidden(octavo, caplog):
@@ -24,5 +22,5 @@ def test_only_the_known_messages_are_hidden(octavo, caplog):
 def test_torchao_is_imported_in_silence():
     pytest.importorskip("torchao")
     code = "from octavo_cli.logs import hide_logs; hide_logs(); import torchao.optim"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE)})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_source())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

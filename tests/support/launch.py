@@ -1,6 +1,5 @@
 """Starting ranks under torchrun: a command, as a user does, or a function under the agent of torchrun alone."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,27 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from environment import with_source
 from ranks import use_server
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-import octavo
-
 
 def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.CompletedProcess[str]":
     """The end of `torchrun ... words` in `folder`, on this machine."""
-    source = str(Path(octavo.__file__).parent.parent)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(processes),
-        "--standalone",
-        *words,
-    ]
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=240)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    environment = with_source(OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [*start, *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=240, check=False
+    )
 
 
 def run_elastic(folder: Path, function: Callable[..., Any], *args: Any, processes: int = 2, restarts: int = 0) -> None:

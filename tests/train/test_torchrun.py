@@ -8,6 +8,7 @@ import pytest
 from launch import run_elastic, torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+import octavo
 from octavo.train import processes
 from octavo.train.config import ConfigError
 from octavo.train.loop import Trainer
@@ -62,6 +63,18 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
     # one process goes on where two ended
     trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
     assert trainer.run().step == 5
+
+
+@pytest.mark.slow
+def test_ranks_find_the_packages_of_pythonpath_after_the_source_under_test(tmp_path, monkeypatch):
+    for name in ("only_here.py", "octavo.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "script.py").write_text("import only_here, octavo; print(octavo.__file__)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = torchrun(tmp_path / "ranks", "script.py", processes=1)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [octavo.__file__]
 
 
 @pytest.mark.slow
