@@ -3,8 +3,8 @@
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
 shape, a Llama of a billion parameters, or one of Llama-3.2-3B's shape. Each configuration is trained by processes of
 its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and its time is
-the mean of five steps in a row, of which the median of three is taken. Two steps more are profiled: their kernels by
-kind, and the time without any, in which the GPU waits for the host.
+the mean of five steps in a row, of which the median of three is taken. Five steps more show the time of the host: each
+begins with an idle GPU, and is not waited for. Two are profiled: their kernels by kind, and the time without any.
 
 The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
@@ -26,7 +26,7 @@ import torch
 
 from bench import record
 from bench.gpu.communication import profiled
-from bench.gpu.timing import once
+from bench.gpu.timing import host_once, once
 from octavo.nn import cast_once
 from octavo.plan.hardware import Gpu, known_gpus
 from octavo.plan.models import find_architecture
@@ -134,7 +134,9 @@ def work(path: Path) -> None:
             torch.cuda.reset_peak_memory_stats()
         seconds = [once(trainer.step, STEPS) / 1e3 for _ in range(STRETCHES)]
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        found = {"peak_bytes": peak, "seconds": seconds, "kernels_ms": profiled(trainer.step)}
+        host = [host_once(trainer.step) / 1e3 for _ in range(STEPS)]
+        found = {"peak_bytes": peak, "seconds": seconds, "host_seconds": statistics.median(host)}
+        found["kernels_ms"] = profiled(trainer.step)
     if rank() == 0:
         Path(task["out"]).write_text(json.dumps(found))
 
@@ -166,8 +168,8 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
     errors = {"time": plan.time.total / seconds - 1}
     if found["peak_bytes"]:
         errors["memory"] = plan.memory.peak / found["peak_bytes"] - 1
-    kernels = found.get("kernels_ms", {})
-    return row | {"peak_bytes": found["peak_bytes"], "seconds": seconds, "kernels_ms": kernels, "errors": errors}
+    measured = {name: found[name] for name in ("peak_bytes", "host_seconds") if name in found}
+    return row | measured | {"seconds": seconds, "kernels_ms": found.get("kernels_ms", {}), "errors": errors}
 
 
 def planned_again(row: Row) -> Row:
@@ -189,7 +191,8 @@ def line(row: Row) -> str:
     seconds = f"{planned['seconds'] * 1e3:.1f} ms planned, {row['seconds'] * 1e3:.1f} measured"
     judged = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
     idle = f"; {row['kernels_ms']['idle']:.1f} ms idle" if row["kernels_ms"] else ""
-    return f"{where} {memory}; {seconds}; {judged}{idle}"
+    host = f"; {row['host_seconds'] * 1e3:.1f} ms of the host" if "host_seconds" in row else ""
+    return f"{where} {memory}; {seconds}; {judged}{idle}{host}"
 
 
 if __name__ == "__main__":

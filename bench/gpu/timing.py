@@ -57,6 +57,19 @@ def once(step: Step, repeat: int) -> float:
     return float(begin.elapsed_time(end)) / repeat
 
 
+def host_once(step: Step) -> float:
+    """Milliseconds that the host takes for a step, which begins with an idle GPU and is not waited for.
+
+    The queue of a stream has some 1,000 places. Where a step launches more, and the GPU is slower than the host, this
+    is longer than the host needs.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    return (time.perf_counter() - began) * 1e3
+
+
 class Captured:
     """A step as one CUDA graph, after a few ordinary calls. Each call overwrites the result of the one before.
 

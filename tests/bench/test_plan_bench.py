@@ -36,9 +36,11 @@ def test_one_process_writes_what_the_line_shows(tmp_path: Path) -> None:
     plan.work(tmp_path / "task.json")
     one = plan.compared(config, 1, find_gpu("h200"), json.loads(result.read_text()))
     assert one["seconds"] > 0
+    assert 0 < one["host_seconds"] < 2 * one["seconds"]  # without a GPU the host does all of it
     assert set(one["errors"]) == {"time"}  # the CPU has no peak of a GPU
     assert one["planned"]["peak_bytes"] > 16 * 2 * 64 * (64 + 96)
     assert "rowwise  none      1 GPU" in plan.line(one)
+    assert f"{one['host_seconds'] * 1e3:.1f} ms of the host" in plan.line(one)
 
 
 MISSED = {("1b", 2, "rowwise", "full", "time")}  # the GPUs wait for the hosts, whose time is not planned: docs/plan.md
