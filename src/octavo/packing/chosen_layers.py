@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from octavo.artifact.packed.layouts import check_layout
-from octavo.artifact.packed.scheme import INT8, SCHEME_OF, STATIC, Scheme, get_scheme
+from octavo.artifact.packed.scheme import SCHEME_OF, STATIC, Scheme, get_scheme
 from octavo.calibration.folder import load_calibration
 from octavo.hf.fused_groups import check_groups, groups
 from octavo.hf.source import Source
 from octavo.nn.selection import select_linears
+from octavo.packing.chosen_experts import check_experts, choose_experts
 from octavo.packing.misfits import check_shapes
 from octavo.packing.options import PackOptions
 from octavo.packing.static_scales import StaticScales, calibrated_scales, given_scales, trained_scales
@@ -42,34 +43,35 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
             cannot have or that cannot be split, fused layers with different schemes, or static scales without a
             calibration of this model.
     """
-    experts = _experts(source, options)
-    files = source.meta_model.experts if options.experts else None
-    known = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
-    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), known)
-    usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
-    default = options.scheme or usual
-    promoted = _promoted(source, [layer.name for layer in linears], options.layers)
-    names = [layer.name for layer in linears if not layer.reason and layer.name not in promoted]
-    if promoted and not names and not experts:
+    linears, experts = _select(source, options), choose_experts(source, options)
+    names = [name for name, reason in linears.items() if not reason]
+    if not names and not experts and not source.promoted.keys().isdisjoint(linears):
         raise ValueError(
             f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
             "(--step), or name layers in --layer to pack them all the same"
         )
-    chosen = _schemes([*names, *experts], default, options.layers)
+    chosen = _schemes([*names, *experts], source, options)
     schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
-    _check_experts(of_experts, experts, source, options)
+    check_experts(of_experts, experts, source, options)
     check_layout(options.layout, chosen.values(), options.kv_cache is not None)
     static = _static_scales(source, schemes, of_experts, options)
-    skipped = promoted | {layer.name: layer.reason for layer in linears if layer.reason}
-    if static is not None:
-        unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
-        skipped |= dict.fromkeys(unscaled, "training left it in BF16")
-        schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
-    check_groups((layer.name for layer in linears), schemes)
+    unscaled = [] if static is None else [n for n, each in schemes.items() if each.static and n not in static.inputs]
+    schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
+    check_groups(linears, schemes)
     shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
     check_shapes(schemes | of_experts, shapes)
     check_degrees(schemes, shapes, source.config, options.tensor_parallel)
-    return ChosenLayers(schemes, skipped, static, of_experts)
+    left = linears | dict.fromkeys(unscaled, "training left it in BF16")
+    return ChosenLayers(schemes, {name: reason for name, reason in left.items() if reason}, static, of_experts)
+
+
+def _select(source: Source, options: PackOptions) -> dict[str, str]:
+    """The linear layers, each with the reason why it stays in BF16, or "" if it is packed."""
+    files = source.meta_model.experts if options.experts else None
+    others = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
+    promoted = _promoted(source, [layer.name for layer in linears], options.layers)
+    return {layer.name: layer.reason or promoted.get(layer.name, "") for layer in linears}
 
 
 def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
@@ -82,51 +84,10 @@ def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> d
     return left
 
 
-def _experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]:
-    """The experts to pack, by their names in the files, with their shapes."""
-    files = source.meta_model.experts
-    if not options.experts:
-        return {}
-    if files is None:
-        raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
-    skip = (*source.skip, *options.skip)
-    stacked = {name: source.specs[name].meta() for name in files.stacks}
-    modules = {name: name.rpartition(".")[0] for name in stacked}
-    stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
-    shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}
-    return {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
-
-
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
-
-
-def _check_experts(
-    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source, options: PackOptions
-) -> None:
-    for name, scheme in schemes.items():
-        if scheme.static and (options.calibration is None or options.input_scales is not None):
-            raise ValueError(
-                f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
-                "calibration alone: give --calibration, made by octavo calibrate, or pack experts by channel "
-                "(--layer '*.experts.*=channel')"
-            )
-        if scheme is INT8:
-            raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-    stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
-    for stack, parts in stacks.items():
-        names = [part.removesuffix(".weight") for part in reversed(parts)]
-        chosen = {schemes[name].name if name in schemes else "BF16": name for name in names}  # the first of each scheme
-        if len(chosen) > 1:
-            raise ValueError(
-                f"the matrices of {stack}, which readers stack, need one scheme, they have "
-                f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
-                "--layer"
-            )
-    check_groups(shapes, schemes)
-
-
-def _schemes(names: Sequence[str], default: str, layers: Mapping[str, str]) -> dict[str, Scheme]:
+def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict[str, Scheme]:
+    """The scheme of each layer and expert: that of the first glob that matches it, or else the usual one."""
+    usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
+    default, layers = options.scheme or usual, options.layers
     for glob in layers:
         if not any(fnmatchcase(name, glob) for name in names):
             raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
