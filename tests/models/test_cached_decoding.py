@@ -89,7 +89,7 @@ def test_a_cache_serves_the_next_text_after_reset(config: Config) -> None:
     cache.first = torch.tensor([0, 4], dtype=torch.int32)
     model(text, cache)
     cache.reset()
-    assert torch.equal(model(text, cache)[:, 0], model(text)[:, -1])
+    check(model(text, cache)[:, 0], model(text)[:, -1], "float32")  # GEMMs of other sizes round in another order
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])

@@ -1,12 +1,14 @@
 """Planned activations against the tensors that Octavo's own models hold after the forward pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.live_memory import LiveMemory
 from torch import nn
 
 import octavo
-from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
 from octavo.nn import use_fp8_attention
 from octavo.plan.activations import block_bytes, checkpointed_bytes, element_bytes
 from octavo.plan.architecture import Block
@@ -105,6 +107,26 @@ def test_a_block_of_experts_saves_what_is_planned(recipe, plain_norms):
     block -= plain_norms * 4 * WIDTH * TOKENS  # as above
     casts = 0 if recipe == "rowwise" else 2 * sum(e.weights for e in described("mixture").layers if e.copies > 1)
     assert planned("mixture", recipe, "none") * TOKENS + casts == pytest.approx(block, rel=0.05)
+
+
+def test_a_block_on_images_saves_queries_keys_and_values_once():
+    """As views of one tensor: the output of one layer, as in timm's blocks."""
+
+    def alive(layers: int) -> int:
+        blocks = nn.Sequential(*(vision.Block(WIDTH, 4) for _ in range(layers))).bfloat16()
+        assert len(octavo.convert(blocks).fused) == 2 * layers
+        x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        with LiveMemory(blocks.parameters()) as memory:
+            y = blocks(x)
+            found = memory.now()
+        assert y.requires_grad
+        return found
+
+    fields = {"model_type": "vit", "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+    fields |= {"num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "num_channels": 3}
+    model = replace(describe_architecture("vit", fields), fused=True)
+    block = block_bytes(model.blocks[0], model, get_recipe("rowwise"), residual=2, compiled=False, fp8_attention=False)
+    assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it

@@ -155,8 +155,6 @@ class Block(nn.Module):
         the pass in which it reads the stream. None stands for 0.
         """
         (q, k, v), x = self.qkv(x, delta)
-        if v.requires_grad:
-            v = v.contiguous()  # attention saves v for backward: a view would hold all of q, k and v
         delta, x = self.mlp(x, self.final_layer_norm, self.self_attn(q, k, v, cache))
         return x, self.dropout(delta)
 

@@ -10,7 +10,6 @@ For each token of a block of width K, with r bytes an element of the residual st
 Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again, and save none of the
 GEMMs' inputs. The input of the attention's output projection is the output of the attention, saved once, unless a
 recipe casts it for dw alone.
-Without rotary positions q and k are views of a fused GEMM's output, which holds v too, and v is saved once more.
 Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
 again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
 Compiled code saves the input of several layers once, but not where each of them casts it by a history of its own.
@@ -32,12 +31,10 @@ def block_bytes(
         compiled: whether `torch.compile` compiles the block.
         fp8_attention: whether attention runs in FP8.
     """
-    views = is_fused(model, recipe) and not model.rotary and not fp8_attention
     return (
         2 * residual * model.width
         + 2 * 4 * (2 if model.layer_norm else 1)
         + _attention_bytes(block, fp8=fp8_attention)
-        + (2 * block.attention.values if views else 0)
         + _hidden_bytes(block, model, recipe, compiled=compiled)
         + _expert_output_bytes(block, model, recipe, compiled=compiled)
         + sum(
