@@ -113,9 +113,10 @@ def test_a_file_that_is_missing_or_no_json(tmp_path):
             get_recipe(path)
 
 
-def test_a_misspelt_preset_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown recipe 'rowise' \(did you mean 'rowwise'\?\): choose one of bf16"):
-        get_recipe("rowise")
+@pytest.mark.parametrize("name", ["rowise", "fp8"])
+def test_a_misspelt_preset_is_answered_with_the_nearest_and_a_format_with_the_default(name):
+    with pytest.raises(ValueError, match=rf"unknown recipe '{name}' \(did you mean 'rowwise'\?\): choose one of bf16"):
+        get_recipe(name)
 
 
 def test_the_similar_preset_casts_x_and_w_alike():

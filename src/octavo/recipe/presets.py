@@ -100,6 +100,7 @@ def fnuz(recipe: Recipe) -> Recipe:
     return replace(recipe, name=f"{recipe.name}_fnuz", **changes)
 
 
+FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error suggests the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
 PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
@@ -127,8 +128,9 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
     if str(recipe).endswith(RECIPE_FILES):
         return _read(Path(recipe))
     if recipe not in PRESETS:
+        meant = nearest("rowwise" if recipe in FORMAT_NAMES else str(recipe), PRESETS)
         raise ValueError(
-            f"unknown recipe {str(recipe)!r}{nearest(str(recipe), PRESETS)}: choose one of {', '.join(PRESETS)}, or "
+            f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
             "give the .json or .toml file of a recipe"
         )
     return PRESETS[str(recipe)]()
