@@ -19,9 +19,19 @@ FACTS = ("format", "layout", "bias", "max", "normal", "subnormal", "epsilon", "s
 SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number. A format is given as --format NAME.") from None
+
+
 def formats_command(
     number: Annotated[
-        float | None, typer.Argument(metavar="NUMBER", help="A number to look at; without it, all formats are listed.")
+        float | None,
+        typer.Argument(
+            metavar="NUMBER", parser=_number, help="A number to look at; without it, all formats are listed."
+        ),
     ] = None,
     format: Annotated[str | None, option("NAME", f"One format only: {', '.join(FORMATS)}.")] = None,
     as_json: AsJson = False,

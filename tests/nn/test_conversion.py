@@ -54,9 +54,17 @@ def test_a_layer_that_a_second_conversion_skips_is_restored() -> None:
     assert (type(model[0]), type(model[1])) == (nn.Linear, octavo.Linear)
 
 
-@pytest.mark.parametrize("model", [5, nn.Linear, None])
-def test_what_is_no_module_is_refused(model: object) -> None:
-    with pytest.raises(TypeError, match=r"convert takes a torch\.nn\.Module, got"):
+def test_the_report_of_a_layer_alone_calls_it_the_model() -> None:
+    report = octavo.convert(nn.Linear(16, 8))
+    assert report.converted == [""]
+    assert str(report).splitlines()[-1].split() == ["(model)", "8", "x", "16", "converted"]
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"), [(5, "5"), (nn.Linear, r".*\.Linear.*"), (None, "None"), (torch.ones(9, 9), "a Tensor")]
+)
+def test_what_is_no_module_is_refused(model: object, shown: str) -> None:
+    with pytest.raises(TypeError, match=rf"convert takes a torch\.nn\.Module, got {shown}: pass the model itself"):
         octavo.convert(model)
 
 

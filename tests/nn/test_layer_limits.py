@@ -59,6 +59,10 @@ def test_an_input_of_another_width_names_the_layer() -> None:
     for shape in ((3, 8), (0, 8), ()):
         with pytest.raises(ValueError, match=r"^a Linear with a weight \[16, 32\] takes an input"):
             alone(torch.randn(shape))
+    with pytest.raises(
+        TypeError, match=r"^a Linear takes float32, bfloat16 or float16, its input is torch.float64 \[32\]"
+    ):
+        alone(torch.randn(32, dtype=torch.float64))
 
 
 @each

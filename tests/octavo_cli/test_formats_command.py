@@ -55,6 +55,12 @@ def test_a_number_is_stored_as_ml_dtypes_stores_it(octavo, name):
             assert row[side] == float(np.nextafter(stored, direction))
 
 
+def test_a_format_in_the_place_of_the_number(octavo):
+    code, _, err = octavo("formats", "e4m3")
+    assert code == 2
+    assert "'e4m3' is no number. A format is given as --format NAME." in " ".join(err.split())
+
+
 def test_bits_are_cut_into_sign_exponent_and_mantissa(octavo):
     assert looked_at(octavo, 0.1, "e4m3")["bits"] == "0 0011 101"  # 1.625 * 2^(3 - 7)
     assert looked_at(octavo, -0.1, "e5m2")["bits"] == "1 01011 10"  # -1.5 * 2^(11 - 15)

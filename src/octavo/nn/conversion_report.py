@@ -85,14 +85,14 @@ class Conversion:
         return f"; with sides below {LEAST_SIDE} they are slower than in BF16 (only_if_faster=True leaves them there)"
 
     def __repr__(self) -> str:
-        rows = (*self.rows, *self.experts)
-        width = max(len(row.name) for row in rows)
+        rows = [(row.name or "(model)", row) for row in (*self.rows, *self.experts)]  # a layer alone has no name
+        width = max(len(name) for name, _ in rows)
         lines = [self.summary()]
-        for row in rows:
+        for name, row in rows:
             *first, k = row.shape
             n = " x ".join(map(str, first))
             outcome = f"skipped: {row.reason}" if row.reason else "converted"
             if row.speedup is not None and not row.reason:
                 outcome += f", {row.speedup:.2f}x"
-            lines.append(f"  {row.name:<{width}}  {n:>6} x {k:<6}  {outcome}")
+            lines.append(f"  {name:<{width}}  {n:>6} x {k:<6}  {outcome}")
         return "\n".join(lines)

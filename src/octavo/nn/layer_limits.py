@@ -27,7 +27,9 @@ def unsupported(what: str) -> NotImplementedError:
 def check_module(model: object, function: str) -> None:
     """Raise a TypeError, which names the public function `function`, unless `model` is a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function} takes a torch.nn.Module, got {model!r}: pass the model itself")
+        text = repr(model)
+        shown = text if len(text) <= 100 and "\n" not in text else f"a {type(model).__name__}"  # of a tensor: pages
+        raise TypeError(f"{function} takes a torch.nn.Module, got {shown}: pass the model itself")
 
 
 def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
@@ -58,12 +60,12 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
         if hasattr(t, "device_mesh"):
             raise unsupported(
                 "PyTorch's styles of tensor parallelism, or a weight that FSDP2 has not gathered (in "
-                f"{layer.name!r}, {what} is a DTensor): take the styles of octavo.dist (tensor_parallel, "
+                f"{_named(layer)}, {what} is a DTensor): take the styles of octavo.dist (tensor_parallel, "
                 "ColumnParallel, RowParallel), or call fully_shard on the block, not on a part of it"
             )
         if layer.recipe.quantized and t.dtype not in FLOATS:
             raise TypeError(
-                f"the layer {layer.name!r} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
+                f"{_named(layer)} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
     if weights:
@@ -74,12 +76,17 @@ def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
     """Raise ValueError unless the input `x` has the width of a weight of this shape, [N, K] or [E, N, K]."""
     width = weight[-1]
     if x.ndim == 0 or x.shape[-1] != width:
-        kind = f"{type(layer).__name__} with a weight {list(weight)}"
-        name = f"the layer {layer.name!r}, a {kind}," if layer.name else f"a {kind}"
+        kind = f"a {type(layer).__name__} with a weight {list(weight)}"
+        name = f"{_named(layer)}, {kind}," if layer.name else kind
         raise ValueError(
             f"{name} takes an input [..., {width}], got {list(x.shape)}: give it an input whose last dimension is "
             f"{width}"
         )
+
+
+def _named(layer: Any) -> str:
+    """The layer in a message. One that is the whole model has no name."""
+    return f"the layer {layer.name!r}" if layer.name else f"a {type(layer).__name__}"
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
