@@ -37,7 +37,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
     once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
     that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
-    makes of the whole weight. For that, one small all-reduce takes place after a step. There is no other collective.
+    makes of the whole weight. For that, one small all-reduce takes place for a step, beside the
+    gather of the first unit that needs it. There is no other collective.
 
     Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
     leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
@@ -64,7 +65,6 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
     for module in modules:
         _agree(module.stacked, reasons, layers)
-    cache = ShardCache(model)
     why = {name: reasons[layer] for layer, name in layers.items()}
     why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
@@ -76,7 +76,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             stack = WeightStack(parts, [module.cache])
             for part in parts:
                 part.stack = stack
-    cache.fill(list(weights.values()))
+    if weights:
+        ShardCache(model, list(weights.values()))
     rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
     return GatherReport(tuple(rows), unfused)
 

@@ -21,20 +21,29 @@ class ShardCache:
 
     Ranks must agree on when that happens, since it takes an all-reduce. A rank that has no rows of one weight sees no
     write to it, but sees the writes to others. So it happens for all weights at once: after the step of an optimizer
-    that updates all of them, or else when the next forward pass of the model begins.
+    that updates all of them, or else when the next forward pass of the model begins. The all-reduce takes place in that
+    forward pass, when the first of the weights is gathered.
 
     `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
     parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again
     because of the call alone, which one rank may have made by itself.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.weights: Sequence[ShardedWeight] = ()
-        self.quantizer = ShardQuantizer(())
+    def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
+        """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
+        self.weights, self.quantizer = weights, ShardQuantizer(weights)
         self.stale = True
+        self.measured = False  # whether the ranks have yet to agree on the scales
         self.exposed = False  # whether `state_dict` was called since the weights were compared
-        self.written: torch.Event | None = None  # on a GPU: when the bytes were made
-        self.waited: set[int] = set()  # the streams that have waited for it
+        self.stream: Any = None  # in which the weights are quantized
+        self.written: Any = None  # when the bytes were made, an event of `stream`
+        self.waited: set[Any] = set()  # the streams that have waited for it
+        for weight in weights:
+            weight.attach()
+            weight.layer.register_state_dict_pre_hook(self.note_state_dict)
+        for _, found in groupby(weights, lambda weight: weight.unit.group):
+            unit = list(found)
+            unit[0].prepare = partial(self.prepare, unit)
         # Before FSDP2's own hook, which gathers the weights of the root.
         model.register_forward_pre_hook(self.before_forward, prepend=True)
         # PyTorch holds the hook for good: it must not hold the model.
@@ -47,22 +56,17 @@ class ShardCache:
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
-    def fill(self, weights: Sequence[ShardedWeight]) -> None:
-        """Take the weights, in the order in which FSDP2 gathers them, and make it call their hooks."""
-        self.weights, self.quantizer = weights, ShardQuantizer(weights)
-        for weight in weights:
-            weight.attach()
-            weight.layer.register_state_dict_pre_hook(self.note_state_dict)
-        for _, found in groupby(weights, lambda weight: weight.unit.group):
-            unit = list(found)
-            unit[0].prepare = partial(self.prepare, unit)
+    @property
+    def streams(self) -> Any:
+        """The module of the weights' device, such as torch.cuda. torch.cpu has streams too, which do nothing."""
+        return torch.get_device_module(self.weights[0].local.device)
 
     def note_state_dict(self, *_: Any) -> None:
         self.exposed = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_step(self, optimizer: Optimizer) -> None:
-        """Note that `optimizer` has changed weights. If it is the one that updates all, quantize them at once.
+        """Note that `optimizer` has changed weights. If it is the one that updates all, begin to quantize them.
 
         There the GPU still has work, and the host may not: a loop reads the loss after a step. Where several optimizers
         update the weights, or their scales come from histories that are updated later, the next forward pass does it.
@@ -71,35 +75,60 @@ class ShardCache:
         ours = [id(weight.parameter) in updated for weight in self.weights]
         self.stale = self.stale or any(ours)
         if self.stale and all(ours) and all(weight.history is None for weight in self.weights):
-            self.refresh()
+            self.begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(self, *_: Any) -> None:
         for weight in self.weights:
             weight.attach()
         changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
-        if changed or (self.exposed and self.quantizer.has_changed()):
-            self.refresh()
+        if changed or (self.exposed and self.has_changed()):
+            self.begin()
         self.exposed = False
+
+    def has_changed(self) -> bool:
+        self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
+        return self.quantizer.has_changed()
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""
         if self.stale or any(weight.current_key() != weight.key for weight in unit):
-            self.refresh()  # `unshard()` was called before the forward pass
-        if self.written is not None:
-            stream = torch.accelerator.current_stream(unit[0].local.device)
-            if stream.stream_id not in self.waited:
-                stream.wait_event(self.written)
-                self.quantizer.record_stream(stream)
-                self.waited.add(stream.stream_id)
+            self.begin()  # `unshard()` was called before the forward pass
+        if self.measured:
+            self.finish()
+        stream = self.streams.current_stream()
+        if stream not in self.waited:
+            stream.wait_event(self.written)
+            self.quantizer.record_stream(stream)
+            self.waited.add(stream)
         for weight in unit:
             if weight.data is None and weight.cast_again is not None:
                 weight.cast_again()
 
-    def refresh(self) -> None:
-        """Quantize the rows of all weights."""
-        self.quantizer.run()
-        self.stale = False
-        device = self.weights[0].local.device if self.weights else torch.device("cpu")
-        if device.type != "cpu":
-            self.written, self.waited = torch.accelerator.current_stream(device).record_event(), set()
+    def begin(self) -> None:
+        """Measure the rows of all weights, in a stream beside that of the caller.
+
+        So the first gather of a forward pass, that of the root, does not wait for it. The memory of the bytes is of the
+        caller's stream, which computes: it has that memory again, for activations, when the bytes are sent.
+        """
+        if self.stream is None:
+            self.stream = self.streams.Stream()
+        with self.streams.stream(self.stream):
+            self.quantizer.group()
+        self.quantizer.allocate()
+        self.quantizer.record_stream(self.stream)
+        self.stream.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.stream):
+            self.quantizer.measure()
+        self.stale, self.measured = False, True
+
+    def finish(self) -> None:
+        """Find the scales with the other ranks, and make the bytes by them.
+
+        It is called where the first weight that needs them is gathered. Collectives of one process group run in the
+        order of their calls: before the gather of the root, the all-reduce would make that wait for the amaxes.
+        """
+        with self.streams.stream(self.stream):
+            self.quantizer.finish()
+            self.written, self.waited = self.stream.record_event(), set()
+        self.measured = False

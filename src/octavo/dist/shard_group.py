@@ -37,7 +37,7 @@ class ShardGroup:
         self.starts = [0, *accumulate(sizes)][:-1]
         rows, device = sum(sizes), local.device
         self.shape = rows, local.shape[1]
-        self.data: Tensor | None = None  # between `measure` and `finish`
+        self.data: Tensor | None = None  # between `measure` and `finish`, which write it
         self.scale_of_row = torch.ones(rows, device=device)
         self._find_matrices()
         # cuBLASLt demands that the scale of a tensor begins at a multiple of 16 bytes.
@@ -79,13 +79,19 @@ class ShardGroup:
             cast_rows(batch, scale, None, data, self.cast)
         _hand_out(data, weights)
 
+    def allocate(self) -> None:
+        """Hand out memory for the bytes. It is of the stream of the caller, which has it again once it is freed."""
+        if self.data is not None:  # measured, and not finished
+            return
+        for weight in self.weights:
+            weight.data = None  # those of the step before, where none were sent since
+        self.data = torch.empty(self.shape, dtype=self.cast.fmt.dtype, device=self.scale.device)
+        _hand_out(self.data, self.weights)
+
     def measure(self) -> None:
         """Find the amax of each row; also write the bytes by it where most rows need no other scale."""
         if self.batch.addresses != [weight.local.data_ptr() for weight in self.weights]:
             self._find_matrices()
-        for weight in self.weights:
-            weight.data = None  # those of the step before, where none were sent since
-        self.data = torch.empty(self.shape, dtype=self.cast.fmt.dtype, device=self.scale.device)
         row_amaxes(self.batch, self.amax, self.data if self.cast_at_once else None, self.cast)
         self.amax_here.copy_(self.amax)
 
@@ -110,7 +116,6 @@ class ShardGroup:
             self._finish_rows(largest, self.data)
         else:
             self._finish_tensors(largest, self.data)
-        _hand_out(self.data, self.weights)
         self.data = None
 
     def _finish_rows(self, largest: Tensor, data: Tensor) -> None:

@@ -38,20 +38,37 @@ class ShardQuantizer:
             data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
         )
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Let `stream` read the bytes of the last run, until they are freed."""
+    def group(self) -> None:
+        """Find the weights that are quantized together, and take the memory of their scales, once."""
+        if not self.groups:
+            self.groups = _grouped(self.together)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Take memory for all bytes. Those that need nothing of other weights are written at once."""
+        for group, _, _ in self.groups:
+            group.allocate()
+        for weight in self.alone:
+            _hold_quantized(weight)
+
+    def record_stream(self, stream: Any) -> None:
+        """Let `stream` use the memory of the bytes, until it is freed."""
         for group, _, _ in self.groups:
             data = next((weight.data for weight in group.weights if weight.data is not None), None)
-            if data is not None:
+            if data is not None and data.device.type != "cpu":
                 data.record_stream(stream)  # of the memory of all that were not sent yet
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Quantize all weights again. Every rank must call this."""
-        if not self.groups:
-            self.groups = _grouped(self.together)
+    def measure(self) -> None:
+        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
         for group, _, _ in self.groups:
             group.measure()
+        for weight in (*self.together, *self.alone):
+            weight.key = weight.current_key()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
         _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
         largest = [group.largest() for group, _, _ in self.groups]
         needed = [
@@ -62,10 +79,6 @@ class ShardQuantizer:
         _reduce(needed)
         for value, (group, _, _) in zip(largest, self.groups, strict=True):
             group.finish(value)
-        for weight in self.alone:
-            _hold_quantized(weight)
-        for weight in (*self.together, *self.alone):
-            weight.key = weight.current_key()
 
 
 def _grouped(weights: Sequence[ShardedWeight]) -> list[tuple[ShardGroup, ProcessGroups, ProcessGroups]]:
