@@ -19,12 +19,15 @@ ANNOTATIONS = ("nccl:", "FSDP::", "Optimizer.", "ProfilerStep", "##")  # ranges 
 
 
 def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
-    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one."""
+    """Milliseconds a step by kind of kernel, exposed and idle, on this GPU; {} without one.
+
+    One step more runs before and is not counted: the ranks start their profilers at different times, and wait in it.
+    """
     if not torch.cuda.is_available():
         return {}
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
+        for _ in range(1 + steps):
             step()
         torch.cuda.synchronize()
     kernels = [
@@ -32,7 +35,13 @@ def profiled(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
         for event in found.events()
         if event.device_type.name == "CUDA" and not (event.is_user_annotation or event.name.startswith(ANNOTATIONS))
     ]
-    return {kind: microseconds / 1e3 / steps for kind, microseconds in split(kernels).items()}
+    counted = without_first(kernels, 1 + steps)
+    return {kind: microseconds / 1e3 / steps for kind, microseconds in split(counted).items()}
+
+
+def without_first(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
+    """The kernels without those of the first of `steps` steps, each of which launches as many."""
+    return sorted(kernels, key=lambda kernel: kernel[1])[len(kernels) // steps :]
 
 
 def split(kernels: Sequence[Kernel]) -> dict[str, float]:

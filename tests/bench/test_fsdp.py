@@ -12,7 +12,7 @@ import pytest
 from ranks import run_ranks
 
 from bench.gpu import fsdp
-from bench.gpu.communication import kind_of, split, union
+from bench.gpu.communication import kind_of, split, union, without_first
 from bench.gpu.modes import BASE
 from bench.gpu.ranks import chosen
 from bench.gpu.sharded import MODES, OURS, WIDE, gradient_problem
@@ -113,3 +113,8 @@ def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> 
     assert split([])["idle"] == 0
     assert union([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 3.0)]
     assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"
+
+
+def test_the_first_profiled_step_is_left_out() -> None:
+    launched = [("gather", 0.0, 90.0), ("gemm", 91.0, 92.0), ("gemm", 101.0, 102.0), ("gather", 100.0, 101.0)]
+    assert without_first(launched, 2) == [("gather", 100.0, 101.0), ("gemm", 101.0, 102.0)]
