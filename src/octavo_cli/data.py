@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import typer
 
 from octavo_cli.command import Command
 from octavo_cli.display import say
+from octavo_cli.options import changed
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
 
 DATA = "--data"
+MODEL_OPTIONS = (DATA, "--samples", "--context", "--device")  # how a model is run on text
 DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
 
 
@@ -22,11 +25,11 @@ def print_reading(report: ReadReport) -> None:
         say(line)
 
 
-def refuse_unused(data: list[str] | None, device: str, options: str) -> None:
-    """Raise a ValueError if --data or --device is given without one of `options`, which alone run the model."""
-    given = "--data" if data else f"--device {device}" if device != "cpu" else ""
-    if given:
-        raise ValueError(f"{given} is for {options}, which runs the model on text: add it, or leave {given} out")
+def refuse_unused(context: typer.Context, options: str, unused: Collection[str] = MODEL_OPTIONS) -> None:
+    """Raise a ValueError if an option of `unused` is given without one of `options`, which alone need it."""
+    for name in changed(context):
+        if name in unused:
+            raise ValueError(f"{name} is for {options}, which runs the model on text: add it, or leave {name} out")
 
 
 def required_data(data: list[str] | None) -> list[str]:

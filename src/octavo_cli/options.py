@@ -10,6 +10,18 @@ from octavo_cli.choices import LAYOUTS
 BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; --budget can be repeated"
 
 
+def changed(context: typer.Context) -> list[str]:
+    """The options of the command line, such as --data, whose values are not the defaults."""
+    return [
+        param.opts[0]
+        for param in context.command.params
+        if param.param_type_name == "option"
+        and (source := context.get_parameter_source(str(param.name))) is not None
+        and source.name == "COMMANDLINE"
+        and context.params[str(param.name)] != param.default
+    ]
+
+
 def option(metavar: str, help: str) -> Any:
     """An option with a value, for which the help shows `metavar`."""
     return typer.Option(metavar=metavar, help=help)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def pack_command(
+    command: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder.")
     ],
@@ -108,7 +109,9 @@ def pack_command(
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")
     if not budget and freeze is None:
-        refuse_unused(data, device, "--budget or --freeze")
+        refuse_unused(command, "--budget or --freeze")
+    if freeze is not None:
+        refuse_unused(command, "--budget", ["--samples"])
     with progress("packing") as advance:
         if freeze is not None:
             report = pack_frozen(

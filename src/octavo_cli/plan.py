@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.choices import ATTENTIONS, CACHES, GPUS, SCHEMES
 from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson, option
+from octavo_cli.options import AsJson, changed, option
 
 if TYPE_CHECKING:
     from octavo.plan.serving import ServingPlan
@@ -77,9 +77,8 @@ def plan_command(
 
     count = parse_count(model)
     if count is not None:
-        if compare or serve:
-            option = "--compare" if compare else "--serve"
-            raise ValueError(f"{option} needs a model: a number of parameters has one table, that of training")
+        if given := [name for name in (*changed(context), *context.args) if name != "--json"]:
+            raise ValueError(f"{given[0]} needs a model: a number of parameters has one table, that of training")
         _show_states(count, as_json)
         return
     if model.startswith("--"):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+import typer
+
 from octavo_cli.choices import LAYOUTS, SCHEMES
 from octavo_cli.data import DATA_HELP, print_reading, refuse_unused, required_data
 from octavo_cli.display import progress, say
@@ -27,6 +29,7 @@ def unpack_command(folder: Packed, out: Out) -> None:
 
 
 def convert_layout(
+    command: typer.Context,
     folder: Packed,
     out: Out,
     layout: Layout = LAYOUTS[0],
@@ -56,7 +59,7 @@ def convert_layout(
     if freeze is not None and scheme not in (None, "static"):
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     if freeze is None:
-        refuse_unused(data, device, "--freeze")
+        refuse_unused(command, "--freeze")
     with progress("converting") as advance:
         if freeze is None:
             result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)

@@ -121,6 +121,8 @@ def test_json_has_every_case():
         (["gpt2", "--serve", "--scheme", "int4"], "--scheme must be one of bf16, channel"),
         (["7B", "--compare", "gpus=1,2"], "--compare needs a model: a number of parameters has one table"),
         (["7B", "--serve"], "--serve needs a model: a number of parameters has one table"),
+        (["7B", "--gpu", "h100"], "--gpu needs a model: a number of parameters has one table"),
+        (["7B", "--recipe", "bf16"], "--recipe needs a model: a number of parameters has one table"),
     ],
 )
 def test_bad_input_is_one_message(words, message):

@@ -96,6 +96,7 @@ def test_describe_covers_every_setting_with_help():
         (["--sampling", "shuffle"], ["sampling", "epochs, random"]),
         (["--device", "gpu"], ["device", "cuda:N", "'gpu'"]),
         (["--model", "lama"], ["model", "llama, gpt2", "folder", "'lama'"]),
+        (["--model", "llama-3-8b"], ["'llama-3-8b', a preset: give it as in octavo train llama-3-8b"]),
         (["--vocabulary", "255"], ["vocabulary", "256", "255"]),
         (["--validation-fraction", "1"], ["validation_fraction", "between 0 and 1", "1.0"]),
         (["--decay", "1.5"], ["decay", "between 0 and 1", "1.5"]),

@@ -38,7 +38,7 @@ from octavo.train.declaration import (
     table,
 )  # fmt: skip
 from octavo.train.derived import RULES, outdated
-from octavo.train.settings import TYPE_NAMES, ConfigError, known_values, parse, plain, read_file, typed
+from octavo.train.settings import PRESETS, TYPE_NAMES, ConfigError, known_values, parse, plain, read_file, typed
 from octavo.train.tables import (
     FORMER,
     ActivationCheckpointing,
@@ -239,7 +239,8 @@ def _check_model(config: Config) -> None:
     # run must still be readable where its base model is not.
     if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
         names = ", ".join(BUILT_IN_MODELS)
-        raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}")
+        hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
+        raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}")
     recipe = delayed() if config.recipe == "delayed" else config.recipe
     by_history = isinstance(recipe, Recipe) and recipe.scales_by_history
     if config.calibration and (not by_history or config.model in BUILT_IN_MODELS):
