@@ -34,6 +34,11 @@ _OTHER_NAMES = {
 }
 
 
+_NO_SAMPLE = (
+    "The watch has no sample yet. A loop of your own must call `step()` of the watch after each step of the optimizer."
+)
+
+
 @dataclass(frozen=True)
 class Series:
     """A number over the steps of a run: `steps` ascending [n] int64, `values` [n] float64, NaN for inf and NaN."""
@@ -182,7 +187,7 @@ def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
         check_records(watched)
     except ArtifactError as error:
         return None, [f"Figures of the layers are missing: {error}."]
-    remarks = [] if len(watched.operands) else ["The watch has no sample yet."]
+    remarks = [] if len(watched.operands) else [_NO_SAMPLE]
     if watched.damaged:
         lines = ", ".join(map(str, watched.damaged[:5])) + (", ..." if len(watched.damaged) > 5 else "")
         remarks.append(
