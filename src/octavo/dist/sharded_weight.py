@@ -13,13 +13,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
 from octavo.dist.fsdp_units import UnitWeight
+from octavo.nn.delayed import ScaleHistory
 from octavo.nn.gathered_weight import GatheredWeight
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.weight_cache import WeightCache
 from octavo.numerics.cast import Cast
 from octavo.numerics.granularity import ROW, TENSOR
@@ -149,10 +150,9 @@ class ShardedWeight:
         return pre, post_all_gather
 
 
-def _history(layer: Any) -> Any:
-    """The amax history of the weight of a layer with the recipe delayed, or None."""
-    histories = getattr(layer, "histories", None)
-    return None if histories is None else histories.of("w")
+def _history(layer: nn.Module) -> ScaleHistory | None:
+    """The history of a layer's weight, if its scale comes from one. Restored layers and experts have none."""
+    return layer.history_of("w") if isinstance(layer, RecipeLayer) else None
 
 
 class WeightStack:
