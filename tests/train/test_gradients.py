@@ -1,6 +1,7 @@
-"""The sum of many BF16 gradients, against float64."""
+"""Gradients: the sum of many in BF16 and the norm of all, against float64; and clipping."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from octavo.train.gradients import accumulate_in_fp32
+from octavo.train.gradients import accumulate_in_fp32, clip_gradients
+from octavo.train.mesh import Degrees, make_mesh
 
 MICRO_BATCHES = 300
 
@@ -106,3 +109,95 @@ def test_sharded_weights_too():
         assert errors[0] < 1e-6
         assert errors[1] < 1e-2  # the sum of all micro-batches is rounded to BF16 once
         assert errors[2] < 1e-6
+
+
+class Clipped(nn.Module):
+    """Two layers, and one that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.unused = nn.Linear(8, 12), nn.Linear(12, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x.to(self.first.weight.dtype)).relu()
+        return 2 * self.second(hidden.to(self.second.weight.dtype))
+
+
+def backward(model):
+    torch.manual_seed(1)
+    model(torch.randn(4, 8)).square().sum().backward()
+
+
+def exact_norm(model):
+    """The norm of the gradients in float64."""
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+@pytest.mark.parametrize("limit", [0.25, 1e4, math.inf])
+def test_clipping_divides_by_the_norm_where_it_is_above_the_limit(limit):
+    model = Clipped()
+    backward(model)
+    norm = exact_norm(model)
+    factor = min(limit / norm, 1)
+    expected = {name: p.grad.double() * factor for name, p in model.named_parameters() if p.grad is not None}
+    found = clip_gradients(model.parameters(), limit)
+    assert found.shape == ()
+    assert float(found) == pytest.approx(norm, rel=1e-6)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert sorted(grads) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.double(), expected[name], rtol=1e-5, atol=0)
+
+
+def test_clipping_takes_gradients_of_two_dtypes():
+    model = Clipped()
+    model.first.bfloat16()
+    backward(model)
+    norm = exact_norm(model)
+    found = clip_gradients(model.parameters(), 0.5)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(norm, rel=1e-2)  # the norm of BF16 gradients is BF16
+    assert exact_norm(model) == pytest.approx(0.5, rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    model = Clipped()
+    backward(model)
+    model.second.bias.grad[2] = math.nan
+    assert not clip_gradients(model.parameters(), 1.0).isfinite()
+
+
+def sharded_clipping(rank):
+    """Whether norm and gradients are those of one process, and the all-reduces, by the layout of the parameters."""
+    whole = Clipped()
+    backward(whole)
+    norm = exact_norm(whole)
+    clip_gradients(whole.parameters(), 0.25)
+    results = {}
+    degrees = {"FSDP2": Degrees(1, 4), "HSDP": Degrees(2, 2), "with tensor parallelism": Degrees(1, 2, 2)}
+    for layout, each in degrees.items():
+        mesh, model = make_mesh(each, torch.device("cpu"), timeout=60), Clipped()
+        if each.tp > 1:
+            parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"] if each.dp_replicate > 1 else mesh["dp_shard"])
+        backward(model)
+        with CommDebugMode() as collectives:
+            found = clip_gradients(model.parameters(), 0.25)
+        results[layout, "norm"] = float(found) == pytest.approx(norm, rel=1e-6)
+        for name, p in model.named_parameters():
+            expected = whole.get_parameter(name).grad
+            if expected is not None:
+                grad = p.grad.full_tensor()
+                results[layout, name] = torch.allclose(grad, expected, rtol=1e-5, atol=1e-8)
+        results[layout, "collectives"] = collectives.get_total_counts()
+    return results
+
+
+@pytest.mark.slow
+def test_clipping_of_sharded_gradients_is_that_of_one_process():
+    for results in run_ranks(4, sharded_clipping):
+        counts = {layout: count for (layout, what), count in results.items() if what == "collectives"}
+        assert counts["FSDP2"] == counts["HSDP"] == 1  # for all gradients
+        assert len(results) == 3 * 6
+        assert all(results.values()), results

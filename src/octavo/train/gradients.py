@@ -1,9 +1,12 @@
-"""Gradients of BF16 weights that add up in FP32."""
+"""Gradients: those of BF16 weights add up in FP32, and the norm of all is limited."""
 
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
@@ -28,3 +31,46 @@ def _widen(p: Tensor) -> None:
         if p.grad.device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         p.grad = p.grad.float()
+
+
+def local_part(t: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds, in the same memory; any other tensor as it is."""
+    local: Tensor = t._local_tensor if isinstance(t, DTensor) else t
+    return local
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
+    """Scale all gradients by one factor, in place, so that their norm is at most `limit`.
+
+    This is `torch.nn.utils.clip_grad_norm_` on the parts that each rank holds. On DTensors that takes more than twice
+    the host's time.
+
+    Args:
+        parameters: plain, or sharded by FSDP2, which leaves no gradient that is a sum still to be taken.
+        limit: above 0; infinity changes no gradient.
+
+    Returns:
+        The Euclidean norm of all gradients, of all ranks, before they were scaled: 0-dim, on their device.
+    """
+    layouts: dict[Any, list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if (grad := p.grad) is not None:
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            layouts[layout, grad.dtype].append(local_part(grad))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([_norms(grads, key[0]) for key, grads in layouts.items()]))
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for grads in layouts.values():
+        torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _norms(grads: list[Tensor], layout: tuple[Any, Any] | None) -> Tensor:
+    """The norm [P] of each of P gradients, of which this rank holds `grads`, with one all-reduce for all of them."""
+    norms = torch.stack(torch._foreach_norm(grads))
+    if layout is None:
+        return norms
+    mesh, placements = layout
+    sums = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    squares = DTensor.from_local(norms.square(), mesh, sums, run_check=False)
+    return squares.full_tensor().sqrt().to(norms.device)

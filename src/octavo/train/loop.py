@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.artifact.run import RunFolder
 from octavo.generation import Engine, Sampling
@@ -43,6 +43,7 @@ from octavo.train.config import Config
 from octavo.train.data import Batches
 from octavo.train.early_warning import CHECK_EVERY, EarlyWarning
 from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
+from octavo.train.gradients import clip_gradients
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import delay_interrupts, name_of
 from octavo.train.log import print_line
@@ -95,6 +96,7 @@ class Trainer:
         self.model, self.loss = state.model, loss
         self.actions, self.recent = Actions.read(run), RecentSteps()
         self.watch: Watch | None = None
+        self.trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         self.delayed = next(histories(state.model), None) is not None
         self.flops_per_token = flops_per_token(state.model, config.context)
 
@@ -155,7 +157,7 @@ class Trainer:
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
         limit = config.clip if config.clip > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = clip_gradients(self.trained, limit)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state, norm)
         state.scaler.update()
