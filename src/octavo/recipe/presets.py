@@ -68,7 +68,7 @@ def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:
 
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
-    """One scale a tensor from the history of its amax, so that quantizing reads each tensor once; a margin of 2."""
+    """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
     x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
     return _one_cast_each("delayed", x, x, replace(x, format=gradients))
 
