@@ -114,7 +114,8 @@ def bytes_held(rank: int) -> dict[str, list[int]]:
         found = []
         for run in (lambda: model(batch()).sum(), lambda: loss.backward(), optimizer.step):  # noqa: B023
             loss = run()
-            found.append(sum(weight.data.numel() for weight in weights if weight.data is not None))
+            memory = {id(t): t.numel() for weight in weights for t in (weight.data, weight.sending) if t is not None}
+            found.append(sum(memory.values()))
         held[recipe] = [*found, sum(weight.local.numel() for weight in weights)]
     return held
 

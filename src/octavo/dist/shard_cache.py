@@ -99,9 +99,9 @@ class ShardCache:
         stream = self.streams.current_stream()
         if stream not in self.waited:
             stream.wait_event(self.written)
-            self.quantizer.record_stream(stream)
             self.waited.add(stream)
         for weight in unit:
+            weight.sending = weight.data
             if weight.data is None and weight.cast_again is not None:
                 weight.cast_again()
 
@@ -111,13 +111,16 @@ class ShardCache:
         So the first gather of a forward pass, that of the root, does not wait for it. The memory of the bytes is of the
         caller's stream, which computes: it has that memory again, for activations, when the bytes are sent.
         """
+        caller = self.streams.current_stream()
         if self.stream is None:
             self.stream = self.streams.Stream()
+            # A model may be deleted after its last step: its memory is used again by the stream that computes.
+            weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
         with self.streams.stream(self.stream):
             self.quantizer.group()
+        caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
         self.quantizer.allocate()
-        self.quantizer.record_stream(self.stream)
-        self.stream.wait_stream(self.streams.current_stream())
+        self.stream.wait_stream(caller)
         with self.streams.stream(self.stream):
             self.quantizer.measure()
         self.stale, self.measured = False, True
@@ -132,3 +135,7 @@ class ShardCache:
             self.quantizer.finish()
             self.written, self.waited = self.stream.record_event(), set()
         self.measured = False
+
+
+def _wait_for(stream: Any, streams: Any) -> None:
+    streams.current_stream().wait_stream(stream)

@@ -51,13 +51,6 @@ class ShardQuantizer:
         for weight in self.alone:
             _hold_quantized(weight)
 
-    def record_stream(self, stream: Any) -> None:
-        """Let `stream` use the memory of the bytes, until it is freed."""
-        for group, _, _ in self.groups:
-            data = next((weight.data for weight in group.weights if weight.data is not None), None)
-            if data is not None and data.device.type != "cpu":
-                data.record_stream(stream)  # of the memory of all that were not sent yet
-
     @torch.no_grad()
     def measure(self) -> None:
         """Find the amaxes of the rows of this rank, and write the bytes that need no more."""

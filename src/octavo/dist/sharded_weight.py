@@ -40,6 +40,7 @@ class ShardedWeight:
     Attributes:
         parameter: the sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
         data: the bytes [shard_rows, ...] of this rank's rows, uint8; scale: of these rows.
+        sending: `data` while it is sent: until the stream that computes, whose memory it is, has waited for the gather.
         cast_again: makes `data` anew; None where it is held from one step to the next.
         prepare: called before the bytes of a unit are sent, by the first of its weights; None for the others.
         key: `current_key` when the bytes were made.
@@ -52,6 +53,7 @@ class ShardedWeight:
         self.stack = WeightStack([self], [])
         self.parameter: Any = getattr(layer, leaf)
         self.data: Tensor | None = None
+        self.sending: Tensor | None = None
         self.scale: Tensor | None = None
         self.cast_again: Callable[[], None] | None = None
         self.prepare: Callable[[], None] | None = None
@@ -111,8 +113,8 @@ class ShardedWeight:
     def bytes_to_send(self) -> Tensor:
         """The bytes of this rank's rows.
 
-        Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all were
-        sent, so that it is not beside the activations. Later gathers cast the rows again.
+        Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all have
+        arrived, so that it is not beside the activations. Later gathers cast the rows again.
         """
         data = self.data
         assert data is not None
@@ -136,6 +138,7 @@ class ShardedWeight:
             outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             """The gathered weight and the memory that FSDP2 is to free; None where `out` is filled."""
+            self.sending = None
             if out is not None:
                 self.stack.refill()
                 return None
