@@ -160,6 +160,7 @@ def compared(config: Config, gpus: int, gpu: Gpu, found: dict[str, Any]) -> Row:
             "seconds": plan.time.total,
             "memory": plan.memory.parts,
             "time": plan.time.parts,
+            "host_seconds": plan.time.host,
         },
     }
     if "error" in found:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
-from bench.gpu.plan import MODELS, planned_again
+from bench.gpu.plan import AIMS, MODELS, planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.experts import NAMES
 from bench.report.scaling import rows_of, runs
@@ -187,7 +187,7 @@ def serving_errors(results: dict[str, Result]) -> Rows:
 
 
 def configurations(results: dict[str, Result]) -> Rows:
-    """The rows of bench/gpu/plan.py, which nothing was fitted to."""
+    """The rows of bench/gpu/plan.py, by the plan as it is now."""
     for measured in (row for _, result in plan_results(results) for row in result["rows"]):
         row = planned_again(measured)
         first = {name: str(row[name]) for name in ("model", "gpus", "recipe", "checkpointing")}
@@ -198,6 +198,8 @@ def configurations(results: dict[str, Result]) -> Rows:
         yield {
             **first,
             **compared("ms", 1e3 * planned["seconds"], 1e3 * row["seconds"], ".1f"),
+            "ms of the host, planned": f"{1e3 * planned['host_seconds']:.1f}",
+            **({"ms of the host, measured": f"{1e3 * row['host_seconds']:.1f}"} if "host_seconds" in row else {}),
             **({"ms without a kernel": f"{row['kernels_ms']['idle']:.1f}"} if row["kernels_ms"] else {}),
             **compared("peak GB", planned["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9, ".2f"),
             **earlier(measured),
@@ -205,7 +207,22 @@ def configurations(results: dict[str, Result]) -> Rows:
 
 
 def configuration_machines(results: dict[str, Result]) -> str:
-    return "\n".join(f"- `{model}`: {machine(result)}" for model, result in plan_results(results))
+    """For each model, how many of its rows are within the aims, and where they were measured."""
+    return "\n".join(f"- `{model}`: {_within(result)} {machine(result)}" for model, result in plan_results(results))
+
+
+def _within(result: Result) -> str:
+    errors = [row["errors"] for row in map(planned_again, result["rows"]) if "error" not in row]
+    counts = {name: sum(abs(each[name]) <= aim for each in errors) for name, aim in AIMS.items()}
+    parts = [f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name}" for name, aim in AIMS.items()]
+    return f"{' and '.join(parts).replace('%', ' %')}."
+
+
+def untuned(results: dict[str, Result]) -> str:
+    """The line of the model that the plan has nothing from, once it is measured."""
+    if "gpu_plan_3b" not in results:
+        return ""
+    return "- `3b`, of Llama-3.2-3B's shape: nothing. These rows show how far the plan is off for other runs.\n"
 
 
 def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 _SMALLEST = 1024  # inputs and outputs of the smallest layer that was measured
-_PARTS = {"fp8_copies": "FP8 copies", "block": "one block's backward", "head": "head and logits"}
+_PARTS = {
+    "fp8_copies": "FP8 copies",
+    "block": "one block's backward",
+    "head": "head and logits",
+    "waiting": "waiting for the host",
+}
 
 
 def plan_command(
@@ -96,7 +101,7 @@ def plan_command(
     else:
         plans = [each.training() for _, each in cases]
         _show(labels, plans, lambda plan: _training(plan, budget, price), as_json)
-        remarks = _remarks(plans)
+        remarks = [*_waiting_remarks(labels, plans), *_remarks(plans)]
     for remark in [] if as_json else remarks:
         say(remark)
 
@@ -148,6 +153,7 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
     found |= {f"ms {_name(name)}": _digits(seconds * 1e3, 1) for name, seconds in plan.time.parts.items()}
     found |= {
         "ms of a step": _digits(plan.time.total * 1e3, 1),
+        "ms of the host": _digits(plan.time.host * 1e3, 1),
         "tokens/s a GPU": f"{plan.tokens_per_second:,.0f}",
         "MFU": f"{plan.utilization:.2f}",
     }
@@ -219,6 +225,17 @@ def _name(part: str) -> str:
     return _PARTS.get(part, part.replace("_", " "))
 
 
+def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> list[str]:
+    """For each case whose GPUs wait for the host: how long, and the settings with which they train on more tokens."""
+    found = []
+    for label, plan in zip(labels, plans, strict=True):
+        if plan.time.waiting:
+            faster = [f"{setting} ({speed:.2f}x)" for setting, speed in plan.faster_settings.items()]
+            found.append(f"{label}: the GPU waits for the host: {_digits(plan.time.waiting * 1e3, 1)} ms of a step.")
+            found[-1] += f" Tokens/s with other settings: {', '.join(faster)}." if faster else ""
+    return found
+
+
 def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
     """Where the figures come from, and advice where a case does not fit."""
     found = []
@@ -229,10 +246,7 @@ def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
             + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
         )
     if min(plan.setup.model.width for plan in plans) < _SMALLEST:
-        found.append(
-            f"A small model: the time of layers below {_SMALLEST:,} inputs or outputs is extrapolated, and the "
-            "time that the host takes for launches, which may be longer, is not planned."
-        )
+        found.append(f"A small model: the time of layers below {_SMALLEST:,} inputs or outputs is extrapolated.")
     if not all(plan.fits for plan in plans):
         found.append(
             "Less memory: --activation-checkpointing.mode full, --optimizer.state 8bit, --optimizer.weights bf16, "

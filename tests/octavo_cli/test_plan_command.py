@@ -27,7 +27,7 @@ def test_a_training_run():
     assert rows["parameters"] == ["8.03 B"]
     parts = [float(value[0]) for name, value in rows.items() if name.startswith("GB ") and name not in OTHER]
     assert sum(parts) == pytest.approx(float(rows["GB at the peak"][0]), abs=0.1)
-    times = [float(value[0]) for name, value in rows.items() if name.startswith("ms ") and name != "ms of a step"]
+    times = [float(value[0]) for name, value in rows.items() if name.startswith("ms ") and " of " not in name]
     assert sum(times) == pytest.approx(float(rows["ms of a step"][0]), abs=1)
     assert float(rows["days"][0]) > 0
     assert "cost" in rows
@@ -41,7 +41,24 @@ def test_a_tiny_model_has_times_and_sizes_that_are_not_zero(tmp_path):
     rows = figures(output)
     assert rows["parameters"] == ["0.00032 B"]
     assert 0 < float(rows["GB weights"][0]) < 0.01
-    assert 0.1 < float(rows["ms linear layers"][0]) < float(rows["ms of a step"][0]) < 1
+    assert 0.1 < float(rows["ms linear layers"][0]) < 1 < float(rows["ms of the host"][0])
+    assert rows["ms of a step"] == rows["ms of the host"]
+
+
+def test_a_gpu_that_waits_for_the_host():
+    """The case with little work says so, and what helps; the other does not wait."""
+    words = ("llama-3.2-1b", "--gpus", "2", "--context", "2048", "--compare", "batch=4,64")
+    output = run(*words)
+    few, many = figures(output)["ms waiting for the host"]
+    assert float(few) > 0 == float(many)
+    text = " ".join(output.split())
+    assert f"batch 4: the GPU waits for the host: {few} ms of a step. Tokens/s with other settings: --batch 8 (" in text
+    assert "batch 64: the GPU waits" not in text
+    waiting, busy = json.loads(run(*words, "--json"))
+    assert waiting["host_seconds"] == waiting["seconds"]["total"] == busy["host_seconds"]
+    assert waiting["seconds"]["waiting"] > 0 == busy["seconds"]["waiting"]
+    assert waiting["faster_settings"]["--batch 8"] > 1.02
+    assert busy["faster_settings"] == {}
 
 
 def test_the_presets_of_training_have_a_plan():

@@ -9,6 +9,7 @@ recomputation   what activation checkpointing computes again: the forward pass, 
                 output of a block's last GEMM is no input of any gradient, and is not computed again
 optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
 communication   what FSDP2 and tensor parallelism cannot hide (`octavo.plan.communication`)
+waiting         by how much the host's time (`octavo.plan.host`) exceeds all of these, which are the GPU's
 """
 
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
 from octavo.plan.attention import attention_seconds, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
+from octavo.plan.host import host_seconds
 from octavo.plan.rates import linear_seconds, product_seconds
 from octavo.plan.setup import Setup
 from octavo.recipe import Recipe
@@ -35,7 +37,7 @@ CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has man
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step (all its micro-batches) on one GPU, by part."""
+    """Seconds of a step (all its micro-batches) on one GPU, by part; `host` is no part: what the host needs for it."""
 
     linear_layers: float
     attention: float
@@ -44,10 +46,13 @@ class StepTime:
     recomputation: float
     optimizer: float
     communication: float
+    waiting: float
+    host: float
 
     @property
     def parts(self) -> dict[str, float]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """What the step is the sum of."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "host"}
 
     @property
     def total(self) -> float:
@@ -65,12 +70,14 @@ def plan_step(setup: Setup, network: float) -> StepTime:
     micro = setup.config.accumulate
     head, optimizer = head_seconds(setup), optimizer_seconds(setup)
     alone = sum(parts.values()) + head
-    whole = micro * _with_communication(setup, alone - head, head, network)
+    whole, host = micro * _with_communication(setup, alone - head, head, network), host_seconds(setup)
     return StepTime(
         **{name: micro * seconds for name, seconds in parts.items()},
         head=micro * head,
         optimizer=optimizer,
         communication=whole - micro * alone,
+        waiting=max(0.0, host - whole - optimizer),
+        host=host,
     )
 
 
