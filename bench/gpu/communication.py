@@ -12,6 +12,7 @@ Kernel = tuple[str, float, float]  # its name, its begin and its end
 KINDS = {  # parts of the kernels' names, in lower case; the first kind that matches counts
     "all-gather": ("nccl", "allgather"),
     "reduce-scatter": ("nccl", "reducescatter"),
+    "all-to-all": ("nccl", "sendrecv"),
     "other communication": ("nccl",),
 }
 ATTENTION, GEMM = ("sdpa", "fmha", "flash", "cudnn"), ("nvjet", "gemm", "cutlass")

@@ -7,13 +7,14 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from bench import record
@@ -105,12 +106,16 @@ class Network:
         self.gathered = self.reduced = 0  # bytes of this rank's shards, in all calls so far
 
     def carry(self, model: nn.Module) -> None:
-        """Let every FSDP2 unit of `model` communicate here."""
-        gather, reduce = _AllGather(self), _ReduceScatter(self)
+        """Let every FSDP2 unit of `model` communicate here. Call it after `send_bf16_gradients`."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(reduce)
+                module.set_custom_all_gather(_AllGather(self))
+                module.set_custom_reduce_scatter(_ReduceScatter(self, _reduce_scatter_of(module)))
+
+
+def _reduce_scatter_of(unit: FSDPModule) -> ReduceScatter:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return DefaultReduceScatter() if group is None else group._reduce_scatter_comm
 
 
 class _AllGather(DefaultAllGather):
@@ -124,16 +129,20 @@ class _AllGather(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, self.network.group or group, async_op)
 
 
-class _ReduceScatter(DefaultReduceScatter):
-    def __init__(self, network: Network) -> None:
-        self.network = network
+class _ReduceScatter(ReduceScatter):
+    def __init__(self, network: Network, inner: ReduceScatter) -> None:
+        self.network, self.inner = network, inner
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: Any,
         async_op: bool = False,
-    ) -> distributed.Work:  # fmt: skip
-        self.network.reduced += output_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, self.network.group or group, op, async_op)
+    ) -> distributed.Work | None:  # fmt: skip
+        sent: Tensor = getattr(input_tensor, "memory", input_tensor)  # of send_bf16_gradients
+        self.network.reduced += sent.nbytes // group.size()
+        return self.inner(output_tensor, input_tensor, self.network.group or group, op, async_op)
 
 
 def bandwidth(group: distributed.ProcessGroup | None = None) -> float:

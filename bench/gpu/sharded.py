@@ -14,7 +14,7 @@ from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE
 from bench.gpu.peers import update_torchao, use_torchao
 from bench.gpu.ranks import Network, say
-from octavo.dist import fp8_all_gather
+from octavo.dist import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -25,11 +25,11 @@ QUERIES_AND_KEYS = "q", "k", "q_proj", "k_proj"  # names of the layers
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to make, convert and gather a model."""
+    """A way to make and convert a model, and to send its weights and gradients."""
 
     stack: Callable[[LlamaConfig], nn.Module] = Plain
     convert: Callable[[nn.Module], Any] | None = None  # before sharding
-    gather: Callable[[nn.Module], Any] | None = None  # after sharding
+    communicate: Callable[[nn.Module], Any] | None = None  # after sharding
     stepped: Callable[[nn.Module], Any] | None = None  # after each optimizer step
     compiled: bool = True
 
@@ -44,6 +44,7 @@ def _torchao(recipe: str, *, fp8_gather: bool = False) -> Callable[[nn.Module], 
 
 def _fp8_gather(model: nn.Module) -> None:
     say(fp8_all_gather(model))
+    send_bf16_gradients(model)
 
 
 WIDE, OURS = "octavo: rowwise, gathered in BF16", "octavo: rowwise, gathered in FP8"
@@ -52,7 +53,7 @@ MODES = {
     BASE: Mode(),
     "bf16, eager": Mode(compiled=False),
     OURS: Mode(Fused, _octavo, _fp8_gather),
-    WIDE: Mode(Fused, _octavo),
+    WIDE: Mode(Fused, _octavo, send_bf16_gradients),
     # The last, because converting patches Inductor.
     TORCHAO: Mode(Plain, _torchao("tensorwise", fp8_gather=True), stepped=update_torchao),
     "torchao: rowwise, gathered in BF16": Mode(Plain, _torchao("rowwise")),
@@ -81,8 +82,8 @@ class Runner:
             self.model.loss = torch.compile(self.model.loss)
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mp_policy=POLICY)
-        if mode.gather is not None:
-            mode.gather(self.model)
+        if mode.communicate is not None:
+            mode.communicate(self.model)
         self.network = network or Network()
         self.network.carry(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)

@@ -65,6 +65,7 @@ def test_modes_are_measured_and_written(tmp_path: Path) -> None:
     rows_of_weights = 2 * 64 + 2 * 32 + 2 * 96 + 64  # a float each beside the bytes; the norms in BF16
     assert ours["gathered_bytes"] == (2 * 2 * (BLOCK - 128 + 4 * rows_of_weights + 2 * 128) + 2 * root) // 2
     assert base["reduced_bytes"] == (2 * BLOCK + root) // 2 * 4
+    assert ours["reduced_bytes"] == wide["reduced_bytes"] == base["reduced_bytes"] // 2  # Octavo sends BF16 gradients
     assert eager["tokens_per_second"] == pytest.approx(TOKENS * 1e3 / statistics.median(eager["rounds"][EAGER]))
     turns = [b / a for a, b in zip(eager["rounds"][EAGER], eager["rounds"][BASE], strict=True)]
     assert eager["ratio"] == statistics.median(turns)
@@ -104,10 +105,11 @@ def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> 
         ("nvjet_gemm", 0.0, 4.0),
         ("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0),  # 4 to 6 alone
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 5.0, 7.0),  # 6 to 7 alone
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 6.0, 7.0),
         ("flash_fwd", 9.0, 10.0),  # after 2 of nothing
         ("triton_red_fused", 10.0, 10.5),
     ]
-    expected = {"all-gather": 4.0, "reduce-scatter": 2.0, "gemm": 4.0, "attention": 1.0, "rest": 0.5}
+    expected = {"all-gather": 4.0, "reduce-scatter": 2.0, "all-to-all": 1.0, "gemm": 4.0, "attention": 1.0, "rest": 0.5}
     found = split(kernels)
     assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
     assert split([])["idle"] == 0

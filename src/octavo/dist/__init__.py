@@ -3,6 +3,7 @@
 from octavo.dist.expert_parallelism import expert_parallel
 from octavo.dist.fsdp_gather import fp8_all_gather
 from octavo.dist.gather_report import GatherReport, GatherRow
+from octavo.dist.gradient_exchange import send_bf16_gradients
 from octavo.dist.tensor_parallelism.architectures import tensor_parallel
 from octavo.dist.tensor_parallelism.styles import ColumnParallel, NormParallel, RowParallel
 
@@ -14,5 +15,6 @@ __all__ = [
     "RowParallel",
     "expert_parallel",
     "fp8_all_gather",
+    "send_bf16_gradients",
     "tensor_parallel",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -60,18 +61,39 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
     return found
 
 
+def reducing_units(model: nn.Module) -> list[Any]:
+    """The units that sum gradients in FP32 over several ranks, in one group of parameters.
+
+    Raises:
+        ValueError: `fully_shard` was not called on a module of `model`.
+    """
+    units: list[Any] = [module for module in model.modules() if is_unit(module)]
+    if not units:
+        raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
+    return [unit for unit in units if len(groups := _groups_of(unit)) == 1 and _reduces_in_fp32(groups[0])]
+
+
+def _reduces_in_fp32(group: Any) -> bool:
+    ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+    return ranks > 1 and group.mp_policy.reduce_dtype is torch.float32
+
+
 def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The groups of parameters that are gathered together, each with the name of its unit."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if is_unit(module):
-            any_module: Any = module
-            state = any_module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on there may be several
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None and id(group) not in seen:
+            for group in _groups_of(module):
+                if id(group) not in seen:
                     seen.add(id(group))
                     yield name, group
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """The groups of parameters of one unit: one, or none; from torch 2.12 on there may be several."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def _reason(group: Any, parameter: Any) -> str:
