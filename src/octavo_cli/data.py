@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import typer
 
 from octavo_cli.command import Command
 from octavo_cli.display import say
-from octavo_cli.options import changed
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
 
 DATA = "--data"
-MODEL_OPTIONS = (DATA, "--samples", "--context", "--device")  # how a model is run on text
+RUN_OPTIONS = (DATA, "--samples", "--context", "--device")  # how pack and convert-layout run a model on text
 DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
 
 
@@ -23,13 +21,6 @@ def print_reading(report: ReadReport) -> None:
     """Print the report of the text that was read."""
     for line in report.lines():
         say(line)
-
-
-def refuse_unused(context: typer.Context, options: str, unused: Collection[str] = MODEL_OPTIONS) -> None:
-    """Raise a ValueError if an option of `unused` is given without one of `options`, which alone need it."""
-    for name in changed(context):
-        if name in unused:
-            raise ValueError(f"{name} is for {options}, which runs the model on text: add it, or leave {name} out")
 
 
 def required_data(data: list[str] | None) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_facts, progress
 from octavo_cli.opened import SOURCE_HELP, Opened, open_source
-from octavo_cli.options import AsJson, Device, Step, option
+from octavo_cli.options import AsJson, Device, Step, option, refuse_unused
 
 if TYPE_CHECKING:
     from octavo.text import ReadReport
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
+    command: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}.")] = None,
     held_out: Annotated[Path | None, option("RUN", "Evaluate on the text that this run holds out.")] = None,
@@ -50,6 +51,8 @@ def evaluate_command(
 
     if data and held_out:
         raise ValueError("--data and --held-out both name the text: give one of them")
+    if not data:
+        refuse_unused(command, ["--batch", "--context"], "--data")
     if batches is not None and batches < 1:
         raise ValueError(f"--batches must be at least 1, got {batches}")
     opened = open_source(source, step, device)

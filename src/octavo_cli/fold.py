@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import Out, Step, option
+from octavo_cli.options import Out, Step, option, refuse_unused
 
 if TYPE_CHECKING:
     from octavo.folding import FoldReport
 
 
 def fold_command(
+    command: typer.Context,
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train of a Llama.")
     ],
@@ -56,6 +57,10 @@ def fold_command(
     """
     from octavo.folding import fold
 
+    if smooth is None:
+        refuse_unused(command, ["--alpha"], "--smooth")
+    if not rotate:
+        refuse_unused(command, ["--seed"], "--rotate")
     with progress("folding") as advance:
         report = fold(
             model, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=dtype, step=step,

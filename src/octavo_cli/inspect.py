@@ -10,7 +10,7 @@ import typer
 
 from octavo_cli.display import print_table, say
 from octavo_cli.dtypes import print_dtypes
-from octavo_cli.options import AsJson, option
+from octavo_cli.options import AsJson, option, refuse_unused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def inspect_command(
+    command: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A packed folder; with --dtypes the model of a training.")
     ],
@@ -60,8 +61,7 @@ def inspect_command(
     if dtypes:
         print_dtypes(source, module, given, as_json=as_json)
         return
-    if given or module is not None:
-        raise ValueError("--module, --recipe, --batch, --context and --weights belong to --dtypes: add it")
+    refuse_unused(command, ["--module", "--recipe", "--batch", "--context", "--weights"], "--dtypes")
     if source.suffix == ".toml" or not source.exists():
         raise ValueError(f"{source} is no packed folder; to trace the dtypes of a model, add --dtypes")
     _print_packed(source, as_json)

@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,13 @@ def changed(context: typer.Context) -> list[str]:
         and source.name == "COMMANDLINE"
         and context.params[str(param.name)] != param.default
     ]
+
+
+def refuse_unused(context: typer.Context, unused: Collection[str], needed: str) -> None:
+    """Raise a ValueError if the command line has an option of `unused`, which do nothing without `needed`."""
+    for name in changed(context):
+        if name in unused:
+            raise ValueError(f"{name} is for {needed}, which is not given: add it, or leave {name} out")
 
 
 def option(metavar: str, help: str) -> Any:

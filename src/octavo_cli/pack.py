@@ -10,9 +10,9 @@ import typer
 
 from octavo_cli.budget import print_budget
 from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, print_reading, refuse_unused, required_data
+from octavo_cli.data import DATA_HELP, RUN_OPTIONS, print_reading, required_data
 from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step, option
+from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step, option, refuse_unused
 
 if TYPE_CHECKING:
     from octavo.packing import BudgetReport, PackReport
@@ -109,9 +109,9 @@ def pack_command(
     if budget and freeze is not None:
         raise ValueError("--budget and --freeze both run the model on --data: give one of them")
     if not budget and freeze is None:
-        refuse_unused(command, "--budget or --freeze")
+        refuse_unused(command, RUN_OPTIONS, "--budget or --freeze")
     if freeze is not None:
-        refuse_unused(command, "--budget", ["--samples"])
+        refuse_unused(command, ["--samples"], "--budget")
     with progress("packing") as advance:
         if freeze is not None:
             report = pack_frozen(

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, print_reading, refuse_unused, required_data
+from octavo_cli.data import DATA_HELP, RUN_OPTIONS, print_reading, required_data
 from octavo_cli.display import progress, say
-from octavo_cli.options import Device, Freeze, Layout, Out, Packed, option
+from octavo_cli.options import Device, Freeze, Layout, Out, Packed, option, refuse_unused
 
 
 def unpack_command(folder: Packed, out: Out) -> None:
@@ -59,7 +59,7 @@ def convert_layout(
     if freeze is not None and scheme not in (None, "static"):
         raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
     if freeze is None:
-        refuse_unused(command, "--freeze")
+        refuse_unused(command, RUN_OPTIONS, "--freeze")
     with progress("converting") as advance:
         if freeze is None:
             result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)

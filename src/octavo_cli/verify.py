@@ -13,7 +13,7 @@ import typer
 
 from octavo_cli.data import DATA_HELP, print_reading
 from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Packed, PromptBatch, PromptSeed, PromptTokens, option
+from octavo_cli.options import BUDGET_HELP, Device, Packed, PromptBatch, PromptSeed, PromptTokens, option, refuse_unused
 from octavo_cli.output import check_writable
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ _ROWS = 12
 
 
 def verify_command(
+    command: typer.Context,
     packed: Packed,
     against: Annotated[Path, option("MODEL", "The model that the folder was packed from: a folder, or a run.")],
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,
@@ -57,6 +58,8 @@ def verify_command(
     from octavo.evaluation import Budget, PromptOptions
     from octavo.verification import verify
 
+    if not data:
+        refuse_unused(command, ["--samples", "--context", "--batch", "--seed"], "--data")
     budgets, prompts = [Budget.parse(text) for text in budget or ()], PromptOptions(samples, context, batch, seed)
     check_writable(to_json, "--json")
     check_writable(to_html, "--html")

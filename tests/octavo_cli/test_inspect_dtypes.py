@@ -104,7 +104,7 @@ def test_a_preset_needs_no_memory(octavo):
     [
         (["llama-9b", "--dtypes"], "the presets are"),
         ([".", "--dtypes"], "holds no config.json"),
-        (["packed", "--module", "*"], "belong to --dtypes"),
+        (["packed", "--module", "*"], "--module is for --dtypes, which is not given: add it"),
         (["small.toml"], "small.toml is no packed folder; to trace the dtypes of a model, add --dtypes"),
         (["llama-1b", "--dtypes", "--recipe", "fp4"], "recipe"),
         (["llama-1b", "--dtypes", "--context", "0"], "context must be"),
