@@ -10,7 +10,7 @@ import torch
 
 from bench import record
 from bench.gpu import plan
-from bench.report.plan import configurations
+from bench.report.plan import configuration_machines, configurations, untuned
 from octavo.plan.hardware import find_gpu
 
 SMALL = plan.MODELS["8b"].change(
@@ -88,6 +88,23 @@ def test_a_run_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, mon
     commits = [row.get("measured before, at commit") for row in configurations({"gpu_plan_1b": result})]
     assert commits == [*["commit 1"] * 4, None, None]
     assert result["machine"]["commit"] == "commit 2"
+
+
+def test_the_page_takes_each_model_that_was_measured() -> None:
+    """One row of two misses the aim of the time, and one was not measured."""
+    gpu, config = find_gpu("h200"), plan.configured("3b", 1, "bf16", "none")
+    planned = plan.compared(config, 1, gpu, {"error": "not run"})["planned"]
+    exact = {"seconds": [planned["seconds"]], "peak_bytes": planned["peak_bytes"], "host_seconds": 0.0321}
+    slow = exact | {"seconds": [1.2 * planned["seconds"]]}
+    rows = [{"model": "3b", **plan.compared(config, 1, gpu, found)} for found in (exact, slow, {"error": "not run"})]
+    results = {"gpu_plan_3b": {"machine": {"gpu": "H200", "commit": "1a"}, "rows": rows}}
+    table = list(configurations(results))
+    assert [row["model"] for row in table] == ["3b"] * 3
+    assert [row.get("ms of the host, measured") for row in table] == ["32.1", "32.1", None]
+    line = configuration_machines(results)
+    assert line == "- `3b`: 2 of 2 within 5 % of the memory and 1 of 2 within 10 % of the time. H200, commit 1a."
+    assert "`3b`" in untuned(results)
+    assert untuned({}) == ""
 
 
 @pytest.mark.parametrize("model", plan.MODELS)
