@@ -41,8 +41,8 @@ def train_command(
     auto|cpu|cuda, --out FOLDER.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume
-    FOLDER continues bit for bit. --or-resume makes a command that begins a run and, given again, continues it. A closed
-    output pipe does not end a run.
+    FOLDER continues the run bit for bit. With --or-resume the same command begins a run and later continues it. A
+    closed output pipe does not end a run.
 
     Examples:
 

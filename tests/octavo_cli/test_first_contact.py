@@ -16,7 +16,7 @@ from octavo_cli.other_names import OTHER_NAMES
 
 COMMANDS = (
     "bench", "bisect", "calibrate", "compare", "convert-layout", "doctor", "evaluate", "export-gguf", "fold", "formats",
-    "generate", "inspect", "pack", "report", "train", "unpack", "verify",
+    "generate", "inspect", "pack", "plan", "recipe", "report", "train", "unpack", "verify",
 )  # fmt: skip
 CALL = """
 import io, json, sys
@@ -129,6 +129,11 @@ def test_the_list_of_commands_cuts_no_sentence(octavo):
 def test_an_example_stands_on_one_line(octavo, monkeypatch):
     text = octavo("pack", "--help")[1]
     assert "  octavo pack models/qwen packed/qwen --scheme block --layout fp8 --tensor-parallel 1,2,4\n" in text
+
+
+def test_no_option_is_cut_at_the_end_of_a_line(octavo):
+    texts = {name: octavo("help", name)[1] for name in COMMANDS}
+    assert [name for name, text in texts.items() if re.search(r"\w-$", text, re.MULTILINE)] == []
 
 
 def test_ctrl_c_is_not_a_traceback(octavo, monkeypatch):
