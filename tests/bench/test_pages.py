@@ -12,6 +12,7 @@ from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, PLAIN, speedup
 from bench.report import pages, parity, performance, plots
 from bench.report.aims import Aim, aims
 from bench.report.tables import load, machine, markdown, pivot
+from octavo.recipe import PRESETS
 
 RESULTS = load()
 ROOT = Path(__file__).parents[2]
@@ -63,11 +64,22 @@ def test_the_guide_to_training_has_the_figures_of_the_results():
     for m in (512, 2048, 8192, 32768):
         rows = [re.search(rf"^\| {m:,} x {k:,} \| (.*) \|$", layers, re.MULTILINE) for k in (1024, 2048, 4096, 8192)]
         assert f"| {m:,} | {' | '.join(row[1].split(' | ')[i] for i, row in enumerate(rows))} |" == tokens[f"| {m:,}"]
-    for row in RESULTS["gpu_stack"]["modes"]:
-        if row["mode"].startswith("ours plain") and row["mode"].endswith(" compile"):
-            recipe = row["mode"].removeprefix("ours plain: ").removesuffix(", compile")
-            dbs = ", ".join(f"{db:.1f}" for db in RESULTS["gpu_stack"]["sqnr"][row["mode"]])
-            assert re.search(rf"\| `{recipe}` \| .* \| {row['ratio']:.2f}x \| .* \| {dbs} \|", guide), recipe
+    stack_of = RESULTS["gpu_stack"]
+    modes = {row["mode"]: row for row in stack_of["modes"]}
+    fused, plain = (modes[mode]["peak_gb"] / modes[BASE]["peak_gb"] for mode in (FUSED, PLAIN))
+    assert f"{stack_of['kept']['ratio']:.2f}x of BF16 instead of {modes[FUSED]['ratio']:.2f}x" in guide
+    assert f"{fused:.2f} of BF16's when fused, {plain:.2f} when not" in guide
+    assert f"fused blocks reach {modes[FUSED_EAGER]['ratio']:.2f}x" in guide
+
+
+def test_each_recipe_of_the_guide_is_measured():
+    table = (ROOT / "docs" / "training.md").read_text().partition("## Recipes")[2].partition("[Recipes]")[0]
+    named = re.findall(r"^\| (`.*`) \|", table, re.MULTILINE)
+    recipes = {name.strip("` ") for names in named for name in names.split(",")}
+    assert recipes == PRESETS.keys() - {"bf16"}
+    page = pages.page("recipes", RESULTS)
+    assert [name for name in recipes - {"delayed"} if f"| `{name}` |" not in page] == []
+    assert "| `delayed_e5m2_margin_1` |" in page  # the preset
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------
