@@ -111,3 +111,13 @@ def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:
 def test_a_model_without_a_layer_to_convert_is_an_error(model: nn.Module, skip: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_linears(model, skip)
+
+
+def test_a_model_that_is_quantized_already_is_named() -> None:
+    packed = nn.Module()
+    packed.register_buffer("weight", torch.zeros(16, 16, dtype=torch.float8_e4m3fn))
+    for model in (nn.ModuleDict({"layer": packed}), nn.ModuleDict({"layer": packed, "lm_head": nn.Linear(16, 16)})):
+        with pytest.raises(
+            ValueError, match=r"weights in eight bits already: convert the model in BF16.*octavo unpack"
+        ):
+            select_linears(model)

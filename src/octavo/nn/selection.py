@@ -11,6 +11,7 @@ from octavo.nn.coverage import find_coverage
 from octavo.nn.linear import Linear
 from octavo.nn.module_class import is_fsdp_module, is_of_library
 from octavo.nn.parallel import ParallelLinear
+from octavo.numerics.formats import EIGHT_BIT_FORMATS
 from octavo.ops.checks import FLOATS
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
@@ -69,7 +70,13 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[
 
 
 def _other_matrices(model: nn.Module) -> str:
-    """The matrices of a model without linear layers, in a sentence."""
+    """The matrices of a model without a linear layer to convert, in a sentence."""
+    quantized = {f.dtype for f in EIGHT_BIT_FORMATS.values()}
+    if any(t.dtype in quantized for t in (*model.parameters(), *model.buffers())):
+        return (
+            "It has weights in eight bits already: convert the model in BF16 that it was made from, or the one that "
+            "octavo unpack makes of a packed folder."
+        )
     left = find_coverage(model, ()).left
     if not left:
         return "None of its other parameters is read by a matrix product."
