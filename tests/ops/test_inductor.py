@@ -69,3 +69,17 @@ def test_inductor_launches_our_kernels_itself_where_it_was_imported_before_octav
     code = f"import torch._inductor.config as config, octavo.ops.inductor; print(config.{name})"
     environment = {variable: value for variable, value in os.environ.items() if name not in variable.lower()}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == "True"
+
+
+def test_attention_draws_numbers_only_if_it_drops() -> None:
+    aten = torch.ops.aten
+    flash, efficient = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention
+    qkv = (torch.ones(1), torch.ones(1), torch.ones(1))
+    state = {"rng_state": None}
+    assert not inductor.draws_numbers(flash, qkv, state)
+    assert not inductor.draws_numbers(flash, (*qkv, 0.0, True), {"scale": 0.5} | state)
+    assert inductor.draws_numbers(flash, (*qkv, 0.1, True), state)
+    assert not inductor.draws_numbers(efficient.default, (*qkv, None, True), {"is_causal": True})
+    assert inductor.draws_numbers(efficient.default, (*qkv, None, True, 0.1), {})
+    assert inductor.draws_numbers(efficient.default, (*qkv, None, True), {"dropout_p": 0.1})
+    assert inductor.draws_numbers(aten.bernoulli.p, (torch.ones(1), 0.0), state)

@@ -1,12 +1,16 @@
 """Compiled code launches our kernels instead of calling our operations; with dynamic sizes it calls them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiled_code import calls
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
@@ -106,3 +110,33 @@ def test_dynamic_sizes_call_the_operations() -> None:
     for exact, here in zip(gradients(model, model, x), actual, strict=True):
         noise = (exact.double() - here.double()).square().sum()
         assert noise <= exact.double().square().sum() * 10**-3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_is_computed_again_restores_a_random_state_only_if_it_drops(dropout: float) -> None:
+    torch.compiler.reset()
+    inductor.register_lowerings()
+
+    def attend(t: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(2 * t, t, t, is_causal=True, dropout_p=dropout).sin()
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+    def attend_again(t: Tensor) -> Tensor:
+        return checkpoint(attend, t, use_reentrant=False, context_fn=contexts)
+
+    def run(call: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        t = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        call(t).float().square().sum().backward()
+        assert t.grad is not None
+        return t.grad
+
+    found, codes = run_and_get_code(run, torch.compile(attend_again, fullgraph=True))
+    assert all("_scaled_dot_product" in code for code in codes)
+    assert len(codes) == 2
+    assert all(("graphsafe_run_with_rng_state(" in code) == (dropout > 0) for code in codes)
+    if dropout == 0:
+        exact = run(attend).double()
+        assert (exact - found.double()).square().sum() <= exact.square().sum() * 10**-3

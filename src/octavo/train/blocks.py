@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from octavo.ops.inductor import register_lowerings
 from octavo.train.config import Config, ConfigError
 
 # Selective checkpointing saves the outputs of the first, and of every second of the others. Both are slow to compute:
@@ -65,6 +66,8 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
             block.forward = _checkpointed(block.forward, _contexts(mode, compiled=config.compile.blocks))
             block.activation_checkpointing = mode  # read by octavo.watch
     if config.compile.blocks:
+        if config.compile.backend == "inductor":
+            register_lowerings()  # of a model in BF16 too, which has none of our operations
         for block in find_blocks(model):
             block.compile(backend=config.compile.backend)
 
