@@ -33,6 +33,7 @@ from octavo.plan.models import find_architecture
 from octavo.plan.setup import make_setup
 from octavo.plan.training import TrainingPlan
 from octavo.train.config import Config
+from octavo.train.garbage import collect_between_steps
 from octavo.train.log import training_console
 from octavo.train.processes import run_in_group
 from octavo.train.ranks import rank
@@ -128,7 +129,7 @@ def work(path: Path) -> None:
     """Train as `octavo train` does, without saving, and write the peak memory, and the times of steps and kernels."""
     task = json.loads(path.read_text())
     trainer = start_run(Config.from_dict(task["config"]), training_console())
-    with trainer.lock, cast_once(trainer.model):
+    with trainer.lock, collect_between_steps(), cast_once(trainer.model):
         once(trainer.step, WARM)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -43,6 +43,7 @@ from octavo.train.config import Config
 from octavo.train.data import Batches
 from octavo.train.early_warning import CHECK_EVERY, EarlyWarning
 from octavo.train.evaluation import autocast, mean_loss, next_token_loss, own_random
+from octavo.train.garbage import collect_between_steps, collect_young
 from octavo.train.gradients import clip_gradients
 from octavo.train.instrument import observed_dtypes, precision_of, scales_of, weight_ranges
 from octavo.train.interrupt import delay_interrupts, name_of
@@ -107,6 +108,7 @@ class Trainer:
         clock, agreement = _Clock(state.step), Agreement()
         with (
             self.lock,
+            collect_between_steps(),
             delay_interrupts() as stop,
             open_metrics(config, self.run_folder.metrics, state.step) as metrics,
             watched(config, state, self.run_folder, metrics) as self.watch,
@@ -120,6 +122,7 @@ class Trainer:
                 metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, dtypes=self._dtypes())
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
+                collect_young(state.step)
                 # Read once a step: what comes later in this turn is for the next.
                 number, failed = agreement.reach(stop.number, checkpoints.failed)
                 if failed:
