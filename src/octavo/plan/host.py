@@ -9,9 +9,10 @@ less than half of a block.
 
 The constants are seconds of a block of a Llama with seven linear layers, by torch 2.11, on hosts of H200s. Of two
 whole steps of 16 blocks on two GPUs the host took 104 ms (BF16) and 153 ms (`rowwise`, full activation checkpointing,
-the gather in eight bits). The constants add up to these. Their proportions, and so those on one GPU, are of steps of 8
-and 16 blocks without a GPU (docs/log.md). Three machines of this kind took 123 to 165 ms for the second step. Nothing
-was measured for experts and for tensor parallelism, which launch more: there the host takes longer than planned.
+the gather in eight bits) at 73f4b6cd. All else is in proportion to steps of 8 and 16 blocks without a GPU: the parts of
+these two steps, those on one GPU, and what the code takes less since (docs/log.md). Three machines of this kind took
+123 to 165 ms for the second step. Nothing was measured for experts and for tensor parallelism, which launch more:
+there the host takes longer than planned.
 """
 
 from octavo.numerics.granularity import ROW, TENSOR
@@ -23,11 +24,11 @@ from octavo.plan.setup import Setup
 BF16, FUSED, ROWS, HISTORIES, BLOCKS = 1.6e-3, 1.9e-3, 2.4e-3, 4.0e-3, 6.0e-3
 EAGER, EAGER_FP8 = 2.9e-3, 5.2e-3
 # Recomputation, by the mode of activation checkpointing. In eager mode PyTorch decides operation by operation.
-AGAIN = {"none": 0.0, "selective": 0.2e-3, "full": 0.7e-3}
+AGAIN = {"none": 0.0, "selective": 0.15e-3, "full": 0.3e-3}
 EAGER_AGAIN = {"none": 0.0, "selective": 11e-3, "full": 4.7e-3}
 SHARDED, SHARDED_FP8 = 4.1e-3, 4.5e-3  # FSDP2's hooks in both passes: two gathers, a reduction, and their copies
 NARROW_GATHER = 1.5e-3  # gathers in eight bits have more tensors
-UPDATE, UPDATE_FP8, UPDATE_SHARDED, UPDATE_FP8_SHARDED = 0.3e-3, 0.8e-3, 0.8e-3, 0.9e-3
+UPDATE, UPDATE_FP8, UPDATE_SHARDED = 0.3e-3, 0.8e-3, 0.35e-3
 
 
 def host_seconds(setup: Setup) -> float:
@@ -62,6 +63,6 @@ def _compiled(setup: Setup) -> float:
 
 def _update(setup: Setup) -> float:
     """Seconds of a block's weights after the last micro-batch."""
-    if setup.sharded:
-        return UPDATE_FP8_SHARDED if setup.recipe.quantized else UPDATE_SHARDED
+    if setup.sharded:  # a rank casts its parts of all weights in a few launches
+        return UPDATE_SHARDED
     return UPDATE_FP8 if setup.recipe.quantized else UPDATE
