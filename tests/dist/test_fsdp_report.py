@@ -7,13 +7,14 @@ import torch
 from fsdp_examples import batch, blocks, equal, sharded, train
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo import models
 from octavo.dist import GatherReport, GatherRow, fp8_all_gather
+from octavo.dist.fsdp_units import reducing_units, sharded_weights
 
 
 def made(recipe: str = "rowwise", **options: Any) -> nn.Module:
@@ -83,6 +84,29 @@ def test_what_is_gathered_wide_and_what_is_not_fused() -> None:
         }  # fmt: skip
         assert "not fused: 0.both, since 0.left is a unit of FSDP's" in results["text"]
         assert results["attention"] == ({"model.layers.0.self_attn": "model.layers.0.qkv"}, 7)
+
+
+def neighbours(rank: int) -> dict[str, Any]:
+    """Two blocks that `fully_shard` takes as a list, which FSDP2 gathers and reduces together."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    pair: Any = made()
+    fully_shard([*pair], mp_policy=policy)
+    fully_shard(pair, mp_policy=policy)
+    report = fp8_all_gather(pair)
+    units = {unit.unit for unit in sharded_weights(pair).values()}
+    groups = {unit.group for unit in sharded_weights(pair).values()}
+    reducing = len(reducing_units(pair))
+    same = equal(train(made()), train(pair))
+    return {"report": report, "units": units, "groups": len(groups), "reducing": reducing, "same": same}
+
+
+def test_a_list_of_modules_is_one_unit() -> None:
+    for found in run_ranks(2, neighbours):
+        assert not found["report"].wide
+        assert not found["report"].unfused
+        assert found["units"] == {"0", "1"}
+        assert found["groups"] == found["reducing"] == 1
+        assert found["same"]
 
 
 def errors(rank: int) -> dict[str, str]:

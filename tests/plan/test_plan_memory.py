@@ -80,6 +80,16 @@ def test_one_block_is_reduced_while_the_next_one_computes():
     assert at_end - at_start == 4 * block.parameters
 
 
+def test_two_small_blocks_are_gathered_and_reduced_together():
+    setup = Case("gpt2", gpus=8).training().setup
+    block = setup.model.blocks[0]
+    outside = 4 * (setup.model.parameters - setup.model.depth * block.parameters)
+    narrow = block.weights + 4 * (block.parameters - block.weights)
+    at_start, at_end = (buffer_bytes(setup, block, start=start) for start in (True, False))
+    assert at_start == 2 * 2 * narrow + outside
+    assert at_end - at_start == 2 * 4 * block.parameters
+
+
 def test_replicas_share_nothing():
     memory = planned("--parallel.dp-replicate", "8", "--parallel.dp-shard", "1", gpus=8)
     assert memory.weights == planned().weights

@@ -11,7 +11,7 @@ import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.nn import convert
 from octavo.telemetry.schema import RECOMPUTED
-from octavo.train.blocks import find_blocks, prepare_blocks
+from octavo.train.blocks import blocks_gathered_together, find_blocks, prepare_blocks, unit_size
 from octavo.train.config import Config, ConfigError
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
@@ -121,3 +121,17 @@ def test_blocks_are_the_list_with_the_most_parameters():
     assert find_blocks(nn.ModuleDict({"small": small, "model": model})) is model.model.layers
     with pytest.raises(ConfigError, match="Sequential must have a list of equal blocks"):
         find_blocks(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(("width", "layers", "expected"), [(32, 5, [2, 2, 1]), (4096, 3, [1, 1, 1])])
+def test_two_small_blocks_are_gathered_together(width, layers, expected):
+    with torch.device("meta"):
+        sizes = {"heads": 4, "kv_heads": 4, "mlp_width": 3 * width, "context": 16}
+        model = build(LlamaConfig(vocabulary=64, layers=layers, width=width, **sizes))
+    units = blocks_gathered_together(model)
+    assert [len(unit) for unit in units] == expected
+    assert [block for unit in units for block in unit] == list(model.model.layers)
+
+
+def test_a_pair_of_blocks_has_at_most_134_million_parameters():
+    assert [unit_size(parameters) for parameters in (1, 67_108_864, 67_108_865, 10**9)] == [2, 2, 1, 1]

@@ -47,11 +47,14 @@ def has_run(model: nn.Module) -> bool:
 def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]:
     """The parameters of `model` that FSDP2 shards, each by its module and its name there."""
     found = {}
-    for unit, group in _groups(model):
+    names = {module: name for name, module in model.named_modules()}
+    for group in _groups(model):
+        # fully_shard takes a list of modules too, which are gathered together
+        units = {module: names[unit] for unit in group.modules for module in unit.modules()}
         for parameter in group.fsdp_params:
             info = parameter._module_info
             found[info.module, info.param_name] = UnitWeight(
-                unit,
+                units[info.module],
                 id(group),
                 parameter._orig_size[0],
                 parameter.padded_sharded_param_size[0],
@@ -62,7 +65,7 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
 
 
 def reducing_units(model: nn.Module) -> list[Any]:
-    """The units that sum gradients in FP32 over several ranks, in one group of parameters.
+    """The units that sum gradients in FP32 over several ranks, in one group of parameters; of a list of modules, one.
 
     Raises:
         ValueError: `fully_shard` was not called on a module of `model`.
@@ -70,7 +73,8 @@ def reducing_units(model: nn.Module) -> list[Any]:
     units: list[Any] = [module for module in model.modules() if is_unit(module)]
     if not units:
         raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
-    return [unit for unit in units if len(groups := _groups_of(unit)) == 1 and _reduces_in_fp32(groups[0])]
+    states = {id(unit._get_fsdp_state()): unit for unit in reversed(units)}.values()
+    return [unit for unit in reversed(states) if len(groups := _groups_of(unit)) == 1 and _reduces_in_fp32(groups[0])]
 
 
 def _reduces_in_fp32(group: Any) -> bool:
@@ -78,15 +82,10 @@ def _reduces_in_fp32(group: Any) -> bool:
     return ranks > 1 and group.mp_policy.reduce_dtype is torch.float32
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The groups of parameters that are gathered together, each with the name of its unit."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        if is_unit(module):
-            for group in _groups_of(module):
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    yield name, group
+def _groups(model: nn.Module) -> list[Any]:
+    """The groups of parameters that are gathered together, in the order of their first modules."""
+    groups = [group for module in model.modules() if is_unit(module) for group in _groups_of(module)]
+    return list({id(group): group for group in groups}.values())
 
 
 def _groups_of(unit: Any) -> list[Any]:

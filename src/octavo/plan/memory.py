@@ -21,6 +21,7 @@ from octavo.plan.architecture import Block
 from octavo.plan.attention import is_fp8
 from octavo.plan.setup import Setup
 from octavo.plan.states import BF16, FP8
+from octavo.train.blocks import unit_size
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,17 @@ def head_bytes(setup: Setup) -> float:
 
 
 def _unreduced_bytes(setup: Setup, block: Block) -> float:
-    """The gradients of a block under FSDP2, before they are copied into the buffer of the reduction."""
-    return setup.gathered_bytes[1] * block.parameters / setup.degrees.tp if setup.sharded else 0.0
+    """The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction."""
+    parameters = block.parameters * unit_size(block.parameters)
+    return setup.gathered_bytes[1] * parameters / setup.degrees.tp if setup.sharded else 0.0
 
 
 def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
-    """The buffers of FSDP2: two gathered blocks, the gathered root, and the FP32 gradients that are being reduced."""
+    """The buffers of FSDP2: two gathered units, the gathered root, and the FP32 gradients that are being reduced."""
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes
     gathered = narrow * block.weights + wide * (block.parameters - block.weights)
     root = wide * setup.model.outside
-    reduced = 0.0 if start else 4.0 * block.parameters  # of the block before, until this block's are reduced
-    return (2 * gathered + root + reduced) / setup.degrees.tp
+    reduced = 0.0 if start else 4.0 * block.parameters  # of the unit before, until this unit's are reduced
+    return (unit_size(block.parameters) * (2 * gathered + reduced) + root) / setup.degrees.tp

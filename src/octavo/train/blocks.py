@@ -24,6 +24,8 @@ _ATTENTION = [
 ] + [torch.ops.octavo.fp8_attention.default]
 _GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.octavo.scaled_mm.default]
 
+SMALL = 1 << 27  # parameters: more than a block of a model of a billion has, less than one of Llama-3-8B
+
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The repeated blocks of a model, in order: the list of modules of one class that holds the most parameters.
@@ -42,6 +44,22 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
             "and parallel, and has none: leave these settings out"
         )
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def blocks_gathered_together(model: nn.Module) -> list[list[nn.Module]]:
+    """The blocks of a model, in order, in lists that FSDP2 gathers and reduces together (`unit_size`)."""
+    blocks = list(find_blocks(model))
+    size = unit_size(max(sum(p.numel() for p in block.parameters()) for block in blocks))
+    return [blocks[i : i + size] for i in range(0, len(blocks), size)]
+
+
+def unit_size(parameters: int) -> int:
+    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
+
+    For each unit the host calls FSDP2's hooks and starts its collectives, which takes about as long as the other work
+    of a small block, and the GPU would wait.
+    """
+    return 2 if 2 * parameters <= SMALL else 1
 
 
 def prepare_blocks(model: nn.Module, config: Config) -> None:

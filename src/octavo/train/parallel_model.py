@@ -1,8 +1,8 @@
 """A model whose layers, weights and optimizer state are divided among the processes of a run.
 
     build on the meta device -> convert -> tensor parallel -> activation checkpointing -> compile each block
-    -> FSDP2: each block a unit, and all else the unit of the model -> gather FP8 weights in eight bits -> memory
-    -> weights
+    -> FSDP2: each block a unit, or two small ones, and all else the unit of the model
+    -> gather FP8 weights in eight bits -> memory -> weights
 
 FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
 numbers are the same but for the order of sums. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
@@ -23,7 +23,7 @@ from octavo.dist import GatherReport, fp8_all_gather, tensor_parallel
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.decoder import Decoder
 from octavo.nn import Conversion
-from octavo.train.blocks import find_blocks, prepare_blocks
+from octavo.train.blocks import blocks_gathered_together, prepare_blocks
 from octavo.train.config import Config
 from octavo.train.hugging_face import describe_language_model, open_language_model
 from octavo.train.loss import Loss, make_loss
@@ -106,8 +106,8 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
         ),
         "offload_policy": on_cpu if config.optimizer.offload else OffloadPolicy(),
     }
-    for block in find_blocks(model):
-        fully_shard(block, **options)
+    for unit in blocks_gathered_together(model):
+        fully_shard(unit, **options)
     fully_shard(model, **options)
     return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
