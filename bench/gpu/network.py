@@ -22,7 +22,7 @@ from bench import record
 from bench.gpu import llama
 from bench.gpu.modes import BASE
 from bench.gpu.ranks import Deadline, Network, bandwidth, say, slowest, start
-from bench.gpu.sharded import OURS, TORCHAO, WIDE, Runner
+from bench.gpu.sharded import MODES, OURS, TORCHAO, WIDE, Runner
 from bench.gpu.timing import interleaved, summary
 from octavo.models.llama import LlamaConfig
 
@@ -56,6 +56,7 @@ def run(
     for runner in runners.values():
         runner.step()  # compiles
     setting = {"layers": config.layers, "tokens": tokens, "world": distributed.get_world_size(), "transport": TRANSPORT}
+    setting["bf16_gradients"] = [name for name in modes if MODES[name].communicate is not None]
     setting |= {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     links: list[dict[str, Any]] = []
     for count in sorted(channels, reverse=True):

@@ -8,7 +8,7 @@ from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
 from bench.gpu.plan import AIMS, MODELS, planned_again
 from bench.gpu.sharded import OURS, WIDE
 from bench.report.experts import NAMES
-from bench.report.scaling import rows_of, runs
+from bench.report.scaling import gradient_bytes, rows_of, runs
 from bench.report.tables import Result, Row, earlier, machine
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu, known_gpus
@@ -17,7 +17,7 @@ from octavo.plan.rates import grouped_seconds
 from octavo.plan.schemes import find_scheme
 from octavo.plan.server import Server
 from octavo.plan.serving import plan_serving
-from octavo.plan.setup import make_setup
+from octavo.plan.setup import Setup, make_setup
 from octavo.plan.states import KNOWN_STATES, own_states
 from octavo.plan.training import TrainingPlan
 from octavo.recipe import get_recipe
@@ -82,6 +82,14 @@ def stack_errors(results: dict[str, Result]) -> Rows:
         }
 
 
+class ReducedInFP32(Setup):
+    """FSDP2 without `send_bf16_gradients`."""
+
+    @property
+    def sent_gradient(self) -> float:
+        return 4.0
+
+
 def fsdp_errors(results: dict[str, Result]) -> Rows:
     """Whole steps of bench/gpu/fsdp.py. Their loss is compiled, which `octavo train` does not do."""
     for run in runs(results):
@@ -99,7 +107,10 @@ def fsdp_errors(results: dict[str, Result]) -> Rows:
                 **{f"parallel.{name}": value for name, value in options.items()},
             )
             used = replace(model, fused=recipe != "bf16")
-            plan = TrainingPlan(make_setup(used, config, find_gpu("h200"), setting["world"]))
+            setup = make_setup(used, config, find_gpu("h200"), setting["world"])
+            if gradient_bytes(run, modes[mode]) == 4:
+                setup = ReducedInFP32(**vars(setup))
+            plan = TrainingPlan(setup)
             where = {"GPUs": str(setting["world"]), "layers": str(setting["layers"]), "mode": mode}
             yield {**where, **compared("ms", 1e3 * plan.time.total, modes[mode]["median"], ".1f")}
 

@@ -150,14 +150,18 @@ def fitted_runs(results: dict[str, Result]) -> list[Result]:
 def fitted(run: Result, other: Result | None, mode: str) -> Training:
     """The times of a block and of the rest, from the times of a mode's step at two depths.
 
-    Of one depth alone: the head takes its share of BF16's FLOPs in every mode.
+    Of one depth alone: the head takes its share of BF16's FLOPs in every mode. Where the mode has no step at the other
+    depth, or one of code that sent gradients of another size, the rest is that of BF16.
     """
     row = rows_of(run)[mode]
     training = estimated(run, row)
-    if other is not None and mode in rows_of(other):
-        seconds = rows_of(other)[mode]["median"] / 1e3
+    beside = rows_of(other).get(mode) if other is not None else None
+    if other is not None and beside is not None and gradient_bytes(other, beside) == training.gradient:
+        seconds = beside["median"] / 1e3
         rest = solve(lambda rest: at_depth(other, replace(training, rest=rest), run, row), seconds)
         training = replace(training, rest=rest)
+    elif other is not None and mode != BASE:
+        training = replace(training, rest=fitted(run, other, BASE).rest)
     return fit(row["median"] / 1e3, training, links_of(run), run["setting"]["world"])
 
 
@@ -178,16 +182,23 @@ def estimated(run: Result, row: Result) -> Training:
     base = rows_of(run)[BASE]
     rest = (base["median"] - base["optimizer_ms"]) / 1e3 * head / (layers * (block + attention) + head)
     root = 2 * head + width
+    gradient = gradient_bytes(run, row)
     return Training(
         layers=layers,
         block=0.0,
         rest=rest,
         optimizer=row["optimizer_ms"] / 1e3 * world,
         gathered=(row["gathered_bytes"] * world - 2 * root) / (2 * layers),
-        reduced=(row["reduced_bytes"] * world - 4 * root) / layers,
+        reduced=(row["reduced_bytes"] * world - gradient * root) / layers,
         root_gathered=2 * root,
-        root_reduced=4 * root,
+        root_reduced=gradient * root,
+        gradient=gradient,
     )
+
+
+def gradient_bytes(run: Result, row: Result) -> float:
+    """Bytes of a gradient that a mode sends: PyTorch sends FP32, and Octavo BF16 since `send_bf16_gradients`."""
+    return float(4 * row["reduced_bytes"] / rows_of(run)[BASE]["reduced_bytes"])
 
 
 def links_of(run: Result) -> Links:
@@ -201,19 +212,21 @@ def model_errors(results: dict[str, Result]) -> Rows:
         for run in runs(results):
             row, setting = rows_of(run).get(name), run["setting"]
             if row and run not in known:
-                model = replace(training, layers=setting["layers"]).step(links_of(run), setting["world"])
+                sent = training.sending(gradient_bytes(run, row))
+                model = replace(sent, layers=setting["layers"]).step(links_of(run), setting["world"])
                 yield error_row(f"{setting['world']} GPUs, {setting['layers']} layers", name, model, row["median"])
         for result in runs(results, "gpu_network_"):
             for link in result["links"]:
                 if name in link["rounds"]:
-                    model = at_bandwidth(result, training, link["bytes_per_second"])
+                    model = at_bandwidth(result, name, training, link["bytes_per_second"])
                     where = f"{result['setting']['world']} GPUs at {link['bytes_per_second'] / 1e9:.1f} GB/s"
                     yield error_row(where, name, model, statistics.median(link["rounds"][name]))
 
 
-def at_bandwidth(result: Result, training: Training, bandwidth: float) -> float:
-    """The model's seconds of a step of a network benchmark, at a bandwidth in bytes a second."""
+def at_bandwidth(result: Result, mode: str, training: Training, bandwidth: float) -> float:
+    """The model's seconds of a mode's step in a network benchmark, at a bandwidth in bytes a second."""
     setting = result["setting"]
+    training = training.sending(2.0 if mode in setting.get("bf16_gradients", ()) else 4.0)
     links = Links(bandwidth, shared=setting["transport"] == "socket")  # few channels slow each collective alone
     return replace(training, layers=setting["layers"]).step(links, setting["world"])
 

@@ -21,7 +21,7 @@ uses its own network card.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NODE = 8  # GPUs of a node
 HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, in a node and between nodes
@@ -63,6 +63,7 @@ class Training:
         optimizer: seconds of the optimizer for all parameters.
         gathered, reduced: bytes of a block's weights and of its gradients.
         root_gathered, root_reduced: those of embedding and head.
+        gradient: bytes of one gradient among these; groups of GPUs sum theirs in FP32.
     """
 
     layers: int
@@ -73,6 +74,7 @@ class Training:
     reduced: float
     root_gathered: float
     root_reduced: float
+    gradient: float = 4.0
 
     def step(self, links: Links, world: int, shards: int | None = None) -> float:
         """Seconds of a step on `world` GPUs, of which each `shards` (all, if None) share the weights."""
@@ -80,7 +82,7 @@ class Training:
         groups = world // shards
 
         def reduction(size: float) -> float:
-            across = links.reduce(size / shards, groups) if groups > 1 else 0.0
+            across = links.reduce(size * 4 / self.gradient / shards, groups) if groups > 1 else 0.0
             return links.gather(size, shards) + across
 
         g, s = links.gather(self.gathered, shards), reduction(self.reduced)
@@ -90,6 +92,11 @@ class Training:
         backward = g + (self.layers - 1) * max(b, both) + b + s
         root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
         return forward + backward + root + self.rest + self.optimizer / shards
+
+    def sending(self, gradient: float) -> "Training":
+        """The same step with so many bytes a gradient in its reductions."""
+        share = gradient / self.gradient
+        return replace(self, reduced=self.reduced * share, root_reduced=self.root_reduced * share, gradient=gradient)
 
     def hidden(self, links: Links, shards: int) -> float:
         """Seconds of the collectives that can run beside the computation: those of all blocks but one."""

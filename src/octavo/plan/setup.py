@@ -52,6 +52,11 @@ class Setup:
         return (1.0 if self.recipe.quantized and self.config.parallel.fp8_all_gather else wide), wide
 
     @property
+    def sent_gradient(self) -> float:
+        """Bytes of a gradient that FSDP2 sends: of a BF16 one two (`octavo.dist.send_bf16_gradients`)."""
+        return float(self.residual) if self.degrees.dp_shard > 1 else 4.0
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the weights: on several GPUs, or in the memory of the CPU."""
         return self.degrees.data > 1 or self.config.optimizer.offload

@@ -245,9 +245,10 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
         rest=head,
         optimizer=0.0,
         gathered=narrow * inside + wide * rest,
-        reduced=4.0 * (inside + rest),
+        reduced=setup.sent_gradient * (inside + rest),
         root_gathered=wide * model.outside / degrees.tp,
-        root_reduced=4.0 * model.outside / degrees.tp,
+        root_reduced=setup.sent_gradient * model.outside / degrees.tp,
+        gradient=setup.sent_gradient,
     )
     if setup.states.offloaded and degrees.data == 1:
         return training.step(Links(PCIE), 2)

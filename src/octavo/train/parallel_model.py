@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from octavo.dist import GatherReport, fp8_all_gather, tensor_parallel
+from octavo.dist import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.decoder import Decoder
 from octavo.nn import Conversion
@@ -109,6 +109,7 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
     for unit in blocks_gathered_together(model):
         fully_shard(unit, **options)
     fully_shard(model, **options)
+    send_bf16_gradients(model)
     return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
 
 

@@ -19,7 +19,8 @@ class Parallel:
     fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
     gather_dtype: str = setting(
         "fp32",
-        "fp32, or bf16: dtype of all other weights in the forward pass; bf16 halves their traffic and rounds norms",
+        "fp32, or bf16: dtype of other weights in the forward pass; bf16 halves the traffic of these and of gradients, "
+        "and rounds norms",
         choices=("fp32", "bf16"),
     )
     async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
