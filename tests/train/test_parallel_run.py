@@ -1,12 +1,14 @@
 """A run of several processes, against the run of one process on the same sequences."""
 
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
+from torch import distributed
 
 from octavo.artifact.files import model_tensors
 from octavo.train.config import Config
@@ -53,19 +55,22 @@ def test_two_ranks_train_as_one(tmp_path, text):
 
 
 def gathered_in_bf16(rank, folder, text):
-    """The losses, and the dtypes of the norm that the last block computes with and of the gradients."""
+    """The losses, the dtypes of the norm that the last block computes with and of the masters, and exchanges a step."""
     config = TINY | TWO | {"data": [text], "out": f"{folder}/run", "parallel": {"gather_dtype": "bf16"}}
     trainer = start_run(Config.from_dict(config), Console(quiet=True))
     dtypes = []
     trainer.model.model.norm.register_forward_pre_hook(lambda module, args: dtypes.append(module.weight.dtype))
-    losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
-    return losses, str(dtypes[-1]), {str(p.dtype) for p in trainer.model.parameters()}
+    with mock.patch("torch.distributed.all_to_all_single", wraps=distributed.all_to_all_single) as exchange:
+        losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
+    masters = {str(p.dtype) for p in trainer.model.parameters()}
+    return losses, str(dtypes[-1]), masters, exchange.call_count / 3
 
 
 def test_other_weights_are_gathered_in_bf16_on_request(tmp_path, text):
     losses = train(0, tmp_path / "one", str(text), {"accumulate": 2})[1]
-    found, dtype, masters = run_ranks(2, gathered_in_bf16, tmp_path / "two", str(text))[0]
+    found, dtype, masters, exchanges = run_ranks(2, gathered_in_bf16, tmp_path / "two", str(text))[0]
     assert (dtype, masters) == ("torch.bfloat16", {"torch.float32"})
+    assert exchanges == 2  # of BF16 gradients: those of two blocks, which are one unit, and of the model
     assert found != losses
     np.testing.assert_allclose(found, losses, rtol=1e-2)
 

@@ -37,8 +37,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
     once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
     that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
-    makes of the whole weight. For that, one small all-reduce takes place for a step, beside the
-    gather of the first unit that needs it. There is no other collective.
+    makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these weights is
+    gathered. There is no other collective.
 
     Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
     leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
