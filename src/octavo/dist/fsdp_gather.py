@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from octavo.dist.fsdp_units import UnitWeight, has_run, is_unit, sharded_weights
+from octavo.dist.fsdp_units import UnitWeight, check_sharded, has_run, sharded_weights
 from octavo.dist.fusion import fused_modules, unfusing_units
 from octavo.dist.gather_report import GatherReport, GatherRow
 from octavo.dist.shard_cache import ShardCache
@@ -97,8 +97,7 @@ def _expert_stacks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def _check_ready(model: nn.Module, *, converted: bool) -> None:
     if not converted:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
-    if not any(is_unit(module) for module in model.modules()):
-        raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
+    check_sharded(model)
     if has_run(model):
         raise ValueError(
             "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "

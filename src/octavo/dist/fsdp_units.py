@@ -38,6 +38,12 @@ def is_unit(module: nn.Module) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
+def check_sharded(model: nn.Module) -> None:
+    """Raise a ValueError unless `fully_shard` was called on a module of `model`."""
+    if not any(is_unit(module) for module in model.modules()):
+        raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
+
+
 def has_run(model: nn.Module) -> bool:
     """Whether a unit of `model` has been prepared for its first forward pass, after which hooks come too late."""
     units: Iterator[Any] = (module for module in model.modules() if is_unit(module))
@@ -65,16 +71,12 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
 
 
 def reducing_units(model: nn.Module) -> list[Any]:
-    """The units that sum gradients in FP32 over several ranks, in one group of parameters; of a list of modules, one.
+    """The units that sum gradients in FP32 over several ranks, each with one group of parameters.
 
-    Raises:
-        ValueError: `fully_shard` was not called on a module of `model`.
+    Modules that `fully_shard` took as a list are one unit, which their first stands for.
     """
-    units: list[Any] = [module for module in model.modules() if is_unit(module)]
-    if not units:
-        raise ValueError("FSDP2 does not shard the model: call fully_shard on its blocks, and on the model, first")
-    states = {id(unit._get_fsdp_state()): unit for unit in reversed(units)}.values()
-    return [unit for unit in reversed(states) if len(groups := _groups_of(unit)) == 1 and _reduces_in_fp32(groups[0])]
+    units = {group.modules[0]: group for group in _groups(model)}
+    return [unit for unit, group in units.items() if len(_groups_of(unit)) == 1 and _reduces_in_fp32(group)]
 
 
 def _reduces_in_fp32(group: Any) -> bool:

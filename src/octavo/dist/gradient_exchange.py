@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from octavo.dist.fsdp_units import reducing_units
+from octavo.dist.fsdp_units import check_sharded, reducing_units
 from octavo.nn.layer_limits import check_module
 
 
@@ -51,6 +51,7 @@ def send_bf16_gradients(model: nn.Module) -> int:
         ValueError: `fully_shard` was not called.
     """
     check_module(model, "send_bf16_gradients")
+    check_sharded(model)
     units = reducing_units(model)
     for unit in units:
         unit.set_custom_reduce_scatter(BF16Exchange())
@@ -70,6 +71,7 @@ class BF16Exchange(ReduceScatter):
             return torch.empty(*size, dtype=dtype, device=device)
         empty = torch.empty(0, dtype=dtype, device=device)
         self._filled = torch.Tensor._make_subclass(_Gradients, empty)
+        self._filled.size_to_fill = int(size[0])
         return self._filled
 
     def __call__(
@@ -94,6 +96,7 @@ class _Gradients(Tensor):
     """What FSDP2 holds as the input of a reduction. `memory` has a row for each rank, once FSDP2 has filled it."""
 
     memory: Tensor | None = None
+    size_to_fill = 0  # elements of all rows
 
     @classmethod
     def __torch_function__(
@@ -108,6 +111,6 @@ class _Gradients(Tensor):
 
 def _fill(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: _Gradients) -> None:
     """Copy the parts of `tensors`, padded, to a row for each rank, in their own dtype."""
-    rows = sum(-(-t.shape[dim] // num_chunks) * (t.numel() // max(t.shape[dim], 1)) for t in tensors)
-    out.memory = torch.empty(num_chunks, rows, dtype=tensors[0].dtype, device=tensors[0].device)
+    grad = tensors[0]
+    out.memory = torch.empty(num_chunks, out.size_to_fill // num_chunks, dtype=grad.dtype, device=grad.device)
     torch.ops.fsdp.chunk_cat(tensors, dim, num_chunks, out=out.memory)

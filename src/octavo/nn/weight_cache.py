@@ -79,7 +79,7 @@ class WeightCache:
             self.q.data.copy_(q.data)
             self.q.scale.copy_(q.scale)
         # These references keep the memory allocated until the next cast, so that no other weight gets its address.
-        self.cast_weights, self.key = [_local(w).detach() for w in weights], _key(weights)
+        self.cast_weights, self.key = [local_part(w).detach() for w in weights], _key(weights)
 
     def is_stale(self, weights: Sequence[Tensor]) -> bool:
         """Whether a weight has changed since it was cached. Compiled code does not ask."""
@@ -97,12 +97,12 @@ def _cast(weights: Sequence[Tensor], cast: Cast) -> QTensor:
 
 
 def _key(weights: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((id(w), w._version, w.data_ptr(), w.dtype) for w in map(_local, weights))
+    return tuple((id(w), w._version, w.data_ptr(), w.dtype) for w in map(local_part, weights))
 
 
-def _local(w: Any) -> Tensor:
-    """The weight, or this rank's part of it."""
-    part: Tensor = getattr(w, "_local_tensor", w)
+def local_part(t: Any) -> Tensor:
+    """The part of a DTensor that this rank holds, in the same memory; any other tensor as it is."""
+    part: Tensor = getattr(t, "_local_tensor", t)
     return part
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from octavo.nn.weight_cache import local_part
+
 
 def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
     """Let the gradients of BF16 parameters be float32 from the first backward pass on.
@@ -31,12 +33,6 @@ def _widen(p: Tensor) -> None:
         if p.grad.device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         p.grad = p.grad.float()
-
-
-def local_part(t: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds, in the same memory; any other tensor as it is."""
-    local: Tensor = t._local_tensor if isinstance(t, DTensor) else t
-    return local
 
 
 @torch.no_grad()

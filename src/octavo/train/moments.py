@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from octavo.extras import import_extra
+from octavo.nn.weight_cache import local_part
 
 BLOCK = 256  # elements of a row that share a scale
 SMALLEST = 4096  # elements of a parameter whose moments are quantized, as in bitsandbytes
@@ -22,7 +23,7 @@ KINDS = ("8bit", "fp8")
 
 def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
     """A moment of the parameter `p` before the first step: of a `kind` in KINDS if `p` fits, otherwise float32."""
-    local = _local(p)
+    local = local_part(p)
     if kind not in KINDS or not _fits(p) or local.numel() == 0:
         return torch.zeros_like(p, dtype=torch.float32)
     if kind == "8bit":
@@ -42,7 +43,7 @@ def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
     """
     if kind not in KINDS or not _fits(p):
         return {"": moment}
-    local: Any = _local(moment)
+    local: Any = local_part(moment)
     scales = torch.Size([*p.shape[:-1], p.shape[-1] // BLOCK])
     if local.numel() == 0:  # a parameter with fewer rows than there are ranks
         empty = local.new_empty(*local.shape[:-1], local.shape[-1] // BLOCK)
@@ -58,10 +59,6 @@ def _fits(p: Tensor) -> bool:
         places = zip(p.placements, p.device_mesh.shape, strict=True)
         ways = math.prod(size for place, size in places if place.is_shard(p.ndim - 1))
     return p.ndim >= 2 and p.numel() >= SMALLEST and p.shape[-1] % (BLOCK * ways) == 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(p: Tensor, local: Tensor, shape: torch.Size) -> Tensor:

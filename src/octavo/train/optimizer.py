@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.extras import import_extra
+from octavo.nn.weight_cache import local_part
 from octavo.train.config import Config
-from octavo.train.gradients import accumulate_in_fp32, local_part
+from octavo.train.gradients import accumulate_in_fp32
 from octavo.train.moments import stored_parts, zero_moment
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
