@@ -1,10 +1,10 @@
 """Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K, outputs N: the sizes where FP8 pays.
 
 Compiling the modes of a cell takes longer than measuring them, so that several processes compile the cells of a batch,
-and then measure them one at a time. The cells come in an order that covers the range first, and the run ends before
-`--seconds`. The result is written after each batch. Cells that bench/results has already, of this machine and commit,
-are not measured again. The result holds every round, since modes are compared round by round: the host takes most of
-the time of a short step, and its speed varies by more than the modes differ.
+and then measure them, one at a time on each GPU. The cells come in an order that covers the range first, and the run
+ends before `--seconds`. The result is written after each batch. Cells that bench/results has already, of this machine
+and commit, are not measured again. The result holds every round, since modes are compared round by round: the host
+takes most of the time of a short step, and its speed varies by more than the modes differ.
 
 "ours, only if faster" either converts the layer or leaves it as it is. So it has the rounds of "ours" or of "bf16".
 
@@ -58,7 +58,7 @@ def main() -> None:
     memory = 0.9 * torch.cuda.mem_get_info()[1] if DEVICE == "cuda" else float("inf")
     began, before, longest = time.monotonic(), len(rows), 0.0
     workers = Workers(prepare, options.processes)
-    for batch in batches(left, options.processes, memory):
+    for batch in batches(left, options.processes, memory, workers.gpus):
         start = time.monotonic()
         if start - began + longest > options.seconds:
             break
@@ -99,11 +99,15 @@ def order() -> list[Cell]:
     return sorted(cells, key=lambda cell: not set(cell) <= ends)
 
 
-def batches(cells: Iterable[Cell], count: int, memory: float) -> Iterator[list[Cell]]:
-    """The cells in their order, in batches of `count`, or of fewer whose compilation needs `memory` bytes together."""
+def batches(cells: Iterable[Cell], count: int, memory: float, gpus: int) -> Iterator[list[Cell]]:
+    """The cells in their order, in batches of `count`, or of fewer whose compilation needs `memory` bytes of a GPU.
+
+    Cell i of a batch is compiled and measured on GPU i modulo `gpus`.
+    """
     batch: list[Cell] = []
     for cell in cells:
-        if batch and (len(batch) == count or sum(map(bytes_of, [*batch, cell])) > memory):
+        beside = batch[len(batch) % gpus :: gpus]
+        if batch and (len(batch) == count or sum(map(bytes_of, [*beside, cell])) > memory):
             yield batch
             batch = []
         batch.append(cell)

@@ -1,9 +1,9 @@
 """Measurements that several processes prepare at the same time and make one at a time.
 
-To compile a model takes longer than to measure it. So a batch of jobs is prepared by as many processes, one job each;
-then each process measures its job while all others wait, which leaves the GPU and the host to it.
+To compile a model takes longer than to measure it. So a batch of jobs is prepared by as many processes, one job each,
+on all GPUs in turn; then each process measures its job while all others of its GPU wait.
 
-While they prepare, processes share the GPU. One at a time times the candidates of a Triton kernel that Inductor
+While they prepare, processes share a GPU. One at a time times the candidates of a Triton kernel that Inductor
 generated, since the fastest candidate is what will be measured.
 """
 
@@ -12,7 +12,7 @@ import functools
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Lock
 from typing import Any
 
@@ -22,7 +22,7 @@ Prepare = Callable[[Any], Callable[[], Any]]
 
 
 class Workers:
-    """`count` processes, each with PyTorch loaded.
+    """`count` processes, each with PyTorch loaded; process i uses GPU i modulo the number of GPUs.
 
     Args:
         prepare: a function of a module, which takes a job and returns the function that measures it.
@@ -31,28 +31,47 @@ class Workers:
 
     def __init__(self, prepare: Prepare, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.lock = context.Lock()
+        self.gpus = max(1, torch.cuda.device_count())
+        self.locks = [context.Lock() for _ in range(self.gpus)]
         self.ends: list[Connection] = []
-        for _ in range(count):
+        for i in range(count):
             ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, prepare, self.lock), daemon=True).start()
+            gpu = i % self.gpus
+            context.Process(target=serve, args=(theirs, prepare, gpu, self.locks[gpu]), daemon=True).start()
             theirs.close()  # so that the end of the process ends the connection
             self.ends.append(ours)
 
     def measure(self, jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """Each job with what its measurement returned, or with the exception that it raised, as text."""
-        ends = self.ends[: len(jobs)]
-        for end, job in zip(ends, jobs, strict=True):
+        job_of = dict(zip(self.ends[: len(jobs)], jobs, strict=True))
+        for end, job in job_of.items():
             end.send(job)
-        for end in ends:
+        for end in job_of:
             end.recv()
-        for end, job in zip(ends, jobs, strict=True):
-            end.send(None)
-            yield job, end.recv()
+        lanes = [iter(list(job_of)[gpu :: self.gpus]) for gpu in range(self.gpus)]
+        lane_of = {first: lane for lane in lanes if (first := start_next(lane)) is not None}
+        while lane_of:
+            ready = wait(list(lane_of))
+            for end in [each for each in lane_of if each in ready]:
+                yield job_of[end], end.recv()
+                lane = lane_of.pop(end)
+                following = start_next(lane)
+                if following is not None:
+                    lane_of[following] = lane
 
 
-def serve(end: Connection, prepare: Prepare, lock: Lock) -> None:
+def start_next(lane: Iterator[Connection]) -> Connection | None:
+    """Let the next process of a GPU measure."""
+    end = next(lane, None)
+    if end is not None:
+        end.send(None)
+    return end
+
+
+def serve(end: Connection, prepare: Prepare, gpu: int, lock: Lock) -> None:
     """Prepare and measure the jobs that come through `end`, for as long as the parent lives."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(gpu)
     time_candidates_alone(lock)
     with contextlib.suppress(EOFError):  # the parent has ended
         while True:
