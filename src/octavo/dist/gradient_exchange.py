@@ -12,7 +12,7 @@ the gradients that FSDP2 copies into it. FP32 gradients are reduced as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from octavo.dist.fsdp_units import check_sharded, reducing_units
 from octavo.nn.layer_limits import check_module
+from octavo.ops.row_addition import add_rows
 
 
 def send_bf16_gradients(model: nn.Module) -> int:
@@ -87,8 +88,7 @@ class BF16Exchange(ReduceScatter):
         received = torch.empty_like(sent)
         # bytes, because not every backend knows BF16
         dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
-        reduce: Callable[..., Tensor] = torch.mean if average else torch.sum
-        reduce(received, 0, dtype=torch.float32, out=output_tensor)
+        add_rows(received, output_tensor, mean=average)
         return None
 
 
