@@ -19,6 +19,7 @@ from transformers import (
 import octavo
 from octavo.nn import Experts, GroupedLinear
 from octavo.nn.expert_conversion import expert_rows, find_experts, to_fp8_experts
+from octavo.ops.grouped_gemm import backend
 from octavo.recipe import rowwise
 
 COMMON = {
@@ -147,13 +148,33 @@ def test_unknown_experts_are_left_alone():
     assert {entry.kind for entry in report.coverage.left} == {"expert stack"}
 
 
-def test_a_gpu_without_the_kernel_leaves_experts_in_high_precision(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+def on_gpu(monkeypatch, capability, **options):
+    """The report of a model that is converted for a GPU that is not here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 64))
-    report = octavo.convert(model, device="cuda")
+    return octavo.convert(model, device="cuda", **options)
+
+
+def test_a_gpu_without_the_kernel_leaves_experts_in_high_precision(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    report = on_gpu(monkeypatch, (9, 4))
     assert report.converted == ["0"]
-    assert report.skipped["1.weight"].endswith("for Hopper alone, this GPU is Ada (L40S, RTX 40)")
+    assert report.skipped["1.weight"].endswith("e4m3fnuz with row x row scales on AMD MI300 (gfx942)")
+    assert "of experts" not in report.summary().replace("stack of experts", "")
+
+
+def test_the_kernels_of_experts_are_in_the_report(monkeypatch):
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    names = "y, dx, dw of experts triton: row x row scales, in groups, not measured on Ada (L40S, RTX 40)"
+    report = on_gpu(monkeypatch, (8, 9))
+    assert report.converted == ["0", "1.weight"]
+    assert names in report.summary()
+    summary = on_gpu(monkeypatch, (9, 0), recipe=rowwise("e5m2")).summary()
+    assert "  y of experts cutlass: row x row scales, in groups\n  dx, dw of experts triton: row x row" in summary
+
+
+def test_sides_that_no_kernel_takes_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with torch.device("meta"):
         uneven = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 40))
@@ -169,4 +190,4 @@ def test_narrow_experts_are_slower_and_the_report_says_so(monkeypatch):
     rows = [
         expert_rows(find_experts(m), rowwise(), torch.device("cuda"), (), only_if_faster=True) for m in (narrow, wide)
     ]
-    assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower: left in BF16", ""]
+    assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower on an H200: left in BF16", ""]

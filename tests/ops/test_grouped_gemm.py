@@ -78,20 +78,36 @@ def test_bad_operands_are_named():
         grouped_mm_dw(a.data, torch.ones(2, 7, 1), a.data, offsets)
 
 
+E4M3, GRADIENT = ("e4m3", "e4m3"), ("e5m2", "e4m3")
+
+
 @pytest.mark.parametrize(
     ("capability", "formats", "name"),
     [
-        ((9, 0), ("e4m3", "e4m3"), "cutlass"),
-        ((9, 0), ("e5m2", "e4m3"), "none"),
-        ((8, 9), ("e4m3", "e4m3"), "none"),
-        ((10, 0), ("e4m3", "e4m3"), "none"),
+        ((9, 0), E4M3, "cutlass"),
+        ((9, 0), GRADIENT, "triton"),
+        ((9, 0), ("e4m3", "e5m2"), "triton"),
+        ((9, 0), ("e5m2", "e5m2"), "none"),
+        ((9, 0), ("e4m3fnuz", "e4m3fnuz"), "none"),
+        ((8, 9), E4M3, "triton"),
+        ((10, 0), GRADIENT, "triton"),
+        ((12, 0), E4M3, "triton"),
+        ((8, 0), E4M3, "none"),
+        ((13, 0), E4M3, "none"),
     ],
 )
-def test_only_hopper_has_the_kernel_of_rows(monkeypatch, capability, formats, name):
+def test_row_scales_have_a_kernel_from_ada_on(monkeypatch, capability, formats, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert find_grouped_backend(torch.device("cuda"), formats).name == name
-    assert find_grouped_backend(architecture_of(capability), formats).name == name
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    found = find_grouped_backend(torch.device("cuda"), formats)
+    assert found == find_grouped_backend(architecture_of(capability), formats)
+    assert found.name == name
+    assert ("not measured" in found.reason) == (name == "triton" and capability != (9, 0))
     assert find_grouped_backend(torch.device("cpu"), formats).name == "emulated"
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
+    without = find_grouped_backend(torch.device("cuda"), formats)
+    assert without.name == ("none" if name == "triton" else name)
+    assert ("need Triton" in without.reason) == (name == "triton")
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), "none"), ((8, 9), "triton"), ((9, 0), "triton")])
@@ -99,7 +115,7 @@ def test_only_hopper_has_the_kernel_of_rows(monkeypatch, capability, formats, na
 def test_scales_along_k_have_a_kernel_from_ada_on(monkeypatch, by_b, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(backend, "HAS_TRITON", True)
-    formats, gpu = ("e4m3", "e4m3"), torch.device("cuda")
+    formats, gpu = E4M3, torch.device("cuda")
     assert find_grouped_backend(gpu, formats, STRIP, by_b).name == name
     assert find_grouped_backend(architecture_of(capability), formats, STRIP, by_b).name == name
     assert find_grouped_backend(gpu, ("e5m2", "e5m2"), STRIP, by_b).name == "none"

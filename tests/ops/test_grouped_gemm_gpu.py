@@ -1,13 +1,12 @@
 """Hopper's grouped GEMM against float64 on the same quantized operands, judged on the worst row (`test_gemm_gpu`)."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from gemm_examples import PROMOTED, ROUNDOFF, on_gpu, row_norm, wide, wide_in_bf16
+from gemm_examples import on_gpu, row_norm, wide, wide_in_bf16
 from gpu_memory import no_waits, poison
 from grouped_examples import GROUPED_PAIRS, exact, exact_dw, offsets_of, operands, rows_of
+from grouped_examples import row_error_bound as bound
 from hopper import ONLY_HOPPER
 
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
@@ -16,12 +15,6 @@ from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 SIZES = [[7, 0, 33, 16, 1], [0, 0, 640], [257, 0, 0, 129], [1, 1, 1], [1000, 24, 1024, 2048]]
-
-
-def bound(product: np.ndarray, size: np.ndarray, terms: int, fast: bool) -> np.ndarray:
-    """The largest error of a row, from the product and the size of a sum of independent terms."""
-    loss = PROMOTED + (2.0**-13 * math.ceil(terms / 32) if fast else 0)
-    return (ROUNDOFF[torch.bfloat16] + 2.0**-21) * row_norm(product) + loss * row_norm(size)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])

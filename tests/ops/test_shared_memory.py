@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's 
 
 SMALL = [89, 120]  # with FP8 on tensor cores
 FP8 = [89, 90, 100, 120]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.mark.parametrize("capability", SMALL)
@@ -69,6 +70,26 @@ def test_grouped_gemm(capability, m, granularities, monkeypatch):
     offsets = torch.zeros(8, dtype=torch.int32)
     kernel.grouped_mm(a, scale_a, b, scale_b, granularities[1], offsets, torch.bfloat16)
     assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", FP8)
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
+    """Sums are added in registers in each step, or not at all: Triton may make one product of both."""
+    from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    offsets, scale = torch.zeros(8, dtype=torch.int32), torch.ones(8, 512, 1)
+    for m in (16, 256, 16384):
+        a, b = on_cpu(m, 4096, dtype=formats[0]), on_cpu(8, 512, 4096, dtype=formats[1])
+        kernel.grouped_mm(a, torch.ones(m, 1), b, scale, offsets, torch.bfloat16, fast)
+    a, b = on_cpu(512, 1024, dtype=formats[0]), on_cpu(2048, 1024, dtype=formats[1])
+    for dtype in (torch.bfloat16, torch.float32):
+        kernel.grouped_mm_dw(a, scale, b, offsets, dtype, fast)
+    assert compiled.fit()
+    assert len(compiled) == 5
+    assert ["arith.addf" in each.asm["ttgir"] for each in compiled] == [not fast] * 5
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, *SMALL])

@@ -1,10 +1,11 @@
 """Ragged groups, quantized operands for grouped GEMMs, and the product of each group in float64."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from gemm_examples import PAIRS, wide
+from gemm_examples import PAIRS, PROMOTED, ROUNDOFF, row_norm, wide
 from torch import Tensor
 
 from octavo.numerics import QTensor
@@ -64,3 +65,9 @@ def exact_dw(h: Tensor, scale: Tensor, x_t: Tensor, sizes: list[int]) -> np.ndar
     wide_h, wide_x = h.double().numpy(), x_t.double().numpy()
     products = [wide_h[:, columns] @ wide_x[:, columns].T for columns in rows_of(sizes)]
     return np.stack(products) * scale.double().numpy()
+
+
+def row_error_bound(product: np.ndarray, size: np.ndarray, terms: int, fast: bool) -> np.ndarray:
+    """The largest error of a row, from the product and the size of a sum of independent terms."""
+    loss = PROMOTED + (2.0**-13 * math.ceil(terms / 32) if fast else 0)
+    return (ROUNDOFF[torch.bfloat16] + 2.0**-21) * row_norm(product) + loss * row_norm(size)

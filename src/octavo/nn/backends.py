@@ -6,7 +6,7 @@ Each function takes a device, or the architecture of a GPU that need not be here
 from pathlib import Path
 
 from octavo.numerics.cast import Cast
-from octavo.ops import Backend, find_backend
+from octavo.ops import Backend, find_backend, find_grouped_backend
 from octavo.ops.gemm import backend_on
 from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture, takes_fnuz
 from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
@@ -21,6 +21,14 @@ def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
         else:
             backends[name] = product_backend(gemm.a, gemm.b, place)
     return backends
+
+
+def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
+    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that has no grouped GEMMs."""
+    if recipe.fusable is None:
+        return {}
+    gemms = {"y": recipe.fusable.y, "dx": recipe.fusable.dx, "dw": recipe.fusable.dw}
+    return {name: find_grouped_backend(place, (gemm.a.format, gemm.b.format)) for name, gemm in gemms.items()}
 
 
 def product_backend(a: Cast, b: Cast, place: Place) -> Backend:

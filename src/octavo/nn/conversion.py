@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.backends import choose_recipe, gemm_backends
+from octavo.nn.backends import choose_recipe, gemm_backends, grouped_backends
 from octavo.nn.candidates import find_candidates
 from octavo.nn.conversion_report import Conversion, Row
 from octavo.nn.coverage import find_coverage
@@ -113,7 +113,8 @@ def convert(
     leave_fast_paths(model)
     quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
     coverage = find_coverage(model, quantized, forward)
-    return Conversion(recipe, rows, backends, coverage, speedup_source, _fused_modules(model), stacks)
+    fused, grouped = _fused_modules(model), grouped_backends(recipe, device)
+    return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:

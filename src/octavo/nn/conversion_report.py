@@ -40,6 +40,7 @@ class Conversion:
             precision.
         speedup_source: where the predicted speedups come from; "" without `only_if_faster`.
         experts: one row for each stack of the matrices of experts; its name is that of the parameter.
+        expert_backends: the backends of the grouped GEMMs "y", "dx" and "dw" of experts.
         fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.
     """
 
@@ -50,6 +51,7 @@ class Conversion:
     speedup_source: str = ""
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[Row, ...] = ()
+    expert_backends: Mapping[str, Backend] = field(default_factory=dict)
 
     @property
     def converted(self) -> list[str]:
@@ -72,6 +74,10 @@ class Conversion:
             outcome = f"left in high precision: {reason}" if reason else f"converted{self._slow_experts()}"
             lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
         lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
+        if any(not row.reason for row in self.experts):
+            for backend in dict.fromkeys(self.expert_backends.values()):
+                gemms = ", ".join(gemm for gemm, other in self.expert_backends.items() if other == backend)
+                lines.append(f"  {gemms} of experts {backend.name}: {backend.reason}")
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.speedup_source:
             lines.append(f"  only if faster: {self.speedup_source}")
@@ -82,7 +88,10 @@ class Conversion:
         narrow = any(min(row.shape[1:]) < LEAST_SIDE for row in self.experts if not row.reason)
         if not narrow or self.backends["y"].name == "emulated":
             return ""
-        return f"; with sides below {LEAST_SIDE} they are slower than in BF16 (only_if_faster=True leaves them there)"
+        return (
+            f"; with sides below {LEAST_SIDE} they are slower than in BF16 on an H200 (only_if_faster=True leaves them "
+            "in BF16)"
+        )
 
     def __repr__(self) -> str:
         rows = [(row.name or "(model)", row) for row in (*self.rows, *self.experts)]  # a layer alone has no name

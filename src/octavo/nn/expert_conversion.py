@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.backends import grouped_backends
 from octavo.nn.conversion_report import Row
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import LEAST_SIDE, GroupedLinear
 from octavo.nn.mixed_class import mix_classes, parts_of
 from octavo.nn.module_class import class_name, is_fsdp_module
 from octavo.nn.transformers_fusion import SILU
-from octavo.ops import find_grouped_backend
 from octavo.ops.checks import FLOATS
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.recipe import Recipe
@@ -58,7 +58,7 @@ def expert_rows(
         if not reason and only_if_faster and device.type != "cuda":
             reason = "FP8 is emulated here: left in BF16"
         elif not reason and only_if_faster and min(size for w in weights.values() for size in w.shape[1:]) < LEAST_SIDE:
-            reason = f"a side below {LEAST_SIDE}, where FP8 is slower: left in BF16"
+            reason = f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
         rows += [Row(weight, tuple(p.shape), reason) for weight, p in weights.items()]
     return tuple(rows)
 
@@ -108,15 +108,13 @@ def _is_known(module: Any) -> bool:
 
 def _reason(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
     """Why experts with these weights stay in high precision, or ""."""
-    fusable = recipe.fusable
-    if fusable is None:
+    if recipe.fusable is None:
         return f"the recipe {recipe.name} has no grouped GEMM: rowwise has one"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if any(w.dtype not in FLOATS for w in weights):
         return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
-    formats = {(gemm.a.format, gemm.b.format) for gemm in (fusable.y, fusable.dx, fusable.dw)}
-    missing = [backend.reason for f in sorted(formats) if (backend := find_grouped_backend(device, f)).name == "none"]
+    missing = [backend.reason for backend in grouped_backends(recipe, device).values() if backend.name == "none"]
     if missing and not recipe.emulate:
         return missing[0]
     if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.attention import MultiheadAttention, input_weights
-from octavo.nn.backends import gemm_backends
+from octavo.nn.backends import gemm_backends, grouped_backends
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.mlp import FusedMLP
 from octavo.nn.module_class import class_name
 from octavo.nn.norm_linear import NormLinear
 from octavo.nn.observer import ExpertObserver, Observer
-from octavo.ops import Backend, find_grouped_backend
+from octavo.ops import Backend
 from octavo.recipe import Recipe
 from octavo.telemetry.experts import ExpertStack, expert_stacks
 from octavo.telemetry.schema import OPERANDS, GemmRun, WatchedLayer
@@ -177,11 +177,7 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
 
 def _backends(module: Any, recipe: Recipe, device: torch.device) -> dict[str, Backend]:
     """The backends of y, dx and dw."""
-    backends, gemms = gemm_backends(recipe, device), {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    if isinstance(module, ExpertStack):
-        formats = {name: (gemm.a.format, gemm.b.format) for name, gemm in gemms.items() if gemm is not None}
-        backends |= {name: find_grouped_backend(device, pair) for name, pair in formats.items()}
-    return backends
+    return (grouped_backends if isinstance(module, ExpertStack) else gemm_backends)(recipe, device)
 
 
 def recipe_of(module: Any) -> Recipe | None:

@@ -39,7 +39,7 @@ MX = group(32)
 # Of our kernel for scales along K. A tensor-core instruction multiplies 32 elements of K.
 _GROUP_SIZES = (32, 64, 128)
 MAX_M_OF_GROUPS = 256  # above it, widening operands in groups of 32 or 64 costs less than scaling their partial sums
-_GPUS_OF_OUR_KERNEL = ("ada", "hopper", "blackwell", "rtx_blackwell")
+_GPUS_OF_OUR_KERNELS = ("ada", "hopper", "blackwell", "rtx_blackwell")
 
 # The architectures that PyTorch refuses every FP8 GEMM.
 _WITHOUT_FP8 = {gpu for gpu, _ in LINES} - {gpu for (gpu, _), line in LINES.items() if line.library}
@@ -104,12 +104,9 @@ def takes_blocks(granularity_a: Granularity, granularity_b: Granularity) -> bool
     return in_groups and (granularity_b == granularity_a or (granularity_a, granularity_b) == (STRIP, SQUARE))
 
 
-def has_kernel_of_groups(
-    gpu: GpuArchitecture, granularity_a: Granularity, granularity_b: Granularity, formats: tuple[str, str]
-) -> bool:
-    """Whether our kernel for scales along K runs on a GPU of this architecture, for these operands."""
-    known = set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2")
-    return known and gpu.key in _GPUS_OF_OUR_KERNEL and takes_blocks(granularity_a, granularity_b)
+def runs_our_kernels(gpu: GpuArchitecture, formats: tuple[str, str]) -> bool:
+    """Whether our kernels for many rows run on a GPU of this architecture, for operands of these formats."""
+    return gpu.key in _GPUS_OF_OUR_KERNELS and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2")
 
 
 def max_small_m(n: int) -> int:
@@ -134,7 +131,7 @@ def backend_on(
     note = "" if gpu.measured else f", not measured on {gpu.name}"
     line = LINES.get((architecture_key(gpu), f"{a}{' e8m0' * e8m0[0]}, {b}{' e8m0' * e8m0[1]}"))
     runs = line is not None and " x ".join(formats) in line.formats
-    if not runs and has_kernel_of_groups(gpu, granularity_a, granularity_b, formats):
+    if not runs and runs_our_kernels(gpu, formats) and takes_blocks(granularity_a, granularity_b):
         return Backend("triton" if granularity_a == STRIP else "dequantized", f"{names}{note}")
     if line is None:
         return Backend("none", f"PyTorch has no GEMM with {names} on {gpu.name}")

@@ -1,19 +1,19 @@
 """The choice of the implementation that a grouped GEMM runs on.
 
-    cutlass       row scales, both operands E4M3: PyTorch's `scaled_grouped_mm`, for Hopper alone
-    triton        scales that vary along K: our kernel, on NVIDIA GPUs from Ada (8.9); with groups smaller than 128 and
-                  many rows, PyTorch's BF16 product of the widened operands
+    cutlass       row scales, both operands E4M3, on Hopper: PyTorch's `scaled_grouped_mm`
+    triton        row scales otherwise, and scales that vary along K: our kernels, on NVIDIA GPUs from Ada (8.9); with
+                  groups smaller than 128 and many rows, PyTorch's BF16 product of the widened operands
     emulated      the reference, in float32: a CPU
 
-ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, whose result is BF16. On other GPUs a
-call raises an error, or computes in float32 if the caller allows emulation.
+ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, whose result is BF16. On GPUs without
+a kernel a call raises an error, or computes in float32 if the caller allows emulation.
 """
 
 import torch
 
 from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.gemm import Backend
-from octavo.ops.gemm.backend import has_kernel_of_groups
+from octavo.ops.gemm.backend import runs_our_kernels, takes_blocks
 from octavo.ops.gpu_architecture import GpuArchitecture, Place, find_architecture
 from octavo.ops.triton_support import HAS_TRITON
 
@@ -30,14 +30,11 @@ def find_grouped_backend(
         return Backend("emulated", f"{place.type} has no FP8 GEMM: exact, in float32")
     gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     names = f"{granularity_a.name} x {granularity_b.name} scales"
-    if not granularity_a.outer:
-        if not has_kernel_of_groups(gpu, granularity_a, granularity_b, formats):
-            return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
-        if isinstance(place, torch.device) and not HAS_TRITON:
-            return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
-        return Backend("triton", f"{names}, in groups")
-    if formats != ("e4m3", "e4m3"):
-        return Backend("none", f"the grouped GEMM takes two E4M3 operands, the recipe has {' and '.join(formats)}")
-    if gpu.key != "hopper":
-        return Backend("none", f"PyTorch has the row-scaled grouped GEMM for Hopper alone, this GPU is {gpu.name}")
-    return Backend("cutlass", "row x row scales in float32, in groups")
+    by_row = (granularity_a, granularity_b) == (ROW, ROW)
+    if by_row and formats == ("e4m3", "e4m3") and gpu.key == "hopper":
+        return Backend("cutlass", f"{names}, in groups")
+    if not runs_our_kernels(gpu, formats) or not (by_row or takes_blocks(granularity_a, granularity_b)):
+        return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
+    if isinstance(place, torch.device) and not HAS_TRITON:
+        return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
+    return Backend("triton", f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}")

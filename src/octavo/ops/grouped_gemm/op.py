@@ -37,8 +37,8 @@ def grouped_mm(
         b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
             row scales matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-        out_dtype: of y. Sums are float32; with row scales a GPU rounds them to BF16 first. With groups of 32 or 64 and
-            more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands and the sums to BF16.
+        out_dtype: of y. Sums are float32. CUTLASS's kernel rounds them to BF16 first. With groups of 32 or 64 and more
+            than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands and the sums to BF16.
         fast_accumulation, emulate: as in `scaled_mm`.
 
     Raises:
@@ -67,8 +67,8 @@ def grouped_mm_dw(
     """dw [E, N, K]: the columns of group e of `a` times those of `b`, transposed.
 
     Args:
-        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of 16 columns: columns of
-            zeros fill it up (`octavo.ops.aligned_groups`).
+        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a multiple of 16 columns, and CUTLASS's kernel
+            takes no empty group: columns of zeros fill groups up (`octavo.ops.aligned_groups`).
         scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
         offsets: int32 [E], where each group of columns ends.
         formats: of a and b.
@@ -142,6 +142,10 @@ def _grouped_mm(
     by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
     if backend == "emulated" or a.numel() == 0:
         return grouped_mm_reference(a, scale_a, by_a, b, scale_b, by_b, offsets).to(out_dtype)
+    if backend == "triton" and by_a == ROW:
+        from octavo.ops.grouped_gemm import row_scaled_kernel
+
+        return row_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, offsets, out_dtype, fast_accumulation)
     if backend == "triton":
         from octavo.ops.grouped_gemm import block_scaled_kernel
 
@@ -169,6 +173,10 @@ def _grouped_mm_dw(
 ) -> Tensor:
     if backend == "emulated":
         return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
+    if backend == "triton":
+        from octavo.ops.grouped_gemm import row_scaled_kernel
+
+        return row_scaled_kernel.grouped_mm_dw(a, scale, b, offsets, out_dtype, fast_accumulation)
     return kernel.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast_accumulation).to(out_dtype)
 
 

@@ -1,0 +1,183 @@
+"""The grouped GEMM with row scales, as Triton kernels: of rows in groups, and of a reduction in groups.
+
+    y[m,N]    = (b[e] @ a[m]^T)^T * s_a[m] * s_b[e]     for the rows m of group e
+    dw[e,N,K] = (a[:,M_e] @ b[:,M_e]^T) * scale[e]      for the columns M_e of group e
+
+Programs find their group from the offsets, so nothing is read on the host. Groups of y have tiles as in
+`octavo.ops.grouped_gemm.block_scaled_kernel`. The number of tiles of dw does not depend on the groups.
+
+The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (DeepSeek-V3, arXiv:2412.19437, section
+3.3.2; SageAttention2, arXiv:2411.10958, section 3.3). Without fast accumulation a step's product of 128 elements is
+added to a float32 sum in registers, on every GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.gemm.block_scaled_kernel import NEIGHBOURS, SMALL_M, find_tile
+from octavo.ops.gemm.kernel import store_sums
+from octavo.ops.grouped_gemm.block_scaled_kernel import find_rows, likely_rows, most_tiles
+from octavo.ops.inductor import launcher
+from octavo.ops.launching import allocate
+from octavo.ops.triton_support import cdiv, power_of_two_above, shared_memory
+
+DEPTH = 128  # elements of the reduction in a step, between additions in float32
+LARGE = 1024  # rows from which a tile has 256, if its sums need no second set of registers
+
+
+class Tiling(NamedTuple):
+    """Rows of the left and of the right operand in a tile, loads in flight, and warps."""
+
+    left: int
+    right: int
+    stages: int
+    warps: int
+
+
+def grouped_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same as `grouped_mm` of the operation, for row scales. Rows behind the groups are not written.
+
+    tiling: None chooses one. Its left operand is b.
+    """
+    (m, k), (e, n, _) = a.shape, b.shape
+    a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
+    rows = likely_rows(m, e)
+    block_n, block_m, stages, warps = tiling or choose(rows, fast, a.device)
+    y = allocate(a, (m, n), out_dtype)
+    tiles_m = most_tiles(m, e, block_m)
+    launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
+        a, b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
+        tiles_m, e, n, k, b.stride(0), b.stride(1),
+        FAST=fast, EVEN_K=k % DEPTH == 0, BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m,
+        BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def grouped_mm_dw(
+    a: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of 16. A group may be empty.
+
+    tiling: None chooses one. Its left operand is a.
+    """
+    (n, m), k, e = a.shape, b.shape[0], len(offsets)
+    block_n, block_k, stages, warps = tiling or choose(k, fast, a.device)
+    dw = allocate(a, (e, n, k), out_dtype)
+    launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
+        a.contiguous(), b.contiguous(), scale.contiguous(), offsets.contiguous(), dw, n, k, m,
+        FAST=fast, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH, NEIGHBOURS=NEIGHBOURS,
+        NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dw
+
+
+@cache
+def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
+    """The tiling for so many rows of the right operand on `device`."""
+    return tiling_for(rows, fast, shared_memory(device))
+
+
+def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
+    """The tiling for so many rows of the right operand, on a GPU with so many bytes of shared memory for a program."""
+    if rows <= SMALL_M:
+        left, right, warps = 64, max(16, power_of_two_above(rows)), 4
+    else:
+        left, right, warps = 128, 128, 8
+        if fast and rows >= LARGE and memory >= 3 * _bytes(left, 256):
+            right = 256
+    return Tiling(left, right, min(4, memory // _bytes(left, right)), warps)
+
+
+def _bytes(left: int, right: int) -> int:
+    """Bytes of a step in shared memory."""
+    return DEPTH * (left + right)
+
+
+@triton.jit
+def _rows_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
+    FAST: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
+    if start_m < end_m:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_m, mask_n = offs_m < end_m, offs_n < N
+        a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not stored
+        b_rows = b_ptr + e.to(tl.int64) * stride_e + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n
+        acc = _sum_products(b_rows, a_rows, 0, K, FAST, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
+        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
+        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
+                   mask_n[:, None] & mask_m[None, :])  # fmt: skip
+
+
+@triton.jit
+def _reduction_kernel(
+    a_ptr, b_ptr, scale_ptr, offsets_ptr, dw_ptr, N, K, M,
+    FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
+    e = tl.program_id(1)
+    # Known multiples of 16, so that a load takes 16 bytes and its mask has one value for these.
+    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), 16)
+    end = tl.multiple_of(tl.load(offsets_ptr + e), 16)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_n, mask_k = offs_n < N, offs_k < K
+    a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
+    b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+    acc = _sum_products(a_rows, b_rows, start, end, FAST, False, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
+    rows = e.to(tl.int64) * N + offs_n
+    acc *= tl.load(scale_ptr + rows, mask_n, other=0.0)[:, None]
+    store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, None, K, 0, mask_n[:, None] & mask_k[None, :])
+
+
+@triton.jit
+def _sum_products(
+    left_rows, right_rows, start, end, FAST: tl.constexpr, EVEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DEPTH: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums [LEFT, RIGHT] of products over the reduction from `start` to `end`, for pointers to rows."""
+    offs = tl.arange(0, DEPTH)
+    acc = tl.zeros((LEFT, RIGHT), tl.float32)
+    for at in tl.range(start, end, DEPTH, num_stages=NUM_STAGES):
+        if EVEN:
+            left = tl.load(left_rows[:, None] + (at + offs)[None, :])
+            right = tl.load(right_rows[None, :] + (at + offs)[:, None])
+        else:
+            mask = at + offs < end
+            left = tl.load(left_rows[:, None] + (at + offs)[None, :], mask[None, :], other=0.0)
+            right = tl.load(right_rows[None, :] + (at + offs)[:, None], mask[:, None], other=0.0)
+        if FAST:
+            acc = tl.dot(left, right, acc)  # [LEFT,DEPTH] @ [DEPTH,RIGHT]
+        else:
+            # Triton makes one product of a sum and a product, unless the product has a limit.
+            acc += tl.dot(left, right, max_num_imprecise_acc=DEPTH)
+    return acc
