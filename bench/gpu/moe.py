@@ -23,6 +23,7 @@ from bench import record
 from bench.gpu.modes import speedup
 from bench.gpu.timing import decibels, interleaved, own_code, summary
 from octavo.nn import Experts, GroupedLinear
+from octavo.numerics import QTensor
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
 from octavo.recipe import ROW_W, ROW_X, rowwise
 
@@ -153,28 +154,47 @@ def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
     return {name: decibels(*pair) for name, pair in zip(("y", "dx", "dw"), zip(*found, strict=True), strict=True)}
 
 
+class Products:
+    """The operands of the three GEMMs of an inner layer, in BF16 and quantized, and the GEMMs in BF16."""
+
+    def __init__(self, shape: Shape) -> None:
+        e, k, n, m = shape.experts, shape.width, 2 * shape.mlp_width, shape.rows
+        with torch.device(DEVICE):
+            self.offsets = (torch.arange(1, e + 1) * (m // e)).to(torch.int32)
+            self.x, self.dy = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(m, n, dtype=torch.bfloat16)
+            self.w = torch.randn(e, n, k, dtype=torch.bfloat16)
+        self.x_q, self.dy_q = quantize(self.x, ROW_X), quantize(self.dy, ROW_X)
+        self.w_q = quantize_matrices(self.w, ROW_W)
+        self.wt_q = quantize_matrices(self.w.transpose(1, 2).contiguous(), ROW_W)
+        self.x_t, self.dy_t = transposed(self.x_q), transposed(self.dy_q)
+        self.scale = torch.ones(e, n, 1, device=DEVICE)
+        self.flops = 2 * m * n * k
+
+    def in_bf16(self) -> dict[str, Callable[[], Tensor]]:
+        return {
+            "y": lambda: F.grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets),
+            "dx": lambda: F.grouped_mm(self.dy, self.w, offs=self.offsets),
+            "dw": lambda: F.grouped_mm(self.dy.t(), self.x, offs=self.offsets),
+        }
+
+    def tflops(self, ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+        times = interleaved(ways, rounds=5, repeat=3)
+        return {way: round(self.flops / summary(found)["median"] / 1e9, 1) for way, found in times.items()}
+
+
+def transposed(q: QTensor) -> Tensor:
+    return q.data.view(torch.uint8).t().contiguous().view(q.data.dtype)
+
+
 def gemms(shape: Shape) -> dict[str, float]:
     """TFLOP/s of the three GEMMs of the inner layer: BF16, and ours with promoted and with fast accumulation."""
-    e, k, n, m = shape.experts, shape.width, 2 * shape.mlp_width, shape.rows
-    with torch.device(DEVICE):
-        offsets = (torch.arange(1, e + 1) * (m // e)).to(torch.int32)
-        x, dy = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(m, n, dtype=torch.bfloat16)
-        w = torch.randn(e, n, k, dtype=torch.bfloat16)
-    x_q, dy_q, w_q = quantize(x, ROW_X), quantize(dy, ROW_X), quantize_matrices(w, ROW_W)
-    wt_q = quantize_matrices(w.transpose(1, 2).contiguous(), ROW_W)
-    x_t, dy_t = (q.data.view(torch.uint8).t().contiguous().view(q.data.dtype) for q in (x_q, dy_q))
-    scale = torch.ones(e, n, 1, device=DEVICE)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "y, bf16": lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offsets),
-        "dx, bf16": lambda: F.grouped_mm(dy, w, offs=offsets),
-        "dw, bf16": lambda: F.grouped_mm(dy.t(), x, offs=offsets),
-    }
+    p = Products(shape)
+    ways = {f"{gemm}, bf16": way for gemm, way in p.in_bf16().items()}
     for how, fast in {"promoted": False, "fast": True}.items():
-        ways[f"y, {how}"] = partial(grouped_mm, x_q, w_q, offsets, fast_accumulation=fast)
-        ways[f"dx, {how}"] = partial(grouped_mm, dy_q, wt_q, offsets, fast_accumulation=fast)
-        ways[f"dw, {how}"] = partial(grouped_mm_dw, dy_t, scale, x_t, offsets, fast_accumulation=fast)
-    times = interleaved(ways, rounds=5, repeat=3)
-    return {way: round(2 * m * n * k / summary(t)["median"] / 1e9, 1) for way, t in times.items()}
+        ways[f"y, {how}"] = partial(grouped_mm, p.x_q, p.w_q, p.offsets, fast_accumulation=fast)
+        ways[f"dx, {how}"] = partial(grouped_mm, p.dy_q, p.wt_q, p.offsets, fast_accumulation=fast)
+        ways[f"dw, {how}"] = partial(grouped_mm_dw, p.dy_t, p.scale, p.x_t, p.offsets, fast_accumulation=fast)
+    return p.tflops(ways)
 
 
 def kernels(step: Callable[[], None]) -> list[Any]:
