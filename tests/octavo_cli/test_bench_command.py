@@ -88,6 +88,6 @@ def test_errors_are_one_line(
         ((packed, "--batch", "0"), "batch must be at least 1, got 0"),
         ((packed, "--rounds", 0), "rounds must be at least 1, got 0"),
         ((packed, "--device", "cuda:77"), "cuda:77"),
-        ((encoder,), f"{encoder} holds an encoder (BertModel), which generates no text"),
+        ((encoder,), f"{encoder} holds a BertModel, which generates no text"),
     ):
         assert message in refused("bench", *words)

@@ -187,7 +187,7 @@ def encoders(tmp_path_factory):
 @pytest.mark.parametrize("name", ["bert", "packed-bert", "bertlm"])
 def test_an_encoder_gives_no_next_token(refused, encoders, name):
     err = refused("generate", encoders / name, "--prompt", "hi", "--device", "cpu")
-    assert err.startswith(f"error: {encoders / name} holds an encoder (Bert")
+    assert err.startswith(f"error: {encoders / name} holds a Bert")
     assert "which predicts no next token: a causal language model is required" in err
 
 

@@ -28,6 +28,24 @@ def test_gemma2_whose_embedding_has_a_buffer_beside_its_weight(made: Folders) ->
     assert report.quality.top1.value > 0.7
 
 
+@pytest.mark.parametrize("name", ["bert masked", "roberta"])
+def test_encoders_with_a_head_and_with_positions_that_begin_later(made: Folders, name: str) -> None:
+    """transformers widens packed weights in a hook of the whole model, and an encoder's outputs are those of a part.
+
+    RoBERTa's first position is 2, so 66 positions are for 64 tokens: the prompts are as long as the model can see.
+    """
+    report = run_verify(made(name, scheme="channel"), made(name))
+    assert not report.findings
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
+
+
+def test_t5_whose_mlp_reads_the_dtype_of_a_weight(made: Folders) -> None:
+    """transformers' code casts the input of `wo` to the dtype of its weight, which in octavo.load has eight bits."""
+    report = run_verify(made("t5 encoder", scheme="channel"), made("t5 encoder"))
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "failed"]
+    assert [finding.where for finding in report.findings] == ["octavo"]
+
+
 def test_jamba_whose_state_space_layers_read_a_weight_without_a_call(made: Folders) -> None:
     report = run_verify(made("jamba", scheme="channel"), made("jamba"))
     assert not report.findings

@@ -126,7 +126,13 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
         raise ArtifactError(
             f"{where} must state max_position_embeddings, got {context!r}: add the most tokens that the model is to see"
         )
-    return MetaModel(model.eval(), config, context, expert_files(model))
+    return MetaModel(model.eval(), config, context - _reserved_positions(model), expert_files(model))
+
+
+def _reserved_positions(model: nn.Module) -> int:
+    """The positions that no token takes: in RoBERTa the first token is behind that of the padding."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return next((t.padding_idx + 1 for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None), 0)
 
 
 def _text_model(transformers: Any, config: Any) -> Any:

@@ -44,6 +44,6 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
     if not predicts:
         raise ArtifactError(
-            f"{folder} holds an encoder ({type(model).__name__}), which predicts no next token: a causal language "
+            f"{folder} holds a {type(model).__name__}, which predicts no next token: a causal language "
             "model is required (Llama, Qwen, Mistral, GPT-2, ...)"
         )

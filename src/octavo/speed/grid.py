@@ -95,7 +95,7 @@ class ModelSizes(NamedTuple):
         described = open_local(transformers.AutoConfig, run.model if run.has_model else folder)
         if described.architectures and not names_language_model(described.architectures[0]):
             raise ValueError(
-                f"{folder} holds an encoder ({described.architectures[0]}), which generates no text: a causal language "
+                f"{folder} holds a {described.architectures[0]}, which generates no text: a causal language "
                 "model is required (Llama, Qwen, Mistral, GPT-2, ...)"
             )
         config = described.get_text_config(decoder=True)

@@ -191,6 +191,8 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
         )  # fmt: skip
         with torch.inference_mode():
+            if not probe.causal:  # its encoder runs, and the weights are widened by a call of the whole model alone
+                model.eval()(probe.ids[:1, :1])
             actual = model_outputs(model.eval(), probe.ids, probe.causal)
     unread = {key: [name for name in map(str, value) if not _OF_EXPERT.search(name)] for key, value in info.items()}
     if wrong := {key: sorted(names) for key, names in unread.items() if names}:

@@ -25,6 +25,8 @@ from octavo.verification.streamed_experts import LinearFn, StreamedExperts
 class StreamedLinear(nn.Module):
     """Replaces a linear layer: y = compute(name, x) + bias."""
 
+    weight = None  # T5 asks for its dtype, unless it is no tensor
+
     def __init__(self, name: str, linear: nn.Linear, owner: StreamedModel) -> None:
         super().__init__()
         self.name, self.in_features, self.out_features = name, linear.in_features, linear.out_features
