@@ -17,6 +17,11 @@ FP8 = [89, 90, 100, 120]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def adds_in_registers(compiled) -> bool:
+    """Whether products are added to a sum: Triton may make one product of a sum and a product."""
+    return "arith.addf" in compiled.asm["ttgir"]
+
+
 @pytest.mark.parametrize("capability", SMALL)
 @pytest.mark.parametrize(("dim", "rows"), [(128, 1), (256, 32)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
@@ -42,6 +47,20 @@ def test_gemm_of_small_m(capability, m, monkeypatch):
     scales = torch.ones(m, 1), torch.ones(4096, 1)
     kernel.scaled_mm(on_cpu(m, 4096), scales[0], on_cpu(4096, 4096), scales[1], None, torch.bfloat16, False)
     assert compiled.fit()
+
+
+@pytest.mark.parametrize("capability", FP8)
+@pytest.mark.parametrize("m", [16, 64])
+def test_promoted_sums_of_small_m_are_added_in_registers(capability, m, monkeypatch):
+    from octavo.ops.gemm import kernel
+
+    compiled = compile_for(capability, kernel, monkeypatch)
+    scales = torch.ones(m, 1), torch.ones(4096, 1)
+    for fast in (False, True):
+        tiling = kernel.Tiling(64, 256, 4, 4)
+        kernel.scaled_mm(on_cpu(m, 4096), scales[0], on_cpu(4096, 4096), scales[1], None, torch.bfloat16, fast, tiling)
+    assert compiled.fit()
+    assert [adds_in_registers(each) for each in compiled] == [True, False]
 
 
 @pytest.mark.parametrize("capability", SMALL)
@@ -76,7 +95,6 @@ def test_grouped_gemm(capability, m, granularities, monkeypatch):
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
-    """Sums are added in registers in each step, or not at all: Triton may make one product of both."""
     from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
 
     compiled = compile_for(capability, kernel, monkeypatch)
@@ -89,7 +107,7 @@ def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
         kernel.grouped_mm_dw(a, scale, b, offsets, dtype, fast)
     assert compiled.fit()
     assert len(compiled) == 5
-    assert ["arith.addf" in each.asm["ttgir"] for each in compiled] == [not fast] * 5
+    assert [adds_in_registers(each) for each in compiled] == [not fast] * 5
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, *SMALL])

@@ -139,7 +139,12 @@ def _tile_kernel(
         else:
             b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], (k + offs_k < K)[None, :], other=0.0)
             a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None], (k + offs_k < K)[:, None], other=0.0)
-        acc = tl.dot(b, a, acc, max_num_imprecise_acc=PROMOTE if PROMOTE else None)  # [N,K] @ [K,M]
+        if PROMOTE:
+            # Without a limit Triton makes one product of this sum. Hopper's code adds within the product too, after
+            # each PROMOTE elements; that of other GPUs adds here alone, after BLOCK_K.
+            acc += tl.dot(b, a, max_num_imprecise_acc=PROMOTE)  # [N,K] @ [K,M]
+        else:
+            acc = tl.dot(b, a, acc)
     if partials_ptr is not None:
         offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
