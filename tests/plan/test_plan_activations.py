@@ -79,7 +79,10 @@ def planned(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_at
     block, used = model.blocks[0], get_recipe(recipe)
     if mode != "none":
         return checkpointed_bytes(block, model, used, mode, 4, fp8_attention=fp8_attention)
-    return block_bytes(block, model, used, residual=4, compiled=compiled, fp8_attention=fp8_attention)
+    fp8_experts = used.fusable is not None
+    return block_bytes(
+        block, model, used, residual=4, compiled=compiled, fp8_attention=fp8_attention, fp8_experts=fp8_experts
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -125,7 +128,8 @@ def test_a_block_on_images_saves_queries_keys_and_values_once():
     fields = {"model_type": "vit", "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
     fields |= {"num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "num_channels": 3}
     model = replace(describe_architecture("vit", fields), fused=True)
-    block = block_bytes(model.blocks[0], model, get_recipe("rowwise"), residual=2, compiled=False, fp8_attention=False)
+    options = {"residual": 2, "compiled": False, "fp8_attention": False, "fp8_experts": False}
+    block = block_bytes(model.blocks[0], model, get_recipe("rowwise"), **options)
     assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
+from octavo.plan.memory import saved_bytes
 from octavo.plan.rates import grouped_seconds, product_seconds
 from octavo.plan.step_time import block_products
 from octavo.recipe import get_recipe
@@ -54,6 +55,16 @@ def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_recipe():
         for name, plan in plans.items()
     }
     assert quantized == {"bf16": set(), "tensorwise": {"qkv", "o"}, "rowwise": {"qkv", "o", "up", "down"}}
+
+
+@pytest.mark.parametrize(("gpu", "layers"), [("b200", {"qkv", "o", "up", "down"}), ("mi300x", {"qkv", "o"})])
+def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_gpu(gpu, layers):
+    settings = ("--recipe", "rowwise", "--batch", "1")
+    setup = Case("mixtral-8x7b", settings, gpu=gpu).training().setup
+    block = setup.model.blocks[0]
+    assert {each.layer for each in block_products(setup, block) if each.quantized} == layers
+    in_fp8 = Case("mixtral-8x7b", settings).training().setup
+    assert (saved_bytes(setup, block) > 1.5 * saved_bytes(in_fp8, block)) == (gpu == "mi300x")
 
 
 def test_a_shared_mlp_is_computed_once_for_each_token():

@@ -22,24 +22,30 @@ from octavo.recipe import Recipe
 
 
 def block_bytes(
-    block: Block, model: Architecture, recipe: Recipe, *, residual: int, compiled: bool, fp8_attention: bool
+    block: Block,
+    model: Architecture,
+    recipe: Recipe,
+    *,
+    residual: int,
+    compiled: bool,
+    fp8_attention: bool,
+    fp8_experts: bool,
 ) -> float:
     """Bytes a token that one block saves without activation checkpointing.
 
     Args:
         residual: bytes an element of the residual stream.
         compiled: whether `torch.compile` compiles the block.
-        fp8_attention: whether attention runs in FP8.
+        fp8_attention, fp8_experts: whether attention, and experts, run in FP8.
     """
+    experts = {"compiled": compiled, "fp8_experts": fp8_experts}
     return (
         2 * residual * model.width
         + 2 * 4 * (2 if model.layer_norm else 1)
         + _attention_bytes(block, fp8=fp8_attention)
-        + _hidden_bytes(block, model, recipe, compiled=compiled)
-        + _expert_output_bytes(block, model, recipe, compiled=compiled)
-        + sum(
-            _input_bytes(group, model, recipe, compiled=compiled, fp8_attention=fp8_attention) for group in block.groups
-        )
+        + _hidden_bytes(block, model, recipe, **experts)
+        + _expert_output_bytes(block, model, **experts)
+        + sum(_input_bytes(group, model, recipe, fp8_attention=fp8_attention, **experts) for group in block.groups)
     )
 
 
@@ -53,15 +59,15 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
     return model.fused and recipe.fusable is not None
 
 
-def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
+def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool, fp8_experts: bool) -> float:
     u = sum(layer.outputs * layer.active for layer in block.group("up"))
-    fused = is_fused(model, recipe) or (_routed(block) and recipe.fusable is not None)
+    fused = fp8_experts if _routed(block) else is_fused(model, recipe)
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
     return 2.0 * (u + activated)
 
 
-def _expert_output_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool) -> float:
-    each = 2.0 if recipe.fusable is not None else 0.0 if compiled else 4.0
+def _expert_output_bytes(block: Block, model: Architecture, *, compiled: bool, fp8_experts: bool) -> float:
+    each = 2.0 if fp8_experts else 0.0 if compiled else 4.0
     return each * _routed(block) * model.width
 
 
@@ -71,11 +77,17 @@ def _routed(block: Block) -> int:
 
 
 def _input_bytes(
-    group: tuple[Layer, ...], model: Architecture, recipe: Recipe, *, compiled: bool, fp8_attention: bool
+    group: tuple[Layer, ...],
+    model: Architecture,
+    recipe: Recipe,
+    *,
+    compiled: bool,
+    fp8_attention: bool,
+    fp8_experts: bool,
 ) -> float:
     """Bytes a token of the input of layers that read the same one."""
     name, elements, experts = group[0].group, group[0].inputs * group[0].active, group[0].copies > 1
-    if experts and recipe.fusable is not None:
+    if experts and fp8_experts:
         return element_bytes(elements, recipe) if name == "up" else 0.0
     if experts:
         return 2.0 * elements

@@ -1,6 +1,6 @@
 """The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too."""
 
-from octavo.nn.backends import gemm_backends, in_formats_of
+from octavo.nn.backends import gemm_backends, grouped_backends, in_formats_of
 from octavo.ops import Backend
 from octavo.ops.gpu_architecture import ARCHITECTURES
 from octavo.plan.hardware import Gpu
@@ -16,6 +16,13 @@ def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, Backend]:
     """The backends of y, dx and dw of `recipe`, in the eight-bit formats of `gpu`."""
     architecture = ARCHITECTURES[gpu.architecture]
     return gemm_backends(in_formats_of(architecture, recipe), architecture)
+
+
+def has_grouped_gemms(recipe: Recipe, gpu: Gpu) -> bool:
+    """Whether experts run in FP8 by `recipe` on `gpu`."""
+    architecture = ARCHITECTURES[gpu.architecture]
+    found = grouped_backends(in_formats_of(architecture, recipe), architecture)
+    return bool(found) and all(backend.name != "none" for backend in found.values())
 
 
 def check_gemms(recipe: Recipe, gpu: Gpu) -> None:

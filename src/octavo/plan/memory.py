@@ -106,14 +106,17 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     if mode != "none":
         each = checkpointed_bytes(block, setup.model, setup.recipe, mode, setup.residual, fp8_attention=fp8)
         return each * setup.tokens / setup.degrees.tp
-    each = block_bytes(block, setup.model, setup.recipe, residual=setup.residual, compiled=compiled, fp8_attention=fp8)
+    each = block_bytes(
+        block, setup.model, setup.recipe,
+        residual=setup.residual, compiled=compiled, fp8_attention=fp8, fp8_experts=setup.fp8_experts,
+    )  # fmt: skip
     casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
     return (each * setup.tokens + casts) / setup.degrees.tp
 
 
 def _cast_weights(setup: Setup, block: Block) -> int:
     """Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16."""
-    experts = 0 if setup.recipe.fusable is not None else sum(e.weights for e in block.layers if e.copies > 1)
+    experts = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     return block.weights if setup.config.compile.blocks and not setup.recipe.quantized else experts
 
 

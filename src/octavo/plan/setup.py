@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from octavo.plan.architecture import Architecture
-from octavo.plan.gemms import check_gemms, chosen_recipe
+from octavo.plan.gemms import check_gemms, chosen_recipe, has_grouped_gemms
 from octavo.plan.hardware import Gpu
 from octavo.plan.states import States, states_of
 from octavo.recipe import Recipe
@@ -34,6 +34,11 @@ class Setup:
     def tokens(self) -> int:
         """Tokens of a micro-batch that one GPU works on; those that share a layer (tp) work on the same."""
         return self.config.batch // self.degrees.data * self.config.context
+
+    @property
+    def fp8_experts(self) -> bool:
+        """Whether experts run in FP8."""
+        return has_grouped_gemms(self.recipe, self.gpu)
 
     @property
     def states(self) -> States:

@@ -122,7 +122,7 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
         for n in outputs:
             rows = setup.tokens * first.active // first.copies if first.active else setup.tokens // config.context
             k, n = (first.inputs // tp, n) if by_rows else (first.inputs, max(n // tp, 1))
-            fits = first.copies == 1 or setup.recipe.fusable is not None  # no other recipe has a grouped GEMM
+            fits = first.copies == 1 or setup.fp8_experts
             quantized = setup.recipe.quantized and first.group != "router" and fits
             found.append(Product(first.group, (max(rows, 1), k, n), first.copies, quantized))
     return found
