@@ -13,6 +13,10 @@ from gemm_examples import worst_row
 from grouped_examples import SIZES, exact, exact_dw, offsets_of, operands
 from interpreted_triton import interpreter
 
+from octavo.nn import Experts
+from octavo.ops import Backend
+from octavo.recipe import rowwise
+
 pytest.importorskip("triton")
 
 PAIRS = ["row", "row-e5m2"]
@@ -89,6 +93,31 @@ def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, form
     wide = exact_dw(h, scale, x_t, sizes)
     assert np.abs(dw - wide).max() <= 1e-6 * np.abs(wide).max()
     assert [e for e in range(len(sizes)) if not dw[e].any()] == [e for e, size in enumerate(sizes) if size == 0]
+
+
+def trained(gradients, backend):
+    """out, dx and the gradients of the weights of experts, whose grouped GEMMs have this backend; one has no rows."""
+    from octavo.ops.grouped_gemm import op, row_scaled_kernel
+
+    torch.manual_seed(0)
+    experts = Experts(6, 64, 96)
+    experts.recipe = rowwise(gradients)
+    x, index, weight = torch.randn(50, 64, requires_grad=True), torch.rand(50, 5).topk(2).indices, torch.rand(50, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "find_grouped_backend", lambda *_: Backend(backend, ""))
+        patch.setattr(row_scaled_kernel, "shared_memory", lambda _: 99 * 1024)
+        out = experts(x, index, weight)
+        out.square().sum().backward()
+    return [t.detach().numpy() for t in (out, x.grad, experts.gate_up_proj.grad, experts.down_proj.grad)]
+
+
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+def test_experts_train_by_it_as_by_the_reference(kernels, gradients):
+    expected = trained(gradients, "emulated")
+    found = kernels.submit(trained, gradients, "triton").result()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs)
+    assert not found[2][5].any()
 
 
 def test_the_tilings():
