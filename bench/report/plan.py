@@ -229,13 +229,6 @@ def _within(result: Result) -> str:
     return f"{' and '.join(parts).replace('%', ' %')}."
 
 
-def untuned(results: dict[str, Result]) -> str:
-    """The line of the model that the plan has nothing from, once it is measured."""
-    if "gpu_plan_3b" not in results:
-        return ""
-    return "- `3b`, of Llama-3.2-3B's shape: nothing. These rows show how far the plan is off for other runs.\n"
-
-
 def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:
     """The results of bench/gpu/plan.py by model."""
     yield from ((model, results[f"gpu_plan_{model}"]) for model in MODELS if f"gpu_plan_{model}" in results)

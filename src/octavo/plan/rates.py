@@ -4,6 +4,12 @@
 BF16 and by recipe, quantization included. Between the points of the grid the *rate* 6 M K N / seconds is interpolated.
 For layers with fewer inputs or outputs than the grid has, the *time* is extrapolated on a line through the two smallest
 sizes: FLOPs and bytes are linear in K and in N, and launches are constant. So a smaller layer has a lower rate.
+The sizes of the grid are powers of two, whose outputs fill the GPU; others may not (`octavo.plan.waves`).
+
+Small layers of the grid were measured for milliseconds. In a long run the GPU lowers its clock to stay within its
+power: in the grid BF16 layers that take 30 ms or more have 668 to 689 TFLOP/s, and small ones up to 785. So no BF16
+GEMM of a plan is faster than the largest of the grid. FP8 has no such limit here, since its rates do not fall so.
+
 A GPU without measurements gets the share of its data sheet's peak that the H100 reaches at the same shape.
 
 Of grouped GEMMs the rates of two shapes were measured (bench.gpu.moe; `make docs` writes expert_rates.json): 4,096 rows
@@ -18,6 +24,7 @@ from importlib.resources import files
 
 from octavo.nn.speedup.table import Shape, Table, interpolate, interpolate_along
 from octavo.plan.hardware import Gpu, known_gpus
+from octavo.plan.waves import slowdowns
 from octavo.recipe import Recipe
 
 REFERENCE = "h100"  # the GPU whose shares of the data sheet others get
@@ -42,10 +49,24 @@ def has_measured(gpu: Gpu, recipe: Recipe) -> bool:
 
 def linear_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
     """Seconds of forward and backward pass of a linear layer at (M, K, N), its quantization included."""
-    reference = known_gpus()[REFERENCE]
+    return sum(_gemm_seconds(gpu, recipe, shape))
+
+
+def _gemm_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> list[float]:
+    """Seconds of y, dx and dw, each with a third of the casts."""
+    reference, (m, k, n) = known_gpus()[REFERENCE], shape
     assert reference.grid is not None
     grid = _grid(reference.grid, recipe.name) or _grid(reference.grid, "blockwise")
-    return _seconds(grid, shape) / _share(gpu, recipe)
+    casts = _cast_bytes(shape) / reference.copy_rate / 3 if recipe.quantized else 0.0
+    alone = _seconds(grid, shape) / 3 - casts
+    least = 0.0 if recipe.quantized else 2.0 * m * k * n / grid[max(grid)]
+    return [(max(alone * more, least) + casts) / _share(gpu, recipe) for more in slowdowns(recipe, shape)]
+
+
+def _cast_bytes(shape: Shape) -> float:
+    """x and dy are read in BF16, written in eight bits and transposed; the weight is cast and transposed too."""
+    m, k, n = shape
+    return 5.0 * (m * (k + n) + k * n)
 
 
 def _seconds(grid: Mapping[Shape, float], shape: Shape) -> float:
@@ -84,8 +105,7 @@ def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> floa
     rate = interpolate_along(_expert_rates()["rowwise" if recipe.quantized else "bf16"], m)
     products = 6.0 * m * k * n / (rate * _share(gpu, recipe))
     reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
-    # x and dy are read in BF16, written in eight bits and transposed; the weight is cast and transposed too
-    casts = 5.0 * (m * (k + n) + k * n) / gpu.copy_rate if recipe.quantized else 0.0
+    casts = _cast_bytes(shape) / gpu.copy_rate if recipe.quantized else 0.0
     return groups * (max(products, reading) + casts)
 
 
@@ -99,6 +119,13 @@ def _expert_rates() -> Mapping[str, Mapping[int, float]]:
 def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
     """Seconds of forward and backward pass of a layer, or of its copies as one grouped layer."""
     return linear_seconds(gpu, recipe, shape) if copies == 1 else grouped_seconds(gpu, recipe, shape, copies)
+
+
+def forward_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
+    """Seconds of the forward pass of a layer, or of its copies as one grouped layer, which takes a third of both."""
+    if copies > 1:
+        return grouped_seconds(gpu, recipe, shape, copies) / 3
+    return _gemm_seconds(gpu, recipe, shape)[0]
 
 
 def layer_speedup(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int = 1) -> float:

@@ -19,7 +19,7 @@ from octavo.artifact.packed.scheme import FUSED
 from octavo.plan.architecture import Block, Layer
 from octavo.plan.attention import attention_seconds, fp8_speed
 from octavo.plan.communication import Links
-from octavo.plan.rates import linear_seconds, product_seconds
+from octavo.plan.rates import forward_seconds
 from octavo.plan.schemes import MEASURED, weight_bytes
 from octavo.plan.server import Server, check_server
 from octavo.recipe import Recipe
@@ -118,11 +118,11 @@ def _prefill_seconds(server: Server) -> float:
 
 
 def _forward_seconds(server: Server, group: tuple[Layer, ...]) -> float:
-    """The layers that read the same input, as one GEMM: a third of both passes in BF16, over the scheme's speed."""
+    """The layers that read the same input, as one GEMM: its time in BF16 over the scheme's speed."""
     first, outputs = group[0], sum(layer.outputs for layer in group)
     rows = max(server.prompt_tokens * first.active // first.copies, 1)
-    both = product_seconds(server.gpu, Recipe("bf16"), (rows, first.inputs, outputs), first.copies)
-    return both / 3 / server.speed(first, server.prompt_tokens)
+    seconds = forward_seconds(server.gpu, Recipe("bf16"), (rows, first.inputs, outputs), first.copies)
+    return seconds / server.speed(first, server.prompt_tokens)
 
 
 def _attention_seconds(server: Server, block: Block) -> float:
@@ -162,7 +162,7 @@ def _layer_step_seconds(server: Server, layer: Layer) -> float:
     """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed."""
     rows = max(server.batch * layer.active // layer.copies, 1)
     reading = 2.0 * _touched(layer, server.batch) / server.gpu.copy_rate / READ_SHARE
-    alone = linear_seconds(server.gpu, Recipe("bf16"), (rows, layer.inputs, layer.outputs)) / 3
+    alone = forward_seconds(server.gpu, Recipe("bf16"), (rows, layer.inputs, layer.outputs), copies=1)
     return max(reading, layer.copies * alone) / server.speed(layer, server.batch)
 
 

@@ -12,14 +12,17 @@ communication   what FSDP2 and tensor parallelism cannot hide (`octavo.plan.comm
 waiting         by how much the host's time (`octavo.plan.host`) exceeds all of these, which are the GPU's
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from octavo.nn.speedup.table import Shape
 from octavo.plan.activations import is_fused
 from octavo.plan.architecture import Block
 from octavo.plan.attention import attention_seconds, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
+from octavo.plan.hardware import Gpu
 from octavo.plan.host import host_seconds
-from octavo.plan.rates import linear_seconds, product_seconds
+from octavo.plan.rates import forward_seconds, linear_seconds, product_seconds
 from octavo.plan.setup import Setup
 from octavo.recipe import Recipe
 
@@ -130,13 +133,13 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
 
 def _linear_seconds(setup: Setup, block: Block) -> float:
     gradients = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)  # dw comes in BF16, and is cast to FP32
-    products = sum(_product_seconds(setup, each) for each in block_products(setup, block))
+    products = sum(_seconds_of(product_seconds, setup, each) for each in block_products(setup, block))
     return products + _cast_seconds(setup, block) + gradients
 
 
-def _product_seconds(setup: Setup, product: Product) -> float:
+def _seconds_of(passes: Callable[[Gpu, Recipe, Shape, int], float], setup: Setup, product: Product) -> float:
     recipe = setup.recipe if product.quantized else Recipe("bf16")
-    return product_seconds(setup.gpu, recipe, product.shape, product.count)
+    return passes(setup.gpu, recipe, product.shape, product.count)
 
 
 def _cast_seconds(setup: Setup, block: Block) -> float:
@@ -158,7 +161,7 @@ def _products_again(setup: Setup, block: Block) -> float:
     if setup.config.compile.blocks or not setup.recipe.quantized:
         products = [each for each in products if each.layer != "down" or each.count > 1]  # routing needs its experts'
     casts = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)
-    return sum(_product_seconds(setup, each) for each in products) / 3 + casts
+    return sum(_seconds_of(forward_seconds, setup, each) for each in products) + casts
 
 
 def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
