@@ -6,9 +6,9 @@
 Programs find their group from the offsets, so nothing is read on the host. Groups of y have tiles as in
 `octavo.ops.grouped_gemm.block_scaled_kernel`. The number of tiles of dw does not depend on the groups.
 
-The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (DeepSeek-V3, arXiv:2412.19437, section
-3.3.2; SageAttention2, arXiv:2411.10958, section 3.3). Without fast accumulation a step's product of 128 elements is
-added to a float32 sum in registers, on every GPU.
+The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (SageAttention2, arXiv:2411.10958;
+DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Without fast accumulation a step's product of 128 elements is added to a
+float32 sum in registers, on every GPU.
 """
 
 from __future__ import annotations
