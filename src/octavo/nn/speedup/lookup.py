@@ -33,7 +33,7 @@ from octavo.recipe import PRESETS, Recipe
 from octavo.version import __version__
 
 LEAST_SPEEDUP = 1.05
-LAUNCH_FLOPS = 0.35e12  # BF16 operations of an H100 in the half millisecond in which a host launches an FP8 layer
+LAUNCH_FLOPS = 0.25e12  # BF16 operations of an H100 in the third of a millisecond in which a host launches an FP8 layer
 GRID_TOKENS = (512, 2048, 8192, 32768)
 GRID_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SHIPPED = {"H100": "h100.json", "H200": "h100.json"}  # by a part of the GPU's name
@@ -81,8 +81,8 @@ def find_speedups(
 def hides_launching(shapes: Sequence[Shape]) -> bool:
     """Whether compiled layers of these (M, K, N) keep the GPU busy for as long as the host needs to launch them in FP8.
 
-    The host needs half a millisecond for each, and a whole one for the model (bench/gpu/layer.py, on an H200: steps of
-    one small layer take 0.9 ms in BF16 and 1.35 ms in FP8).
+    The host needs a third of a millisecond for each, and two thirds for the model (bench/gpu/layer.py, on an H200:
+    steps of one small layer take 0.83 ms in BF16 and 1.01 ms in FP8).
     """
     return 6 * sum(m * k * n for m, k, n in shapes) >= LAUNCH_FLOPS * (len(shapes) + 2)
 
