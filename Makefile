@@ -75,8 +75,8 @@ test-integrations: .venv-integrations/installed  ## train with torchtitan, Light
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 # Those of several GPUs are below; training runs of the GPT are started by hand (bench/gpu/gpt_parity.py).
-BENCHES := ceilings kernels stack layer moe serve generate start kv_cache weight_only schemes packed_experts int8 attention \
-	attention_loss vision compile_time watch recipes
+BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start kv_cache weight_only schemes packed_experts int8 \
+	attention attention_loss vision compile_time watch recipes
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done

@@ -6,12 +6,13 @@ from pathlib import Path
 from statistics import harmonic_mean
 
 from bench.gpu.modes import speedup
-from bench.report.tables import MISSING, Result, Row, machine, markdown, times
+from bench.report.tables import MISSING, Result, Row, machine, markdown, number, times
 
 _PACKAGE = Path(__file__).parents[2] / "src" / "octavo"
 SHIPPED, SHIPPED_SPEEDS = _PACKAGE / "plan" / "expert_rates.json", _PACKAGE / "runtime" / "expert_speeds.json"
 # The ways of accumulating of y, dx and dw.
 PASSES = {"bf16": ("y, bf16", "dx, bf16", "dw, bf16"), "rowwise": ("y, fast", "dx, fast", "dw, promoted")}
+WAYS = ("bf16", "cutlass, promoted", "triton, promoted", "cutlass, fast", "triton, fast")
 NAMES = {"mixtral": "Mixtral's", "small experts": "small experts"}
 
 
@@ -54,6 +55,20 @@ def expert_gemms(results: dict[str, Result]) -> Iterable[Row]:
         for which in ("y", "dx", "dw"):
             ways = {way: f"{rates[f'{which}, {way}']:,.0f}" for way in ("bf16", "promoted", "fast")}
             yield {"experts": name, "GEMM": which, **ways}
+
+
+def row_scaled_gemms(results: dict[str, Result]) -> str:
+    """TFLOP/s of these GEMMs by PyTorch's kernel and by ours."""
+    result = results.get("gpu_grouped_rows")
+    if result is None:
+        return "Not measured yet."
+    rows = []
+    for key, name in NAMES.items():
+        rates = result["shapes"][key]["gemm_tflops"]
+        for gemm in dict.fromkeys(way.split(", ")[0] for way in rates):
+            ways = {way: number(rates.get(f"{gemm}, {way}"), "{:,.0f}") for way in WAYS}
+            rows.append({"experts": name, "GEMM": gemm, **ways})
+    return f"{markdown(rows)}\n\n{machine(result)}"
 
 
 def expert_layer_sqnr(results: dict[str, Result]) -> str:

@@ -12,6 +12,16 @@ def test_the_package_ships_the_rates_of_the_results() -> None:
     assert experts.SHIPPED.read_text() == experts.shipped(results), "run make docs"
 
 
+def test_the_table_of_our_kernel_has_what_was_measured() -> None:
+    rates = {"y, bf16": 700.4, "dx of e5m2, triton, fast": 801.0}
+    rates |= {f"y, {kernel}, {how}": 1234.5 for kernel in ("cutlass", "triton") for how in ("promoted", "fast")}
+    shapes = {name: {"gemm_tflops": rates} for name in experts.NAMES}
+    text = experts.row_scaled_gemms({"gpu_grouped_rows": {"machine": {"gpu": "NVIDIA H200"}, "shapes": shapes}})
+    assert "| Mixtral's | y | 700 | 1,234 | 1,234 | 1,234 | 1,234 |" in text
+    assert "| small experts | dx of e5m2 | – | – | – | – | 801 |" in text
+    assert experts.row_scaled_gemms({}) == "Not measured yet."
+
+
 def test_a_rate_is_that_of_all_three_gemms() -> None:
     """As many FLOPs in each, so that the times add."""
     shape = {"experts": 4, "width": 8, "mlp_width": 16, "top_k": 2, "tokens": 64}
