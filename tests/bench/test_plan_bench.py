@@ -43,10 +43,6 @@ def test_one_process_writes_what_the_line_shows(tmp_path: Path) -> None:
     assert f"{one['host_seconds'] * 1e3:.1f} ms of the host" in plan.line(one)
 
 
-# Model, GPUs, recipe, checkpointing, and time or memory. The host takes less time now that two blocks are one unit.
-MISSED = {("1b", 2, "rowwise", "full", "time")}
-
-
 def test_the_plan_is_within_its_aims_of_what_was_measured() -> None:
     missed = set()
     files = sorted((Path(plan.__file__).parents[1] / "results").glob("gpu_plan_*.json"))
@@ -57,7 +53,7 @@ def test_the_plan_is_within_its_aims_of_what_was_measured() -> None:
         for row in found:
             names = [name for name, error in row["errors"].items() if abs(error) > plan.AIMS[name]]
             missed |= {(row["model"], row["gpus"], row["recipe"], row["checkpointing"], name) for name in names}
-    assert missed == MISSED
+    assert not missed
 
 
 def test_a_row_of_another_configuration_is_refused() -> None:
