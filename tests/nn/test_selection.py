@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -91,6 +92,31 @@ def test_the_step_of_a_state_space_layer_is_skipped() -> None:
     mixer.A_log, mixer.dt_proj, mixer.x_proj = nn.Parameter(torch.zeros(8)), nn.Linear(8, 8), nn.Linear(8, 8)
     assert converts(mixer) == ["x_proj"]
     assert skipped(mixer) == {"dt_proj": "the state-space layer reads its weight directly and never calls it"}
+
+
+def test_a_weight_that_is_computed_from_parameters_is_skipped() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    assert skipped(model) == {
+        "0": "its weight is no parameter, but computed from some, as torch.nn.utils.prune does",
+        "1": "a ParametrizedLinear, whose forward is its own",
+    }
+    assert converts(model) == ["2"]
+    report = octavo.convert(model, only_if_faster=True, batch=torch.randn(4, 8))
+    assert [row.name for row in report.rows] == ["0", "1", "2"]
+
+
+def test_a_layer_that_was_parametrized_after_a_conversion_still_runs_its_recipe() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    octavo.convert(model)
+    parametrizations.weight_norm(model[0])
+    assert skipped(model) == {"0": "it was parametrized after an earlier conversion: it still runs rowwise"}
+    with pytest.raises(ValueError, match=r"^0 was converted and then parametrized.*remove_parametrizations"):
+        octavo.restore(model)
+    assert isinstance(model[1], octavo.nn.Linear)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert octavo.restore(model) == ["0", "1"]
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:

@@ -118,12 +118,15 @@ def convert(
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
-    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name."""
+    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name.
+
+    They are 0 for a layer whose weight is computed from other parameters, and which is skipped for that.
+    """
     if forward is None:
         return {row.name: tokens for row in rows}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {row.name: row.name if row.name in parameters else f"{row.name}.weight".lstrip(".") for row in rows}
-    return {name: forward.rows_of(parameters[weight]) for name, weight in weights.items()}
+    return {name: forward.rows_of(parameters[w]) if w in parameters else 0 for name, w in weights.items()}
 
 
 def _execution_device(weight: Tensor) -> torch.device:

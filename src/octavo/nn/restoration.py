@@ -1,6 +1,7 @@
 """Undo `octavo.convert`: give every module its own class back, and remove the attributes that were added."""
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.diffusers_fusion import DiffusionBlock
 from octavo.nn.expert_conversion import restore_experts
@@ -36,7 +37,7 @@ def restore(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: `fully_shard` was called on a converted layer. Nothing is changed then.
+        ValueError: a converted layer was parametrized, or `fully_shard` was called on it. Nothing is changed then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -50,6 +51,11 @@ def restore(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
+            )
+        if isinstance(module, RecipeLayer) and is_parametrized(module):
+            raise ValueError(
+                f"{name} was converted and then parametrized, which changed its class again: call "
+                "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
     return [name for name, module in list(model.named_modules()) if _restore(module)]
 

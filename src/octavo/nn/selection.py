@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.conv1d import is_conv1d, shape_of
 from octavo.nn.coverage import find_coverage
@@ -105,11 +106,15 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
         return f"fully_shard made it a unit of its own after an earlier conversion: it still runs {module.recipe.name}"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if isinstance(module, Linear) and is_parametrized(module):
+        return f"it was parametrized after an earlier conversion: it still runs {module.recipe.name}"
     if id(module) in read:
         return read[id(module)]
     known = type(module) in (nn.Linear, Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
     if not known:
         return f"a {type(module).__name__}, whose forward is its own"
+    if not isinstance(weight, nn.Parameter):
+        return "its weight is no parameter, but computed from some, as torch.nn.utils.prune does"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}: FP8 is computed from float32, bfloat16 or float16"
     return ""
