@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.nn.expert_conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
 from octavo.nn.observer import ExpertObserver
+from octavo.nn.weight_cache import local_part
 from octavo.observation.statistics import BRIEF_WIDTH, sampled_rows
 from octavo.recipe import Recipe
 from octavo.telemetry.records import brief_operand_records
@@ -113,7 +114,7 @@ def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Te
     end = 0
     for stack in stacks:
         begin, end = end + first_matrix(stack.weight), end + stack.count
-        w = getattr(stack.weight, "_local_tensor", stack.weight).detach()
+        w = local_part(stack.weight).detach()
         if len(w):
             index = sampled_rows(w.shape[1] // 2, ALIGNED_ROWS, w.device)
             gate, up = (half[:, index].float() for half in w.chunk(2, 1))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.weight_cache import local_part
 from octavo.observation.statistics import EXPONENTS, histogram_statistics, sampled_rows
 from octavo.telemetry.experts import ExpertStack
 from octavo.telemetry.layers import weight_of
@@ -173,5 +174,5 @@ def _rows(w: Tensor, rows: int) -> Tensor:
 
 def _local(tensor: Any, module: Any) -> Tensor:
     """The tensor [N, K], or this rank's part of it; a convolution's has a row for each output, a stack's all rows."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach().flatten(0, 1) if isinstance(module, ExpertStack) else part.detach().flatten(1)
+    part = local_part(tensor).detach()
+    return part.flatten(0, 1) if isinstance(module, ExpertStack) else part.flatten(1)

@@ -16,6 +16,7 @@ from octavo.nn.coverage import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.expert_conversion import computed_stacks
 from octavo.nn.linear import RecipeLayer
+from octavo.nn.weight_cache import local_part
 
 
 def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def scales_of(model: nn.Module) -> dict[str, float]:
 
 def _extremes(p: Any) -> Tensor:
     """(smallest, -largest) of a parameter, or of the part that lies on this rank: [2] FP32."""
-    local: Tensor = p.to_local() if hasattr(p, "to_local") else p
+    local = local_part(p)
     if local.numel() == 0:  # a parameter with fewer rows than there are ranks
         return torch.full((2,), torch.inf, device=local.device)
     low, high = local.aminmax()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octavo.nn.delayed import histories
 from octavo.nn.expert_conversion import find_experts
 from octavo.nn.experts import Experts
+from octavo.nn.weight_cache import local_part
 from octavo.telemetry.experts import first_matrix
 from octavo.train.blocks import eager
 from octavo.train.evaluation import own_random
@@ -86,7 +87,7 @@ class _Search:
             find_expert: gives the expert of a tensor of experts that is not finite.
         """
         self._order += 1
-        local = getattr(value, "_local_tensor", value)
+        local = local_part(value)
         if self.found is not None or not isinstance(local, Tensor) or not local.is_floating_point():
             return
         if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
@@ -128,8 +129,7 @@ class _Search:
 
 def _first_bad_matrix(stack: Any) -> int:
     """The number of the first matrix of a stack [E, N, K] that is not finite."""
-    local: Tensor = getattr(stack, "_local_tensor", stack)
-    return first_matrix(stack) + int(local.detach().isfinite().flatten(1).all(1).logical_not().nonzero()[0])
+    return first_matrix(stack) + int(local_part(stack).detach().isfinite().flatten(1).all(1).logical_not().nonzero()[0])
 
 
 def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:
