@@ -13,6 +13,7 @@ from bench.report.tables import Result, Row, earlier, machine
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu, known_gpus
 from octavo.plan.models import find_architecture, model_presets
+from octavo.plan.passes import STACKED_GATE, Pass
 from octavo.plan.rates import grouped_seconds
 from octavo.plan.schemes import find_scheme
 from octavo.plan.server import Server
@@ -127,9 +128,10 @@ def expert_errors(results: dict[str, Result]) -> Rows:
                 grouped_seconds(gpu, get_recipe(recipe), (rows // experts, *size), experts)
                 for size in ((width, hidden), (hidden, width))
             )
-            traffic = rows * (18 * hidden + 16 * width) / gpu.copy_rate  # as octavo.plan.step_time.traffic_bytes
+            moved = rows * (6 * hidden + 16 * width) / gpu.copy_rate  # the activation forward, and the order of rows
+            gradient = rows * Pass(12 * hidden, STACKED_GATE * hidden if recipe == "bf16" else 0.0).seconds(gpu)
             what = f"{name}: {experts} of {width:,} x {hidden:,}, top {top_k}"
-            planned = 1e3 * (2 * up + down + traffic)
+            planned = 1e3 * (2 * up + down + moved + gradient)
             yield {"experts": what, "recipe": recipe, **compared("ms", planned, cell["ms"][mode], ".1f")}
 
 
@@ -250,6 +252,7 @@ def gpus(_: dict[str, Result]) -> Iterator[Row]:
             "bandwidth, GB/s": f"{gpu.bandwidth / 1e9:,.0f}",
             "BF16, TFLOP/s": f"{gpu.bf16 / 1e12:,.1f}",
             "FP8, TFLOP/s": f"{gpu.fp8 / 1e12:,.1f}" if gpu.fp8 else "none",
+            "FP32, TFLOP/s": f"{gpu.fp32 / 1e12:,.1f}",
             "link, GB/s": f"{gpu.link / 1e9:.0f}",
             "data sheet": gpu.source,
             "measured": gpu.measured or "nothing",

@@ -10,7 +10,7 @@ import torch
 
 from bench import record
 from bench.gpu import plan
-from bench.report.plan import configuration_machines, configurations
+from bench.report.plan import configuration_machines, configurations, image_errors
 from octavo.plan.hardware import find_gpu
 
 SMALL = plan.MODELS["8b"].change(
@@ -54,6 +54,15 @@ def test_the_plan_is_within_its_aims_of_what_was_measured() -> None:
             names = [name for name, error in row["errors"].items() if abs(error) > plan.AIMS[name]]
             missed |= {(row["model"], row["gpus"], row["recipe"], row["checkpointing"], name) for name in names}
     assert not missed
+
+
+def test_the_plan_of_vit_is_within_its_aims_of_what_was_measured() -> None:
+    path = Path(plan.__file__).parents[1] / "results/gpu_vision.json"
+    rows = list(image_errors({"gpu_vision": json.loads(path.read_text())}))
+    assert [row["recipe"] for row in rows] == ["bf16", "rowwise"]
+    for row in rows:
+        assert abs(float(row["error of ms"].rstrip("%"))) <= 100 * plan.AIMS["time"]
+        assert abs(float(row["error of peak GB"].rstrip("%"))) <= 100 * plan.AIMS["memory"]
 
 
 def test_a_row_of_another_configuration_is_refused() -> None:

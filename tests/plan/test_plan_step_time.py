@@ -12,9 +12,10 @@ from octavo.plan.attention import attention_seconds, gradient_bytes
 from octavo.plan.cases import Case
 from octavo.plan.hardware import find_gpu
 from octavo.plan.models import find_architecture
+from octavo.plan.passes import passes_seconds
 from octavo.plan.rates import layer_speedup, linear_seconds
 from octavo.plan.setup import make_setup
-from octavo.plan.step_time import StepTime, block_products, plan_step, traffic_bytes
+from octavo.plan.step_time import StepTime, block_products, plan_step
 from octavo.plan.training import TrainingPlan
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
@@ -73,8 +74,7 @@ def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention)
     """All GEMMs, or every second one, but the last, whose output no gradient reads."""
     plan = Case("llama-3-8b", ("--activation-checkpointing.mode", mode), "h100").training()
     time, block = plan.time, plan.setup.model.blocks[0]
-    _, forward_bytes = traffic_bytes(plan.setup, block)
-    traffic = block.count * forward_bytes * plan.setup.tokens / plan.setup.gpu.copy_rate
+    traffic = block.count * plan.setup.tokens * passes_seconds(plan.setup, block)[1]
     _, attention_forward = attention_seconds(block, plan.setup.gpu, plan.setup.tokens, plan.setup.config.context)
     expected = forward_seconds(plan, layers) + attention * block.count * attention_forward + traffic
     assert time.recomputation == pytest.approx(expected)
@@ -176,15 +176,6 @@ def test_fp32_weights_are_cast_and_their_gradients_too(recipe, moved, compiled):
     )
     more = moved * wide.setup.model.block_weights / wide.setup.gpu.copy_rate
     assert wide.time.linear_layers - narrow.time.linear_layers == pytest.approx(more)
-
-
-def test_the_gradients_of_biases_read_the_gradients_of_outputs():
-    setup = Case("gpt2", ("--recipe", "rowwise"), "h100").training().setup
-    block = setup.model.blocks[0]
-    without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
-    more = traffic_bytes(setup, block)[0] - traffic_bytes(setup, without)[0]
-    assert more == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # the fused MLP writes that of its hidden features in BF16
-    assert traffic_bytes(setup, block)[1] == traffic_bytes(setup, without)[1]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])

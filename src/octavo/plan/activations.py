@@ -60,7 +60,7 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
 
 
 def _hidden_bytes(block: Block, model: Architecture, recipe: Recipe, *, compiled: bool, fp8_experts: bool) -> float:
-    u = sum(layer.outputs * layer.active for layer in block.group("up"))
+    u = block.activated
     fused = fp8_experts if _routed(block) else is_fused(model, recipe)
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
     return 2.0 * (u + activated)

@@ -87,6 +87,15 @@ class Block:
         return [tuple(each for each in self.layers if (each.group, each.copies) == kind) for kind in kinds]
 
     @property
+    def has_experts(self) -> bool:
+        return any(layer.copies > 1 for layer in self.layers)
+
+    @property
+    def activated(self) -> int:
+        """Features that the activation reads for a token: gate and up both."""
+        return sum(layer.outputs * layer.active for layer in self.group("up"))
+
+    @property
     def hidden(self) -> int:
         """Features inside the MLP that a token activates: the inputs of the layer after the activation."""
         return sum(layer.inputs * layer.active for layer in self.group("down"))
@@ -127,7 +136,7 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
-        return any(layer.copies > 1 for block in self.blocks for layer in block.layers)
+        return any(block.has_experts for block in self.blocks)
 
     @property
     def parameters(self) -> int:

@@ -22,6 +22,7 @@ class Gpu:
 
     Attributes:
         architecture: its key in `octavo.ops.gpu_architecture`, which decides the GEMMs.
+        fp32: without tensor cores.
         link: bytes a second and direction to the other GPUs of the node, over NVLink, Infinity Fabric or PCIe.
         grid: the file of octavo.nn.speedup with the measured times of linear layers; None if none were measured.
         copy: measured bytes a second of a copy, reads and writes.
@@ -36,6 +37,7 @@ class Gpu:
     bandwidth: float
     bf16: float
     fp8: float | None
+    fp32: float
     link: float
     source: str
     grid: str | None = None
@@ -46,6 +48,11 @@ class Gpu:
     @property
     def copy_rate(self) -> float:
         return self.copy or self.bandwidth * COPY_SHARE
+
+    @property
+    def instruction_rate(self) -> float:
+        """Instructions a second for one element each: a multiplication with an addition is one, and two FLOPs."""
+        return self.fp32 / 2
 
     @property
     def attention_rate(self) -> float:

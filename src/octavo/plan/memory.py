@@ -135,7 +135,7 @@ def passing_bytes(setup: Setup, block: Block) -> float:
     Elsewhere du takes the place of saved tensors that are freed.
     """
     hidden, width, fused = block.hidden, setup.model.width, is_fused(setup.model, setup.recipe)
-    u = sum(layer.outputs * layer.active for layer in block.group("up"))
+    u = block.activated
     if fused and setup.config.compile.blocks:
         features = 3 * hidden + u + 2 * width
     elif fused:

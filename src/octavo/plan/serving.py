@@ -139,7 +139,7 @@ def _traffic(server: Server, block: Block) -> float:
     If they write eight bits, they write a byte an element less, and the speed of the linear layers has a pass too many
     that reads two bytes an element and writes one.
     """
-    u = sum(layer.outputs * layer.active for layer in block.group("up"))
+    u = block.activated
     wide = 16.0 * server.model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
     cast = [
         group[0].inputs for group in block.groups if group[0].group in ("qkv", "up", "down") and group[0].copies == 1

@@ -3,8 +3,8 @@
 linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
 attention       its FLOPs at the measured rate (`octavo.plan.attention`); in FP8 over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
-memory          bytes that norms, rotary positions, activations, residual sums and the gradients of biases move, at the
-                rate of a copy
+memory          norms, rotary positions, activations, residual sums and the gradients of biases (`octavo.plan.passes`),
+                and copies of FSDP2
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
                 output of a block's last GEMM is no input of any gradient, and is not computed again
 optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
@@ -22,6 +22,7 @@ from octavo.plan.attention import attention_seconds, fp8_speed, is_fp8
 from octavo.plan.communication import Links, Training
 from octavo.plan.hardware import Gpu
 from octavo.plan.host import host_seconds
+from octavo.plan.passes import passes_seconds
 from octavo.plan.rates import forward_seconds, linear_seconds, product_seconds
 from octavo.plan.setup import Setup
 from octavo.recipe import Recipe
@@ -87,19 +88,19 @@ def plan_step(setup: Setup, network: float) -> StepTime:
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
     attention, attention_forward = _attention_seconds(setup, block)
-    traffic, traffic_forward = traffic_bytes(setup, block)
-    moved = traffic * setup.tokens + copied_bytes(setup, block.weights, block.parameters)
-    rate = setup.degrees.tp * setup.gpu.copy_rate
+    tp = setup.degrees.tp
+    passes, passes_forward = (setup.tokens * each / tp for each in passes_seconds(setup, block))
+    copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0
     if mode != "none":
-        again = _products_again(setup, block) + traffic_forward * setup.tokens / rate
+        again = _products_again(setup, block) + passes_forward
     if mode == "full":
         again += attention_forward
     return {
         "linear_layers": _linear_seconds(setup, block),
         "attention": attention,
-        "memory": moved / rate,
+        "memory": passes + copies,
         "recomputation": again,
     }
 
@@ -171,30 +172,6 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
     if not is_fp8(setup):
         return both, forward
     return both / fp8_speed("forward and backward", context), forward / fp8_speed("forward", context)
-
-
-def traffic_bytes(setup: Setup, block: Block) -> tuple[float, float]:
-    """Bytes a token of norms, residual sums, rotary positions, the activation, the gradients of biases, and the order
-    of the rows of experts: of both passes, and of the forward.
-
-    The casts of a converted layer are in its measured time, although a fused module makes them in these passes. The
-    measured layers have no biases. The gradient of a bias is a sum that reads dy. In a fused MLP the dy of the layers
-    before the activation is in eight bits: the sum reads dh and u, and computes dy from them again.
-    """
-    r, width, a = setup.residual, setup.model.width, block.attention
-    u = sum(layer.outputs * layer.active for layer in block.group("up"))
-    rotary = 4 * (a.queries + a.keys) if setup.model.rotary else 0
-    split = a.queries + a.keys + a.values
-    experts = max(layer.active for layer in block.group("down"))
-    sorting = 8 * experts * width if experts > 1 else 0  # rows to their experts and back
-    forward = 2 * (2 * r + 4) * width + rotary + 2 * (u + block.hidden) + split + sorting
-    backward = 2 * (3 * r + 4) * width + rotary + 4 * (u + block.hidden) + split + sorting
-    biased = [layer for layer in block.layers if layer.bias]
-    if is_fused(setup.model, setup.recipe) and any(layer.group == "up" for layer in biased):
-        backward += 2 * (u + block.hidden)
-        biased = [layer for layer in biased if layer.group != "up"]
-    backward += 2 * sum(layer.outputs * layer.active for layer in biased)
-    return forward + backward, forward
 
 
 def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
