@@ -213,7 +213,7 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path, packed: dict[str, Exam
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("diverged", "up_proj.weight holds inf or NaN.*earlier step"),
+        ("diverged", "up_proj.weight holds inf or NaN.*earlier checkpoint"),
         ("missing", "tensor model.norm.weight is missing"),
         ("another", "must have shape"),
         ("truncated", "model.safetensors is truncated"),

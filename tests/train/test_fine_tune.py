@@ -147,6 +147,16 @@ def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
 
 
 @llama_only
+def test_a_model_that_has_diverged(begin, source, tmp_path):
+    """Its logits are NaN, which are not those of a causal model either."""
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    says = ("model.layers.1.mlp.up_proj.weight holds inf or NaN", source)
+    refuses(begin, tmp_path, ArtifactError, *says, model=str(source))
+
+
+@llama_only
 def test_a_truncated_file_of_weights(begin, source, tmp_path):
     content = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(content[: len(content) // 2])

@@ -93,7 +93,9 @@ class Source:
         return self.reader.get(name).to(self.meta_model.dtypes[name])
 
     def _diverged(self, name: str) -> ArtifactError:
-        return ArtifactError(f"{self.origin}: {name} holds inf or NaN: the model had diverged, pack an earlier step")
+        return ArtifactError(
+            f"{self.origin}: {name} holds inf or NaN: the model had diverged, take an earlier checkpoint"
+        )
 
     def folded(self) -> dict[str, Any]:
         """The entry `folded` of octavo.json, which `octavo fold` writes; it holds for the packed weights too."""

@@ -26,7 +26,7 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
             random weights, because the checkpoint holds the weights.
 
     Raises:
-        ArtifactError: a file of weights is truncated.
+        ArtifactError: a file of weights is truncated, or holds inf or NaN.
         ConfigError: no such folder, a folder that lacks weights, a model whose attention sees later tokens, or a
             context beyond its positions.
         ValueError: a folder that needs code of its own.
@@ -113,6 +113,8 @@ def _open(auto: Any, auto_config: Any, source: Path, saved: Path) -> Any:
             raise ArtifactError(f"a safetensors file of {source} is truncated ({error}): get the file again") from error
         missing = sorted(found["missing_keys"])
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
+        if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+            raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
         raise ConfigError(
             f"{source} is a {type(model).__name__} that is not causal: changing the last token of a sequence changes "
             "the logits of earlier tokens, so its attention sees the token that it is to predict. octavo train "
