@@ -56,7 +56,7 @@ def generation_check(results: dict[str, Result]) -> str:
         return ""
     equal = " and ".join(map(str, check["equal"]))
     return (
-        f"Of {check['tokens']} greedy tokens, the first {equal} are those of transformers' own loop on the same packed "
+        f"The first {equal} of {check['tokens']} greedy tokens are those of transformers' own loop on the same packed "
         f"model, for {len(check['equal'])} prompts. The weights are random, so the best logits nearly tie, and "
         "the rounding of two implementations of attention decides between them."
     )

@@ -184,7 +184,7 @@ def recipe_setting(results: dict[str, Result]) -> str:
     ]
     if earlier := found.get("earlier"):  # added by hand where runs of another commit were kept
         runs = sum(len(recipe["losses"]) for recipe in found["recipes"].values())
-        lines.append(f"  Of its {runs} runs, {earlier['runs']} are those of commit {earlier['commit']}.")
+        lines.append(f"  {earlier['runs']} of its {runs} runs are those of commit {earlier['commit']}.")
     if errors := found["errors"]:
         lines.append(
             f"- *SQNR*: the {errors['layers']} linear layers of that model after {errors['steps']} steps in BF16, on a "
