@@ -67,7 +67,7 @@ def test_the_page_shows_generation_before_steps_and_kernels(results: dict) -> No
         "32 layers. NVIDIA Example, transformers 5.17.0, 2030-01-02.",
     ):
         assert line in text.splitlines()
-    assert "Of 64 greedy tokens, the first 64 and 61 are those of transformers' own loop" in text
+    assert "The first 64 and 61 of 64 greedy tokens are those of transformers' own loop" in text
     assert "Not measured" not in text
 
 
