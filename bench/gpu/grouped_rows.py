@@ -24,10 +24,10 @@ from bench.gpu.timing import decibels, once
 from octavo.numerics import Cast
 from octavo.ops import quantize
 from octavo.ops.compiling import compile_only
-from octavo.ops.grouped_gemm import kernel as cutlass
+from octavo.ops.grouped_gemm import cutlass
 from octavo.ops.grouped_gemm import row_scaled_kernel as ours
 from octavo.ops.grouped_gemm.block_scaled_kernel import likely_rows
-from octavo.ops.grouped_gemm.row_scaled_kernel import Tiling, choose
+from octavo.ops.grouped_gemm.row_scaled_kernel import SHORT, Tiling, choose, choose_dw
 
 Product = Callable[[], Tensor]
 BF16 = torch.bfloat16
@@ -45,13 +45,13 @@ class Gemm(NamedTuple):
         wide: it in BF16.
         cutlass: it by PyTorch's kernel, for a way to accumulate; None if the kernel does not take the formats.
         ours: it by our kernel, for a way to accumulate and a tiling.
-        rows: of the right operand in a tile, that a tiling is chosen by.
+        chosen: its tiling for a way to accumulate.
     """
 
     wide: Product
-    cutlass: Callable[[bool], Tensor] | None
+    cutlass: Callable[..., Tensor] | None
     ours: Callable[[bool, Tiling | None], Tensor]
-    rows: int
+    chosen: Callable[[bool], Tiling]
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def of_rows(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).transpose(1, 2), offs=offsets),
         partial(cutlass.grouped_mm, *operands, offsets) if a.dtype == b.dtype else None,
         partial(ours.grouped_mm, *operands, offsets, BF16),
-        likely_rows(len(a), len(b)),
+        partial(choose, likely_rows(len(a), len(b)), device=a.device),
     )
 
 
@@ -110,7 +110,7 @@ def of_columns(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).t(), offs=offsets),
         partial(cutlass.grouped_mm_dw, a, scale, b, offsets) if a.dtype == b.dtype else None,
         partial(ours.grouped_mm_dw, a, scale, b, offsets, BF16),
-        len(b),
+        partial(choose_dw, len(b), a.shape[1] <= SHORT * len(offsets), device=a.device),
     )
 
 
@@ -118,7 +118,7 @@ def ways_of(name: str, gemm: Gemm) -> dict[str, Product]:
     ways: dict[str, Product] = {}
     for how, fast in ACCUMULATION.items():
         if gemm.cutlass is not None:
-            ways[f"{name}, cutlass, {how}"] = partial(gemm.cutlass, fast)
+            ways[f"{name}, cutlass, {how}"] = partial(gemm.cutlass, fast=fast)
         ways[f"{name}, triton, {how}"] = partial(gemm.ours, fast, None)
     return ways
 
@@ -130,7 +130,7 @@ def tilings_of(gemm: str) -> list[tuple[str, Tiling | None]]:
 
 def timed(gemm: Gemm, how: str, tried: list[tuple[int, int, int, int]], flops: float) -> list[tuple[list[int], float]]:
     """TFLOP/s of the chosen tiling, then of the best."""
-    fast, chosen = ACCUMULATION[how], choose(gemm.rows, ACCUMULATION[how], torch.device("cuda"))
+    fast, chosen = ACCUMULATION[how], gemm.chosen(ACCUMULATION[how])
 
     def ms(tiling: Tiling) -> float:
         product = partial(gemm.ours, fast, tiling)

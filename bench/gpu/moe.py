@@ -248,9 +248,11 @@ def main() -> None:
     global torchao_mm
     torchao_mm, quick = find_torchao(), "--quick" in sys.argv
     shapes = SHAPES if DEVICE == "cuda" else TINY
-    result = {name: measure(shape, 5 if quick else 15) for name, shape in shapes.items()}
-    if DEVICE == "cuda":
-        print(record.write("gpu_moe", result))
+    result = {}
+    for name, shape in shapes.items():
+        result[name] = measure(shape, 5 if quick else 15)
+        if DEVICE == "cuda":
+            print(record.write("gpu_moe", result), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 SIZES = [[7, 0, 33, 16, 1], [257, 0, 0, 129], [1, 1, 1], [1000, 24, 1024, 2048]]
 ALIGNED = [[16, 0, 48, 16, 272], [0, 0, 640], [1008, 32, 1024, 2048]]
-TILINGS = [(64, 16, 4, 4), (64, 64, 4, 4), (128, 128, 3, 8), (128, 256, 4, 8)]
+TILINGS = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
 FAST = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 EACH_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=str)
 

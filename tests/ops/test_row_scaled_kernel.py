@@ -129,3 +129,4 @@ def test_the_tilings():
     assert tiling_for(65, True, ada) == tiling_for(1 << 20, True, ada) == (128, 128, 3, 8)
     assert tiling_for(1 << 20, False, hopper) == (128, 128, 4, 8)
     assert tiling_for(1 << 20, True, hopper) == (128, 256, 4, 8)
+    assert tiling_for(65, True, hopper) == (256, 128, 4, 8)

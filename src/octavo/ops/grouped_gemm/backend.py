@@ -1,15 +1,16 @@
 """The choice of the implementation that a grouped GEMM runs on.
 
-    cutlass       row scales, both operands E4M3, on Hopper: PyTorch's `scaled_grouped_mm`
-    triton        row scales otherwise, and scales that vary along K: our kernels, on NVIDIA GPUs from Ada (8.9); with
-                  groups smaller than 128 and many rows, PyTorch's BF16 product of the widened operands
+    triton        our kernels, on NVIDIA GPUs from Ada (8.9), for row scales and for scales that vary along K
+                  on Hopper, promoted sums of large groups of two E4M3 operands: PyTorch's `scaled_grouped_mm`
+                  with groups smaller than 128 and many rows: PyTorch's BF16 product of the widened operands
     emulated      the reference, in float32: a CPU
 
-ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, whose result is BF16. On GPUs without
-a kernel a call raises an error, or computes in float32 if the caller allows emulation.
+ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, a CUTLASS kernel whose result is
+BF16. On GPUs without a kernel a call raises an error, or computes in float32 if the caller allows emulation.
 """
 
 import torch
+from torch import Tensor
 
 from octavo.numerics.granularity import ROW, Granularity
 from octavo.ops.gemm import Backend
@@ -20,6 +21,9 @@ from octavo.ops.triton_support import HAS_TRITON
 # Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
 # groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
 MAX_MEAN_ROWS = 1024
+# On Hopper, above so many rows of a group, on average, CUTLASS's kernel promotes sums faster than ours does
+# (bench.gpu.grouped_rows: 916 against 735 TFLOP/s with 4,096 rows, 264 against 467 with 512).
+CUTLASS_ROWS = 1024
 
 
 def find_grouped_backend(
@@ -31,10 +35,14 @@ def find_grouped_backend(
     gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     names = f"{granularity_a.name} x {granularity_b.name} scales"
     by_row = (granularity_a, granularity_b) == (ROW, ROW)
-    if by_row and formats == ("e4m3", "e4m3") and gpu.key == "hopper":
-        return Backend("cutlass", f"{names}, in groups")
     if not runs_our_kernels(gpu, formats) or not (by_row or takes_blocks(granularity_a, granularity_b)):
         return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
     if isinstance(place, torch.device) and not HAS_TRITON:
         return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
     return Backend("triton", f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}")
+
+
+def takes_cutlass(a: Tensor, b: Tensor, rows: int, groups: int, fast: bool) -> bool:
+    """Whether PyTorch's kernel multiplies `groups` of so many rows in all, scaled by row, faster than ours."""
+    large = not fast and rows > CUTLASS_ROWS * groups
+    return large and a.dtype == b.dtype == torch.float8_e4m3fn and find_architecture(a.device).key == "hopper"

@@ -13,8 +13,8 @@ from octavo.numerics.granularity import ROW, Granularity, parse_granularity
 from octavo.numerics.qtensor import QTensor
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.ops.gemm.backend import STRIP, takes_blocks
-from octavo.ops.grouped_gemm import kernel
-from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS, find_grouped_backend
+from octavo.ops.grouped_gemm import cutlass
+from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS, find_grouped_backend, takes_cutlass
 from octavo.ops.grouped_gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
 from octavo.ops.inductor import operation, register_lowerings
 
@@ -37,8 +37,9 @@ def grouped_mm(
         b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
             row scales matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-        out_dtype: of y. Sums are float32. CUTLASS's kernel rounds them to BF16 first. With groups of 32 or 64 and more
-            than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands and the sums to BF16.
+        out_dtype: of y. Sums are float32. Promoted sums of more than `CUTLASS_ROWS` rows for each matrix are rounded to
+            BF16 first on a Hopper. With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU
+            rounds the scaled operands and the sums to BF16.
         fast_accumulation, emulate: as in `scaled_mm`.
 
     Raises:
@@ -67,8 +68,8 @@ def grouped_mm_dw(
     """dw [E, N, K]: the columns of group e of `a` times those of `b`, transposed.
 
     Args:
-        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a multiple of 16 columns, and CUTLASS's kernel
-            takes no empty group: columns of zeros fill groups up (`octavo.ops.aligned_groups`).
+        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of 16 columns: columns of
+            zeros fill groups up (`octavo.ops.aligned_groups`).
         scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
         offsets: int32 [E], where each group of columns ends.
         formats: of a and b.
@@ -142,17 +143,18 @@ def _grouped_mm(
     by_a, by_b = parse_granularity(granularity_a), parse_granularity(granularity_b)
     if backend == "emulated" or a.numel() == 0:
         return grouped_mm_reference(a, scale_a, by_a, b, scale_b, by_b, offsets).to(out_dtype)
-    if backend == "triton" and by_a == ROW:
-        from octavo.ops.grouped_gemm import row_scaled_kernel
-
-        return row_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, offsets, out_dtype, fast_accumulation)
-    if backend == "triton":
+    rows, groups = a.shape[0], len(offsets)
+    if by_a != ROW:
         from octavo.ops.grouped_gemm import block_scaled_kernel
 
-        if by_a != STRIP and a.shape[0] > MAX_MEAN_ROWS * len(offsets):
+        if by_a != STRIP and rows > MAX_MEAN_ROWS * groups:
             return block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, offsets, out_dtype)
         return block_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, by_b, offsets, out_dtype)
-    return kernel.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast_accumulation).to(out_dtype)
+    if takes_cutlass(a, b, rows, groups, fast_accumulation):
+        return cutlass.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast=False).to(out_dtype)
+    from octavo.ops.grouped_gemm import row_scaled_kernel
+
+    return row_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, offsets, out_dtype, fast_accumulation)
 
 
 @_grouped_mm.register_fake
@@ -173,11 +175,11 @@ def _grouped_mm_dw(
 ) -> Tensor:
     if backend == "emulated":
         return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
-    if backend == "triton":
-        from octavo.ops.grouped_gemm import row_scaled_kernel
+    if takes_cutlass(a, b, a.shape[1], len(offsets), fast_accumulation):
+        return cutlass.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast=False).to(out_dtype)
+    from octavo.ops.grouped_gemm import row_scaled_kernel
 
-        return row_scaled_kernel.grouped_mm_dw(a, scale, b, offsets, out_dtype, fast_accumulation)
-    return kernel.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast_accumulation).to(out_dtype)
+    return row_scaled_kernel.grouped_mm_dw(a, scale, b, offsets, out_dtype, fast_accumulation)
 
 
 @_grouped_mm_dw.register_fake

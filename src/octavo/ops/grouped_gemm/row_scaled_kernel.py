@@ -29,7 +29,8 @@ from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above, shared_memory
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
-LARGE = 1024  # rows from which a tile has 256, if its sums need no second set of registers
+LARGE = 1024  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
+SHORT = 1024  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
 
 
 class Tiling(NamedTuple):
@@ -84,7 +85,7 @@ def grouped_mm_dw(
     tiling: None chooses one. Its left operand is a.
     """
     (n, m), k, e = a.shape, b.shape[0], len(offsets)
-    block_n, block_k, stages, warps = tiling or choose(k, fast, a.device)
+    block_n, block_k, stages, warps = tiling or choose_dw(k, m <= SHORT * e, fast, a.device)
     dw = allocate(a, (e, n, k), out_dtype)
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
         a.contiguous(), b.contiguous(), scale.contiguous(), offsets.contiguous(), dw, n, k, m,
@@ -100,14 +101,21 @@ def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
     return tiling_for(rows, fast, shared_memory(device))
 
 
+@cache
+def choose_dw(rows: int, short: bool, fast: bool, device: torch.device) -> Tiling:
+    """The tiling of dw for so many rows of the right operand on `device`; of `short` groups or of others."""
+    if short and not fast:
+        return Tiling(64, 128, 3, 4)
+    return choose(rows, fast, device)
+
+
 def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
     """The tiling for so many rows of the right operand, on a GPU with so many bytes of shared memory for a program."""
+    left, right, warps = 128, 128, 8
     if rows <= SMALL_M:
         left, right, warps = 64, max(16, power_of_two_above(rows)), 4
-    else:
-        left, right, warps = 128, 128, 8
-        if fast and rows >= LARGE and memory >= 3 * _bytes(left, 256):
-            right = 256
+    elif fast and memory >= 3 * _bytes(128, 256):  # promoted sums need a second set of registers
+        left, right = (128, 256) if rows >= LARGE else (256, 128)
     return Tiling(left, right, min(4, memory // _bytes(left, right)), warps)
 
 

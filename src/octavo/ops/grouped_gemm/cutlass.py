@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 
-def grouped_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def grouped_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, *, fast: bool) -> Tensor:
     """Same as `grouped_mm_reference`, in BF16, for a contiguous a; rows behind the groups are not written."""
     return _scaled_grouped_mm(a, b.transpose(1, 2), scale_a.reshape(-1), scale_b.squeeze(-1), offsets, fast)
 
 
-def grouped_mm_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def grouped_mm_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, *, fast: bool) -> Tensor:
     """Same as `grouped_mm_dw_reference`, in BF16, for contiguous operands."""
     ones = torch.ones(offsets.shape[0] * b.shape[0], dtype=torch.float32, device=b.device)
     return _scaled_grouped_mm(a, b.t(), scale.reshape(-1), ones, offsets, fast)
