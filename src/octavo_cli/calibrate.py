@@ -46,10 +46,14 @@ def calibrate_command(
     from octavo.words import plural
 
     prompts = PromptOptions(samples, context, batch, seed)
-    with progress("reading model and prompts") as advance:
-        found = calibrate(
-            model, data, out, prompts=prompts, device=device, step=step, progress=advance, on_read=print_reading
-        )
+    try:
+        with progress("reading model and prompts") as advance:
+            found = calibrate(
+                model, data, out, prompts=prompts, device=device, step=step, progress=advance, on_read=print_reading
+            )
+    except KeyboardInterrupt:
+        say(f"interrupted: the blocks that were done are kept beside {out}; the same command continues", error=True)
+        raise typer.Exit(130) from None
     say(f"calibrated {model} into {out}")
     fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
     sites = plural(len(found.sites), "site")

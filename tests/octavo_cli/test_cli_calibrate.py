@@ -94,6 +94,18 @@ def test_errors_are_one_line(octavo, model, data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
+def test_an_interrupt_says_how_to_continue(octavo, model, data, tmp_path, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.calibration.calibrate", interrupt)
+    code, _, err = octavo("calibrate", model, tmp_path / "out", "--data", data)
+    assert (code, err) == (
+        130,
+        f"interrupted: the blocks that were done are kept beside {tmp_path / 'out'}; the same command continues\n",
+    )
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(octavo, model, data, tmp_path):
     """SIGKILL, at a moment that nobody chose."""
