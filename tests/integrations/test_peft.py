@@ -101,6 +101,17 @@ def test_a_model_with_adapters_is_converted_without_them(made: Folders) -> None:
     check_training(model, LAYERS + LAYERS - 3)
 
 
+@pytest.mark.parametrize("wrapped", [{"modules_to_save": ["lm_head"]}, {"target_modules": [*TARGETS, "lm_head"]}])
+def test_a_head_that_peft_wraps_stays_in_high_precision(made: Folders, wrapped: dict[str, Any]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(made("llama"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **({"target_modules": TARGETS} | wrapped)))
+    report = octavo.convert(model, skip=["*lora_*"])
+    assert len(report.converted) == LAYERS
+    heads = {row.name: row.reason for row in report.rows if "lm_head" in row.name and "lora_" not in row.name}
+    assert heads
+    assert set(heads.values()) == {"an output head or router (*.lm_head)"}
+
+
 def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> None:
     found = []
     for checkpoints in (False, True):

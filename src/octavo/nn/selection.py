@@ -1,5 +1,6 @@
 """Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration alike."""
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ DEFAULT_SKIP = (
     "*.shared_expert_gate",
 )  # fmt: skip
 
+_OF_PEFT = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.[^.]+)$"
+)  # where PEFT puts a layer that it wraps
 
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
@@ -122,9 +126,10 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
 
 def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -> str:
     """Why the name of a layer [N, K] skips it (`DEFAULT_SKIP` or `skip`), or ""."""
+    wrapped = _OF_PEFT.sub("", name)
     for glob in DEFAULT_SKIP:
         is_router = outputs < inputs or "gate" not in glob  # the gate of an MLP has more outputs than inputs
-        if fnmatchcase(name, glob) and is_router:
+        if fnmatchcase(wrapped, glob) and is_router:
             return f"an output head or router ({glob})"
     for glob in skip:
         if fnmatchcase(name, glob):
