@@ -187,7 +187,7 @@ def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str,
 
 def _of_folder(report: PackReport) -> list[tuple[str, str]]:
     facts = [("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")]
-    if not report.has_tokenizer:
+    if report.lacks_tokenizer:
         facts.append(("no tokenizer", "the source has none, and octavo generate needs one"))
     if any(scheme.startswith("group") for scheme in report.packed.values()):
         facts.append(("not for vLLM", "it cannot read groups of float32 scales; transformers and octavo can"))

@@ -48,7 +48,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaForCausalLM",
         EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     ),
+    "gptneox": ("GPTNeoXForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 64}),
+}
+IMAGE_SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+WINDOWS = {"patch_size": 4, "embed_dim": 64, "depths": [2, 2], "num_attention_heads": [2, 4], "window_size": 4}
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", {}),
+    "vit trunk": ("ViTModel", {}),
+    "dinov2": ("Dinov2ForImageClassification", {}),
+    "clip vision": ("CLIPVisionModelWithProjection", {}),
+    "siglip vision": ("SiglipVisionModel", {}),
+    "swin": ("SwinForImageClassification", WINDOWS),
 }
 TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i in range(6) for j in "74")
 """Enough bytes for nine prompts of 64."""
@@ -56,19 +70,20 @@ Folders = Callable[..., Path]
 
 
 def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
-    """A BF16 folder with a tokenizer. The model's outputs are large."""
-    architecture, settings = MODELS[name]
+    """A BF16 folder, of a model of text with a tokenizer. The model's outputs are large."""
+    architecture, settings = (MODELS | IMAGE_MODELS)[name]
     cls = getattr(transformers, architecture)
     torch.manual_seed(seed)
-    model = cls(cls.config_class(**SIZES | settings | sizes))
+    model = cls(cls.config_class(**(SIZES if name in MODELS else IMAGE_SIZES) | settings | sizes))
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim > 1 and "emb" not in key:
-                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+                p.copy_(torch.randn_like(p) * (p[0].numel() if p.ndim == 4 else p.shape[-1]) ** -0.5)
             elif p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     model.bfloat16().save_pretrained(folder)
-    ByteTokenizer().save(folder)
+    if name in MODELS:
+        ByteTokenizer().save(folder)
     return folder
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny_models import Folders
 from torch import nn
+from transformers import PretrainedConfig
 from verify_examples import change_config
 
 from octavo.packing import convert_layout
@@ -76,8 +77,10 @@ def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypa
 
 def test_a_reader_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nan(nn.Module):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return torch.full((*ids.shape, 256), torch.nan)
+        config = PretrainedConfig()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.full((*input_ids.shape, 256), torch.nan)
 
     monkeypatch.setattr(readers, "fill", lambda *_: (Nan(), None))
     assert results(model, packed)["octavo"].outcome == "disagrees"
@@ -114,7 +117,7 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
     torch.manual_seed(0)
     reference, ids = torch.randn(1, 4, 256), torch.zeros(1, 4).long()
     others = (reference, (1 + unrounded) * reference, (1 + bf16) * reference)
-    return Probe(folder, {}, settings, True, False, False, ids, reference, *others)
+    return Probe(folder, {}, settings, True, True, False, False, ids, reference, *others)
 
 
 class FakeVllm:
@@ -159,7 +162,7 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
     monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
     result = open_with_vllm(probe, "1", "cpu")
     assert result.outcome == "agrees"
-    assert result.tolerance == probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).tolerance(factors)
+    assert result.tolerance == probe.mapped(lambda logits: next_logprobs(logits, probe.inputs)).tolerance(factors)
     assert probe.tolerance(BF16_LOOSE) > probe.tolerance(BF16)
 
 

@@ -91,3 +91,9 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert report.ok
     assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
     assert any("has no tokenizer" in remark for remark in report.remarks)
+
+
+def test_a_model_whose_tensors_have_other_names_in_its_files(made: Folders) -> None:
+    report = run_verify(made("gptneox", scheme="channel"), made("gptneox"))
+    assert not report.findings
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]

@@ -145,8 +145,9 @@ def open_prompts(
         ArtifactError: the tokenizer gives an id that the embedding does not have.
         DataError: see `read_prompts`.
     """
+    most = limits.context  # first: a model of images need not have a tokenizer
     tokenizer = open_tokenizer(folder)
-    context = min(options.context, tokenizer.model_max_length, limits.context)
+    context = min(options.context, tokenizer.model_max_length, most)
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from octavo.artifact.files import ArtifactError, model_tensors, read_json
 from octavo.hf.expert_names import expert_matrices
-from octavo.hf.experts import ExpertReader
-from octavo.hf.gpt2_as_opt import open_tensors
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
+from octavo.hf.model_files import open_model_files
 from octavo.nn.expert_conversion import find_experts
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
-_OLDER_NAMES = {"weight": "gamma", "bias": "beta"}  # a LayerNorm's parameters in BERT's first checkpoints
 
 Looking = Callable[[], AbstractContextManager[None]]
 
@@ -35,6 +33,7 @@ def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     if config.get("quantization_config"):
         raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")
     meta_model = transformers_meta_model(config, folder)
+    meta_model.require_text()
     model: Any = meta_model.model
     model.config.use_cache = False
     if reason := _unsupported(model):
@@ -103,9 +102,7 @@ class BlockModel:
         self.model = cast(Any, meta_model.model)
         self.experts = expert_matrices(meta_model)
         self.device = torch.device(device)
-        files = meta_model.experts
-        where = stored or folder
-        self._files = open_tensors(where, config) if files is None else ExpertReader(where, files)
+        self._files = open_model_files(stored or folder, config, meta_model)
         [stack] = _stacks(self.model)
         modules: Any = self.model.get_submodule(stack)
         self._modules: list[Any] = list(modules)
@@ -164,8 +161,7 @@ class BlockModel:
 
     def _find(self, parameter: Tensor, names: list[str]) -> str:
         """The name in the files of a parameter, which has several names in the model if it is tied."""
-        older = [f"{name.rpartition('.')[0]}.{_OLDER_NAMES.get(name.rpartition('.')[2], '')}" for name in names]
-        found = next((name for name in (*names, *older) if name in self._files.specs), None)
+        found = next((name for name in names if name in self._files.specs), None)
         if found is None:
             raise ArtifactError(f"{self._files.folder}: tensor {names[0]} is missing, and the model needs it")
         shape = self._files.specs[found].shape

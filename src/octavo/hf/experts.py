@@ -102,7 +102,7 @@ class ExpertFiles:
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One stack, made of its parts, which `get` reads."""
-        loading, mapping = _transformers()
+        loading, mapping = transformers_names()
         rules = mapping.get_model_conversion_mapping(self._model)
         converters = [rule for rule in rules if hasattr(rule, "operations")]
         renamings = [rule for rule in rules if not hasattr(rule, "operations")]
@@ -135,7 +135,7 @@ class ExpertFiles:
         return read, [*(name for name in self.stacks if name in whole), *files]
 
     def _revert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        loading, _ = _transformers()
+        loading, _ = transformers_names()
         found: dict[str, Tensor] = loading.revert_weight_conversion(self._model, {name: tensor})
         return found
 
@@ -184,7 +184,7 @@ class ExpertReader(ShardReader):
         return super().get(name)
 
 
-def _transformers() -> tuple[Any, Any]:
+def transformers_names() -> tuple[Any, Any]:
     from transformers import conversion_mapping, core_model_loading
 
     return core_model_loading, conversion_mapping

@@ -5,6 +5,7 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 
 import copy
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,11 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.extras import import_extra
 from octavo.hf.experts import ExpertFiles, expert_files
 from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
+from octavo.hf.inputs import main_input, token_embedding
+from octavo.hf.outputs import is_language_model
 from octavo.models import build, from_hf_config
-from octavo.models.decoder import Decoder
 
+UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
 
 
@@ -32,14 +35,14 @@ class MetaModel:
     Attributes:
         model: of `octavo.models`, or of transformers. The tensors that transformers keeps in float32 are float32.
         config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.gpt2_as_opt`).
-        context: the number of tokens that the model can see.
+        positions: the number of tokens that the model can see; `UNLIMITED` if it does not state one.
         experts: the names of its tensors in files, where experts are stacked; None for other models, whose tensors have
             one name.
     """
 
     model: nn.Module
     config: Mapping[str, Any]
-    context: int
+    positions: int
     experts: ExpertFiles | None = None
 
     def split_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,11 +59,32 @@ class MetaModel:
         return {name: tensor.dtype for name, tensor in model_tensors(self.model).items()}
 
     @property
+    def takes_text(self) -> bool:
+        """Whether the model takes token ids, and not images."""
+        return token_embedding(self.model) is not None
+
+    @property
+    def context(self) -> int:
+        """The number of tokens that the model can see. Raises an ArtifactError if it takes no text."""
+        self.require_text()
+        return self.positions
+
+    @property
     def vocabulary(self) -> int:
-        """The number of rows of the token embedding."""
-        model: Any = self.model
-        embedding = model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()
-        return int(embedding.num_embeddings)
+        """The number of rows of the token embedding. Raises an ArtifactError if there is none."""
+        return self.require_text().num_embeddings
+
+    def require_text(self) -> nn.Embedding:
+        """The token embedding. Raises an ArtifactError, which says what to do, if the model takes images."""
+        embedding = token_embedding(self.model)
+        if embedding is None:
+            raise ArtifactError(
+                f"a {type(self.model).__name__} takes images, and octavo calibrate, --freeze, --budget and --data run "
+                "a model on text: leave them out. For the scheme static, octavo.freeze_scales(octavo.load(FOLDER), "
+                "batches) finds scales on batches of images, and octavo.packing.pack(..., input_scales=scales) stores "
+                "them"
+            )
+        return embedding
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""
@@ -99,8 +123,8 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     (`octavo.hf.gpt2_as_opt`).
 
     Raises:
-        ArtifactError: transformers does not implement the model, the model is none of text, the context is not stated,
-            or tokens run through more experts than there are.
+        ArtifactError: transformers does not implement the model, the model takes neither text nor images alone, a
+            language model does not state its context, or tokens run through more experts than there are.
         ImportError: transformers is not installed.
     """
     where = folder / "config.json"
@@ -114,19 +138,27 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     check_expert_counts(config, str(where))
     settings: Any = copy.deepcopy(dict(config)) | {"name_or_path": str(folder)}  # transformers edits what it is given
     described = transformers.AutoConfig.for_model(**settings)
-    model = _text_model(transformers, described)
+    model = _model(transformers, described)
     if model is None:
         name = next(iter(described.architectures or ()), f"model of the type {kind}")
         raise ArtifactError(
-            f"{where} describes a {name}, which is neither a language model nor a text encoder: Octavo packs and loads "
-            "these alone (Llama, Qwen, Mistral, BERT, ...). octavo.convert trains other models, which are saved in BF16"
+            f"{where} describes a {name}, which takes neither text nor images alone: Octavo packs and loads language "
+            "models, models with an encoder and a decoder, and encoders of text or images (Llama, T5, BERT, ViT, ...). "
+            "octavo.convert trains other models, which are saved in BF16"
         )
-    context = getattr(described.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(context, int):
+    return MetaModel(model.eval(), config, _positions(model, where), expert_files(model))
+
+
+def _positions(model: Any, where: Path) -> int:
+    """The tokens that a model can see; `UNLIMITED` if none is stated, which a language model must do to generate."""
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(stated, int):
+        return stated - _reserved_positions(model)
+    if is_language_model(model):
         raise ArtifactError(
-            f"{where} must state max_position_embeddings, got {context!r}: add the most tokens that the model is to see"
+            f"{where} must state max_position_embeddings, got {stated!r}: add the most tokens that the model is to see"
         )
-    return MetaModel(model.eval(), config, context - _reserved_positions(model), expert_files(model))
+    return UNLIMITED
 
 
 def _reserved_positions(model: nn.Module) -> int:
@@ -135,19 +167,15 @@ def _reserved_positions(model: nn.Module) -> int:
     return next((t.padding_idx + 1 for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None), 0)
 
 
-def _text_model(transformers: Any, config: Any) -> Any:
-    """The model of transformers on the meta device; None if it has no single embedding of tokens, as one of images."""
+def _model(transformers: Any, config: Any) -> Any:
+    """The model of transformers on the meta device; None if it takes neither text nor images alone."""
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     make = transformers.AutoModelForCausalLM.from_config if named is None else named._from_config
     with torch.device("meta"):
         model: Any = make(config, dtype=UNQUANTIZED_DTYPE)
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    if not isinstance(embedding, nn.Embedding):
+    if main_input(model) is None:
         return None
     # Such as the biases of DeepSeek's routers.
     wide = "|".join(model._keep_in_fp32_modules_strict or ()).replace("*", ".*")

@@ -1,33 +1,42 @@
-"""The outputs that quality is measured on: the logits of a language model, the last hidden states of an encoder."""
+"""The outputs that quality is measured on: the logits of a model that predicts tokens, else the last hidden states."""
 
 from typing import Any
 
 from torch import Tensor
 
+from octavo.hf.inputs import arguments_of, has_decoder
 from octavo.models.decoder import Decoder
 
 
-def model_outputs(model: Any, ids: Tensor, causal: bool, **options: Any) -> Tensor:
-    """Run a model on token ids.
+def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> Tensor:
+    """Run a model on token ids or images.
 
     Args:
         model: of `octavo.models` or of transformers.
-        ids: int64 [B, T].
-        causal: whether it is a language model, see `is_language_model`.
+        inputs: token ids int64 [B, T], or images [B, channels, height, width].
+        logits: whether its outputs are logits, see `predicts_tokens`.
         options: further arguments of the model.
 
     Returns:
-        Logits float32 [B, T, V]; for an encoder, its last hidden states float32 [B, T, width].
+        Logits float32 [B, T, V]; of another model its last hidden states float32, such as [B, T, width]. A model with
+        an encoder and a decoder gives those of its decoder, for the same tokens.
     """
-    result = model(ids, **options) if causal else getattr(model, "base_model", model)(ids, **options)
+    part = measured_part(model, logits)
+    result = part(inputs, **options) if isinstance(model, Decoder) else part(**arguments_of(model, inputs), **options)
     if isinstance(result, Tensor):
         return result.float()
-    chosen: Tensor = result.logits if causal else result.last_hidden_state
+    chosen: Tensor = result.logits if logits else result.last_hidden_state
     return chosen.float()
 
 
+def measured_part(model: Any, logits: bool) -> Any:
+    """The module whose outputs are measured: the model, or without `logits` the part below its head."""
+    return model if logits else getattr(model, "base_model", model)
+
+
 def is_language_model(model: Any) -> bool:
-    """Whether a model predicts the next token: any of `octavo.models`, and of transformers by the name of its class.
+    """Whether a model predicts the next token of its input: any of `octavo.models`, and of transformers by the name of
+    its class.
 
     The model needs no weights. Training, which has them, asks `octavo.models.causal.is_causal` instead.
     """
@@ -40,3 +49,8 @@ def is_language_model(model: Any) -> bool:
 def names_language_model(architecture: str) -> bool:
     """Whether a class of transformers, such as "LlamaForCausalLM", predicts the next token."""
     return architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def predicts_tokens(model: Any) -> bool:
+    """Whether a model gives logits of tokens: a language model, or an encoder and a decoder with an output head."""
+    return is_language_model(model) or (has_decoder(model) and model.get_output_embeddings() is not None)

@@ -17,6 +17,7 @@ from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
 from octavo.hf.experts import ExpertReader
 from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
+from octavo.hf.model_files import open_model_files
 from octavo.models import BUILT_IN_MODELS
 from octavo.recipe import Recipe, similar_preset
 
@@ -124,7 +125,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if "quantization_config" in config:
         raise ArtifactError(f"{path} is quantized already: give the model in BF16 that it was made from")
     meta_model = transformers_meta_model(config, path)
-    reader = open_tensors(path, config) if meta_model.experts is None else ExpertReader(path, meta_model.experts)
+    reader = open_model_files(path, config, meta_model)
     required = model_tensors(meta_model.model)
     stored = meta_model.split_experts({name: spec.meta() for name, spec in reader.specs.items()})
     needed = meta_model.split_experts(required)
@@ -133,8 +134,8 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if missing and left:
         raise ArtifactError(
             f"{path} lacks {missing[0]} ({len(missing)} in all), and has {left[0]}, which the model lacks. "
-            "transformers renames tensors of some models as it loads them. If it opens this folder, save the model "
-            "with the new names: model.save_pretrained(OUT, save_original_format=False)"
+            "transformers splits or joins tensors of some models as it loads them. If it opens this folder, save the "
+            "model with the new names: model.save_pretrained(OUT, save_original_format=False)"
         )
     check_match(found, needed, f"{path} is not of the model that its config.json describes")
     left_out = sorted(reader.specs.keys() - required.keys() - meta_model.model.state_dict().keys())

@@ -28,7 +28,7 @@ from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.fused_groups import groups
-from octavo.hf.outputs import is_language_model
+from octavo.hf.outputs import predicts_tokens
 from octavo.hf.source import Source, open_source
 from octavo.packing.options import PackOptions
 from octavo.packing.partly_packed import PartlyPackedModel
@@ -143,7 +143,7 @@ def pack_within(
             "a budget chooses among linear layers, and measures no packed experts: leave --experts or --budget out"
         )
     place, opened = choose_device(device), open_source(source, step)
-    check_budgets(budgets, language_model=is_language_model(opened.meta_model.model))
+    check_budgets(budgets, language_model=predicts_tokens(opened.meta_model.model))
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     batches = chosen.batches(prompts.batch, shortest=2)
     model = _pack_trial(opened, out.parent / f".{out.name}.budget", options, place, progress)
@@ -238,7 +238,7 @@ def _compare(
     model: PartlyPackedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
 ) -> Mapping[str, Quality]:
     plain = model.with_packed(())
-    if model.causal:
+    if model.logits:
         return compare_many(plain, candidates, batches, LogitSums)
     return compare_many(plain, candidates, batches, EmbeddingSums)
 

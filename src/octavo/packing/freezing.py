@@ -16,9 +16,11 @@ from octavo.artifact.packed.layouts import read_config
 from octavo.artifact.packed.scheme import STATIC, STATIC_INPUTS
 from octavo.device import choose_device
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
+from octavo.hf.inputs import arguments_of
 from octavo.hf.meta_model import read_meta_model
-from octavo.hf.outputs import is_language_model
+from octavo.hf.outputs import measured_part, predicts_tokens
 from octavo.hf.source import Source, open_source
+from octavo.models.decoder import Decoder
 from octavo.nn import select_linears
 from octavo.nn.scale_learning import observe_inputs
 from octavo.numerics import scale_from_amax
@@ -138,13 +140,12 @@ def _warm_up(
     """The scale of the input of each layer, float32 [1], from the amax of all prompts."""
     batches = chosen.batches(prompts.batch)
 
-    def moved() -> Iterator[Tensor]:
+    def moved() -> Iterator[Mapping[str, Tensor] | Tensor]:
         for done, ids in enumerate(batches):
             progress(done, len(batches), "warming up")
-            yield ids.to(device)
+            yield ids.to(device) if isinstance(model, Decoder) else arguments_of(model, ids.to(device))
 
-    whole = model if is_language_model(model) else getattr(model, "base_model", model)
-    seen = observe_inputs(whole, layers, moved())
+    seen = observe_inputs(measured_part(model, predicts_tokens(model)), layers, moved())
     return {name: scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
 
 

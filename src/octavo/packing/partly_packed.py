@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.reader import PackedTensors
 from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
-from octavo.hf.outputs import is_language_model, model_outputs
+from octavo.hf.outputs import model_outputs, predicts_tokens
 from octavo.hf.source import Source
 from octavo.models.decoder import Decoder
 from octavo.numerics.codec import cast, widen
@@ -29,7 +29,7 @@ class PartlyPackedModel:
 
     Attributes:
         saved: the bytes that packing saves, by the name of the layer.
-        causal: whether the model is a language model, with logits of the next token. Otherwise it is an encoder.
+        logits: whether its outputs are logits of tokens. Otherwise they are last hidden states.
 
     Raises:
         ArtifactError: a tensor is damaged, or the model does not give one output for each token.
@@ -40,7 +40,7 @@ class PartlyPackedModel:
         packing, specs = tensors.packing, tensors.reader.specs
         in_model = source.meta_model.stack_experts(_tensors(tensors))
         self._model: nn.Module = source.fill_bf16()
-        self.causal = is_language_model(source.meta_model.model)
+        self.logits = predicts_tokens(source.meta_model.model)
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
         self._kv_scales = tensors.kv_scales
@@ -58,15 +58,15 @@ class PartlyPackedModel:
         self._device = torch.device(device)
 
     def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
-        """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or of an encoder the
-        last hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
+        """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or the last
+        hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         scales = self._kv_scales if cache else {}
 
         def run(ids: Tensor) -> Tensor:
             for name, forms in self._forms.items():
                 self._model.set_submodule(name, forms[name in names])
             kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
-            result = model_outputs(self._model, ids.to(self._device), self.causal, **kept)
+            result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
             if result.shape[:-1] != ids.shape:
                 raise ArtifactError(
                     f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "

@@ -82,7 +82,7 @@ def pack_source(
         gains=job.weights.gains,
         ratios=job.weights.ratios,
         cached=len(job.kv_scales) // 2,
-        has_tokenizer=has_tokenizer(out),
+        lacks_tokenizer=source.meta_model.takes_text and not has_tokenizer(out),
         unpacked_expert_bytes=job.unpacked_expert_bytes,
         not_linear=job.not_linear,
     )

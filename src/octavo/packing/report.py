@@ -20,7 +20,7 @@ class PackReport(WrittenModel):
         ratios: layers that readers fuse ("q, k, v") and that keep their own scales -> the largest scale over the
             smallest.
         cached: the number of attention layers whose keys and values have scales.
-        has_tokenizer: whether the folder holds a tokenizer.
+        lacks_tokenizer: whether the model takes text and the folder holds no tokenizer.
         unpacked_expert_bytes: the size of the experts of a mixture that stay in BF16.
         not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
     """
@@ -32,7 +32,7 @@ class PackReport(WrittenModel):
     gains: Mapping[str, float]
     ratios: Mapping[str, float]
     cached: int
-    has_tokenizer: bool
+    lacks_tokenizer: bool
     unpacked_expert_bytes: int
     not_linear: Sequence[Leftover]
 

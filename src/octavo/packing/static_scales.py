@@ -49,6 +49,7 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     """
     folder, rule = options.calibration, options.rule or "amax"
     if folder is None:
+        source.meta_model.require_text()
         stored = (
             "the scheme static stores scales of inputs" if layers else "--kv-cache stores scales of keys and values"
         )

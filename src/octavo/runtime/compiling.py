@@ -17,6 +17,7 @@ from octavo.generation.forward import make_forward
 from octavo.generation.prompts import pad_prompts
 from octavo.generation.session import Session
 from octavo.hf.meta_model import MetaModel, our_meta_model, transformers_meta_model
+from octavo.hf.outputs import is_language_model
 from octavo.models.decoder import Decoder
 from octavo.ops.compiling import compile_only
 from octavo.ops.triton_support import has_kernels
@@ -30,9 +31,10 @@ VOCABULARY = 256  # embeddings and output heads are not packed, so they need no 
 
 
 def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
-    """The model with two layers at most and a small vocabulary, on the meta device; None if it cannot be made."""
+    """The model with two layers at most and a small vocabulary, on the meta device; None if it cannot be made, or
+    does not predict the next token."""
     config = dict(meta_model.config)
-    if "num_hidden_layers" not in config or meta_model.experts is not None:
+    if "num_hidden_layers" not in config or meta_model.experts is not None or not is_language_model(meta_model.model):
         return None
     layers = min(2, config["num_hidden_layers"])
     config |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "pad_token_id": None}

@@ -45,7 +45,7 @@ def engine_program(folder: Path, grid: Grid, device: torch.device) -> Program:
             text = ids
             with torch.inference_mode(), autocast(precision, device):
                 for _ in range(tokens):
-                    best = model_outputs(model, text, causal=True)[:, -1].argmax(-1, keepdim=True)
+                    best = model_outputs(model, text, logits=True)[:, -1].argmax(-1, keepdim=True)
                     text = torch.cat((text, best), 1)
             return text[:, ids.shape[1] :]
 

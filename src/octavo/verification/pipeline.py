@@ -23,6 +23,7 @@ from octavo.artifact.run import RunFolder, refuse_run
 from octavo.device import choose_device
 from octavo.evaluation.limits import Budget, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, has_tokenizer, open_prompts
+from octavo.hf.inputs import random_inputs
 from octavo.hf.meta_model import MetaModel, transformers_meta_model
 from octavo.hf.outputs import is_language_model
 from octavo.progress import Progress, no_progress
@@ -40,7 +41,7 @@ from octavo.verification.numbers import (
 )
 from octavo.verification.quality import measure_quality
 from octavo.verification.readers import Probe, try_readers
-from octavo.verification.reference import PackedLayers, probe_ids
+from octavo.verification.reference import PackedLayers
 from octavo.verification.result import LayerReport, Report, over_budget
 from octavo.verification.sizes import measure_sizes
 from octavo.verification.streamed_model import BaselineModel, StreamedModel, required_by
@@ -87,7 +88,7 @@ def verify(
     if budgets and not data:
         raise ValueError("a budget is measured on text: give --data")
     baseline = BaselineModel(against, _packed_step(packed, against))
-    check_budgets(budgets, language_model=baseline.causal)
+    check_budgets(budgets, language_model=baseline.logits)
     report = Report(packed, against)
     batches: list[Tensor] = []
     if data:
@@ -155,24 +156,25 @@ class Verification:
 
     def try_readers(self) -> None:
         """Open the folder with every reader installed here."""
-        if not has_tokenizer(self.files.folder):
+        meta_model = self._meta_model()
+        if meta_model.takes_text and not has_tokenizer(self.files.folder):
             self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
         self.progress(0, 4, "opening with every reader")
         self.kv_scales = cache_scales(self.files)
-        meta_model = self._meta_model()
-        ids = probe_ids(self.batches, meta_model.vocabulary, meta_model.context)
+        given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
 
         def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
-            return self._packed_model(rounding, dtype)(ids).cpu()
+            return self._packed_model(rounding, dtype)(given).cpu()
 
         probe = Probe(
             self.files.folder,
             self.layers,
             self.files.settings,
             causal=is_language_model(meta_model.model),
+            logits=self.baseline.logits,
             cache=bool(self.kv_scales),
             mixture=meta_model.experts is not None,
-            ids=ids,
+            inputs=given,
             reference=run(round_input),
             emulated=run(round_input_by_compressed_tensors),
             unrounded=run(leave_input),

@@ -78,7 +78,7 @@ def measure_quality(
     """
     watched, int8 = WatchedLayers(baseline, layers), _int8_layers(baseline, layers)
     reference = baseline.streamed(watched, layers.device)
-    packed_sums, int8_sums = (LogitSums() if reference.causal else EmbeddingSums() for _ in range(2))
+    packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
     for done, ids in enumerate(batches):
         progress(done, len(batches), "running prompts")
         reference.compute = watched

@@ -36,6 +36,7 @@ from torch import Tensor
 from octavo.artifact.packed.layouts import read_config
 from octavo.evaluation.prompts import has_tokenizer
 from octavo.extras import open_local
+from octavo.hf.inputs import arguments_of
 from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import model_outputs
 from octavo.hf.quiet import quiet_transformers
@@ -88,17 +89,18 @@ class ReaderResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """The ids that readers run on, and the reference's outputs for them.
+    """The inputs that readers run on, and the reference's outputs for them.
 
     Args:
         folder: the packed folder.
         layers: the packed layers.
         settings: the quantization_config.
-        causal: whether the outputs are logits of the next token, or an encoder's hidden states.
+        causal: whether it is a language model.
+        logits: whether the outputs are logits of tokens, or last hidden states.
         cache: whether the folder stores scales of a KV cache.
         mixture: whether a router chooses the experts of each token.
-        ids: int64 [B, T].
-        reference: the reference's outputs [B, T, width].
+        inputs: token ids int64 [B, T], or images [B, channels, height, width].
+        reference: the reference's outputs, such as [B, T, width].
         emulated: the same with inputs rounded as transformers with compressed-tensors rounds them.
         unrounded, bf16: the same without rounding of inputs, and with BF16 between the layers.
     """
@@ -107,9 +109,10 @@ class Probe:
     layers: Mapping[str, LayerSpec]
     settings: Mapping[str, Any]
     causal: bool
+    logits: bool
     cache: bool
     mixture: bool
-    ids: Tensor
+    inputs: Tensor
     reference: Tensor
     emulated: Tensor
     unrounded: Tensor
@@ -191,9 +194,9 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
         )  # fmt: skip
         with torch.inference_mode():
-            if not probe.causal:  # its encoder runs, and the weights are widened by a call of the whole model alone
-                model.eval()(probe.ids[:1, :1])
-            actual = model_outputs(model.eval(), probe.ids, probe.causal)
+            if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
+                model.eval()(**arguments_of(model, probe.inputs[:1]))
+            actual = model_outputs(model.eval(), probe.inputs, probe.logits)
     unread = {key: [name for name in map(str, value) if not _OF_EXPERT.search(name)] for key, value in info.items()}
     if wrong := {key: sorted(names) for key, names in unread.items() if names}:
         key, names = next(iter(wrong.items()))
@@ -237,7 +240,7 @@ def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
         warnings.simplefilter("ignore")  # about unused scales, which are among the report's remarks
         model, _ = fill(read_meta_model(read_config(probe.folder), probe.folder), probe.folder, torch.device(device))
     with torch.inference_mode():
-        actual = model_outputs(model, probe.ids.to(device), probe.causal)
+        actual = model_outputs(model, probe.inputs.to(device), probe.logits)
     weight_only = sum(isinstance(layer, PackedLinear) and layer.input_cast is None for layer in model.modules())
     path = f", {plural(weight_only, 'layer')} weight-only" if weight_only else ""
     return probe.judge("octavo", version, actual, probe.bf16_factors, f"in BF16, on {device}{path}")
@@ -251,7 +254,7 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
         return ReaderResult("vllm", version, "not run", "it needs a tokenizer, and the folder has none")
     import vllm
 
-    rows = probe.ids.tolist()
+    rows = probe.inputs.tolist()
     engine = vllm.LLM(model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=len(rows[0]) + 1)
     sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     results = engine.generate([{"prompt_token_ids": row} for row in rows], sampling)
@@ -263,7 +266,9 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
     )
     factors = BF16_LOOSE if probe.cache else probe.bf16_factors
     note = "in BF16, log-probabilities of the prompts"
-    return probe.mapped(lambda logits: next_logprobs(logits, probe.ids)).judge("vllm", version, actual, factors, note)
+    return probe.mapped(lambda logits: next_logprobs(logits, probe.inputs)).judge(
+        "vllm", version, actual, factors, note
+    )
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -65,11 +64,3 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     a, b = (t.double().cpu() - t.double().cpu().mean(-1, keepdim=True) for t in (actual, expected))
     norm = float(b.norm())
     return float((a - b).norm()) / norm if norm else float((a - b).norm())
-
-
-def probe_ids(batches: list[Tensor], vocabulary: int, context: int) -> Tensor:
-    """The token ids [B, T] that readers are compared on: of the first prompts, or random ones if there are none."""
-    if not batches:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, (2, min(32, context)), generator=generator)
-    return batches[0][:4, :64]

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.artifact.files import model_tensors
 from octavo.hf.expert_names import expert_matrices
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
-from octavo.hf.outputs import is_language_model, model_outputs
+from octavo.hf.outputs import model_outputs, predicts_tokens
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 from octavo.verification.streamed_experts import LinearFn, StreamedExperts
@@ -50,7 +51,7 @@ class StreamedModel:
         make_cache: makes the KV cache of a call; None runs without one.
 
     Attributes:
-        causal: whether it is a language model, which has logits of the next token.
+        logits: whether its outputs are logits of tokens, see `octavo.hf.outputs.predicts_tokens`.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class StreamedModel:
         if meta_model.experts is not None:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
-        self.compute, self.device, self.causal = compute, torch.device(device), is_language_model(model)
+        self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
         self._make_cache = make_cache
         tied = _tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
-            called = not name.endswith(".dt_proj")  # whose weight state-space layers read, as those of Mamba
+            # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call.
+            called = not name.endswith(".dt_proj") and not isinstance(module, NonDynamicallyQuantizableLinear)
             if isinstance(module, nn.Linear) and called and weight in stored and len(tied.get(weight, [])) < 2:
                 model.set_submodule(name, StreamedLinear(name, module, self))
         for name, matrices in experts.items():
@@ -87,10 +89,10 @@ class StreamedModel:
         self._model = model.to(self.device).eval()
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Logits float32 [B, T, V] of ids int64 [B, T]; for an encoder, its last hidden states [B, T, width]."""
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The outputs float32 (`octavo.hf.outputs.model_outputs`) of token ids int64 [B, T] or of images."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
-        return model_outputs(self._model, ids.to(self.device), self.causal, **cache)
+        return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)
 
 
 def required_by(meta_model: MetaModel) -> Required:
@@ -138,7 +140,7 @@ class BaselineModel:
         folder: with its config.json and its tokenizer.
         shapes: of its tensors, by their names in files.
         meta_model: the model without weights.
-        causal: whether it is a language model.
+        logits: whether its outputs are logits of tokens.
 
     Raises:
         FileNotFoundError, ArtifactError, ImportError: see `octavo.hf.source.open_source`.
@@ -148,7 +150,7 @@ class BaselineModel:
         self._source: Source = open_source(path, step)
         self.folder = self._source.description
         self.meta_model = self._source.meta_model
-        self.causal = is_language_model(self.meta_model.model)
+        self.logits = predicts_tokens(self.meta_model.model)
         metas = self.meta_model.split_experts(model_tensors(self.meta_model.model))
         self.shapes = {name: tuple(t.shape) for name, t in metas.items()}
         self._dtypes = {name: t.dtype for name, t in metas.items()}

@@ -1,0 +1,78 @@
+"""What a model takes: its main input, the shape of its images, and the arguments of a call."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from octavo.artifact.files import ArtifactError
+from octavo.hf.inputs import IMAGES, TOKENS, arguments_of, image_shape, main_input, random_inputs, token_embedding
+from octavo.models import GPT2, GPT2Config
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def on_meta(name: str, **settings: Any) -> Any:
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        return cls(cls.config_class(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("LlamaForCausalLM", TOKENS),
+        ("BertModel", TOKENS),
+        ("T5EncoderModel", TOKENS),
+        ("BartForConditionalGeneration", TOKENS),
+        ("ViTForImageClassification", IMAGES),
+        ("Dinov2Model", IMAGES),
+        ("CLIPVisionModel", IMAGES),
+        ("ResNetModel", IMAGES),  # has no get_input_embeddings
+        ("WhisperForConditionalGeneration", None),  # takes sounds, and its embedding is of the text that it writes
+        ("ASTModel", None),
+    ],
+)
+def test_the_main_input_of_a_model(name: str, expected: str | None) -> None:
+    assert main_input(on_meta(name)) == expected
+
+
+def test_the_main_input_of_octavos_own_models() -> None:
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(256, 1, 32, 2, 16))
+    assert main_input(model) == TOKENS
+    assert isinstance(token_embedding(model), nn.Embedding)
+
+
+def test_the_shape_of_an_image_is_the_configurations() -> None:
+    assert image_shape(on_meta("ViTModel", **TINY, image_size=[16, 24], patch_size=8, num_channels=1)) == (1, 16, 24)
+    assert image_shape(on_meta("Dinov2Model", **TINY, image_size=28)) == (3, 28, 28)
+    settings = transformers.SiglipConfig(vision_config={**TINY, "image_size": 32}, text_config=TINY)
+    with torch.device("meta"):  # a configuration of two parts
+        assert image_shape(transformers.SiglipForImageClassification(settings)) == (3, 32, 32)
+
+
+def test_a_configuration_without_the_size_of_images() -> None:
+    with pytest.raises(ArtifactError, match="of a ResNetModel must state num_channels and image_size, got 3 and None"):
+        image_shape(on_meta("ResNetModel"))
+
+
+def test_images_get_the_dtype_of_the_model() -> None:
+    model = on_meta("ViTModel", **TINY).bfloat16()
+    given = random_inputs(model, 64)
+    assert given.shape == (2, 3, 224, 224)
+    [(name, images)] = arguments_of(model, given).items()
+    assert (name, images.dtype) == (IMAGES, torch.bfloat16)
+    assert torch.equal(random_inputs(model, 64), given)
+    assert not torch.equal(random_inputs(model, 64, seed=1), given)
+
+
+def test_tokens_are_those_of_the_embedding_and_fit_the_context() -> None:
+    model = on_meta("BertModel", **TINY, vocab_size=7)
+    given = random_inputs(model, 5)
+    assert given.shape == (2, 5)
+    assert given.max() < 7
+    assert random_inputs(model, 1000).shape == (2, 32)
+    assert list(arguments_of(model, given)) == [TOKENS]
