@@ -34,6 +34,10 @@ _OTHER_NAMES = {
 }
 
 
+_NOT_WATCHED = (
+    "The run was not watched, so its layers have no figures. octavo train watches unless watch.interval is 0; in a "
+    "loop of your own, call octavo.watch."
+)
 _NO_SAMPLE = (
     "The watch has no sample yet. A loop of your own must call `step()` of the watch after each step of the optimizer."
 )
@@ -181,7 +185,7 @@ def _wrong(key: str, series: Series) -> str:
 
 def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
     if not watch_folder(path).is_dir():
-        return None, ["The run was not watched, so its layers have no figures: see interval in the table [watch]."]
+        return None, [_NOT_WATCHED]
     try:
         watched = read_watch(path)
         check_records(watched)
