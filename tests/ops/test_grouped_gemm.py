@@ -11,6 +11,7 @@ from octavo.ops import find_grouped_backend, grouped_mm, grouped_mm_dw, quantize
 from octavo.ops.gemm.backend import SQUARE, STRIP
 from octavo.ops.gpu_architecture import architecture_of
 from octavo.ops.grouped_gemm import backend
+from octavo.ops.grouped_gemm.backend import takes_cutlass
 from octavo.recipe import ROW_W
 
 
@@ -123,3 +124,31 @@ def test_scales_along_k_have_a_kernel_from_ada_on(monkeypatch, by_b, capability,
     monkeypatch.setattr(backend, "HAS_TRITON", False)
     assert find_grouped_backend(gpu, formats, STRIP, by_b).name == "none"
     assert find_grouped_backend(architecture_of(capability), formats, STRIP, by_b).name == name
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "fast", "expected"),
+    [
+        (4096, 4096, 14336, False, True),
+        (256, 4096, 4096, False, True),
+        (128, 4096, 4096, False, False),
+        (1024, 2048, 1536, False, False),
+        (2048, 2048, 1536, False, True),
+        (4096, 4096, 14336, True, False),
+    ],
+)
+def test_promoted_sums_of_large_groups_run_on_cutlass_on_a_hopper(monkeypatch, rows, k, n, fast, expected):
+    with torch.device("meta"):
+        a, b, e5m2 = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((2 * rows, k), (2, n, k), (2, n, k)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert takes_cutlass(a, b, 2, fast) is expected
+    assert not takes_cutlass(a, e5m2.view(torch.float8_e5m2), 2, fast)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not takes_cutlass(a, b, 2, fast)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(1024, False), (2048, True)])
+def test_long_reductions_run_on_cutlass_on_a_hopper(monkeypatch, columns, expected):
+    a, b = (torch.empty(n, 2 * columns, dtype=torch.float8_e4m3fn, device="meta") for n in (4096, 4096))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert takes_cutlass(a, b, 2, fast=False) is expected

@@ -21,7 +21,8 @@ SIZES = [[7, 0, 33, 16, 1], [0, 0, 640], [257, 0, 0, 129], [1, 1, 1], [1000, 24,
 @pytest.fixture(params=["promoted by CUTLASS", "promoted", "fast"])
 def fast(request, monkeypatch) -> bool:
     """Whether sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
-    monkeypatch.setattr(backend, "CUTLASS_ROWS", -1 if "CUTLASS" in request.param else 1 << 30)
+    for limit in ("CUTLASS_ROWS", "CUTLASS_ROWS_OF_WIDE"):
+        monkeypatch.setattr(backend, limit, -1 if "CUTLASS" in request.param else 1 << 30)
     return request.param == "fast"
 
 

@@ -16,8 +16,8 @@ from octavo.nn.observer import ExpertObserver, Observer, expert_observer
 from octavo.ops.checks import check_tensor, eager_check
 from octavo.recipe import Recipe
 
-# PyTorch's grouped GEMM in FP8 is slower than that in BF16 where a matrix has a shorter side, as 768 x 2048 (H200,
-# docs/performance.md): such sizes take its smaller tiles, whose promoted sums spill registers.
+# Experts in FP8 are slower than in BF16 where a matrix has a shorter side, as 768 x 2048 (H200, docs/performance.md):
+# their GEMMs gain less than the passes that quantize cost.
 LEAST_SIDE = 2048
 
 

@@ -21,9 +21,10 @@ from octavo.ops.triton_support import HAS_TRITON
 # Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
 # groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
 MAX_MEAN_ROWS = 1024
-# On Hopper, above so many rows of a group, on average, CUTLASS's kernel promotes sums faster than ours does
-# (bench.gpu.grouped_rows: 916 against 735 TFLOP/s with 4,096 rows, 264 against 467 with 512).
-CUTLASS_ROWS = 1024
+# On Hopper, above so many rows of a group, on average, CUTLASS's kernel promotes sums faster than ours does: 1,007
+# against 905 TFLOP/s with 4,096 rows, 322 against 785 with 1,024. Where both sides of a matrix are wide, y and dx are
+# faster from fewer rows on: 982 against 822 with 256 (docs/log.md).
+CUTLASS_ROWS, CUTLASS_ROWS_OF_WIDE, WIDE = 1024, 128, 4096
 
 
 def find_grouped_backend(
@@ -42,7 +43,15 @@ def find_grouped_backend(
     return Backend("triton", f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}")
 
 
-def takes_cutlass(a: Tensor, b: Tensor, rows: int, groups: int, fast: bool) -> bool:
-    """Whether PyTorch's kernel multiplies `groups` of so many rows in all, scaled by row, faster than ours."""
-    large = not fast and rows > CUTLASS_ROWS * groups
+def takes_cutlass(a: Tensor, b: Tensor, groups: int, fast: bool) -> bool:
+    """Whether PyTorch's kernel is faster than ours for operands with row scales.
+
+    Args:
+        a, b: [M, K] and [E, N, K], or [N, M] and [K, M] with groups of columns.
+    """
+    if b.ndim == 3:
+        rows, least = a.shape[0], CUTLASS_ROWS_OF_WIDE if min(b.shape[1:]) >= WIDE else CUTLASS_ROWS
+    else:
+        rows, least = a.shape[1], CUTLASS_ROWS
+    large = not fast and rows > least * groups
     return large and a.dtype == b.dtype == torch.float8_e4m3fn and find_architecture(a.device).key == "hopper"

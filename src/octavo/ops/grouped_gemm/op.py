@@ -37,9 +37,9 @@ def grouped_mm(
         b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
             row scales matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-        out_dtype: of y. Sums are float32. Promoted sums of more than `CUTLASS_ROWS` rows for each matrix are rounded to
-            BF16 first on a Hopper. With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU
-            rounds the scaled operands and the sums to BF16.
+        out_dtype: of y. Sums are float32. A Hopper rounds promoted sums of many rows to BF16 first (`takes_cutlass`).
+            With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands
+            and the sums to BF16.
         fast_accumulation, emulate: as in `scaled_mm`.
 
     Raises:
@@ -150,7 +150,7 @@ def _grouped_mm(
         if by_a != STRIP and rows > MAX_MEAN_ROWS * groups:
             return block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, offsets, out_dtype)
         return block_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, by_b, offsets, out_dtype)
-    if takes_cutlass(a, b, rows, groups, fast_accumulation):
+    if takes_cutlass(a, b, groups, fast_accumulation):
         return cutlass.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast=False).to(out_dtype)
     from octavo.ops.grouped_gemm import row_scaled_kernel
 
@@ -175,7 +175,7 @@ def _grouped_mm_dw(
 ) -> Tensor:
     if backend == "emulated":
         return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
-    if takes_cutlass(a, b, a.shape[1], len(offsets), fast_accumulation):
+    if takes_cutlass(a, b, len(offsets), fast_accumulation):
         return cutlass.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast=False).to(out_dtype)
     from octavo.ops.grouped_gemm import row_scaled_kernel
 

@@ -29,8 +29,8 @@ from octavo.ops.launching import allocate
 from octavo.ops.triton_support import cdiv, power_of_two_above, shared_memory
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
-LARGE = 1024  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
-SHORT = 1024  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
+LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
+SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
 
 
 class Tiling(NamedTuple):
