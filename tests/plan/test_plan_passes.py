@@ -54,7 +54,7 @@ def test_the_gradient_of_gate_and_up_as_one_tensor():
     gradient = block_passes(setup, block)[1][2]
     assert gradient.instructions == STACKED_GATE * 2 * 14336  # of two experts a token
     planned = 1e3 * row["shape"]["tokens"] * gradient.seconds(find_gpu("h200"))
-    assert 0.8 < planned / measured < 1.1  # two runs under the power limit are 14 % apart
+    assert 0.75 < planned / measured < 1.1  # two runs under the power limit are 14 % apart
     assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
 
 
