@@ -42,6 +42,15 @@ each = pytest.mark.parametrize("make", [layer, fused])
 REFUSED = "octavo's layers do not support .*octavo.restore"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_sparse_inputs() -> None:
+    rows = [torch.randn(3, 16), torch.randn(5, 16)]
+    nested = [torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.strided, torch.jagged)]
+    for x in (*nested, torch.randn(4, 16).to_sparse()):
+        with pytest.raises(NotImplementedError, match=r"nested and sparse inputs: .*octavo\.restore"):
+            layer()(x)
+
+
 def test_an_input_of_another_width_names_the_layer() -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(24, 8))
     octavo.convert(model)

@@ -43,7 +43,8 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     Raises:
         TypeError: a dtype that cannot be quantized.
         ValueError: the input has another width than the first weight.
-        NotImplementedError: a DTensor, forward-mode differentiation, a transform of torch.func, ONNX export.
+        NotImplementedError: a nested or sparse input, a DTensor, forward-mode differentiation, a transform of
+            torch.func, ONNX export.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -68,6 +69,8 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
                 f"{_named(layer)} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="
             )
+    if x.is_nested or x.is_sparse:
+        raise unsupported("nested and sparse inputs: give the values as a dense tensor")
     if weights:
         check_width(layer, x, weights[0].shape)
 
