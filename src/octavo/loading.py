@@ -27,7 +27,8 @@ def load(
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist, or the dtype or the attention is unknown.
+        ValueError: the device does not exist, the dtype or the attention is unknown, or one of them is given for a
+            model that is no language model.
         ImportError: transformers is not installed.
 
     Example:

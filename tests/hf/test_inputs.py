@@ -69,6 +69,15 @@ def test_images_get_the_dtype_of_the_model() -> None:
     assert not torch.equal(random_inputs(model, 64, seed=1), given)
 
 
+def test_a_decoder_behind_an_encoder_is_given_the_same_tokens() -> None:
+    model = on_meta("BartModel", vocab_size=300, d_model=32, eos_token_id=2)
+    given = random_inputs(model, 64)
+    assert given[:, -1].tolist() == [2, 2]
+    arguments = arguments_of(model, given)
+    assert list(arguments) == [TOKENS, "decoder_input_ids"]
+    assert all(torch.equal(ids, given) for ids in arguments.values())
+
+
 def test_tokens_are_those_of_the_embedding_and_fit_the_context() -> None:
     model = on_meta("BertModel", **TINY, vocab_size=7)
     given = random_inputs(model, 5)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
-from safetensors.torch import load_file
+from packed_bytes import dequantized
 from tiny_models import IMAGE_MODELS, Folders, make_model, open_theirs, outputs
-from torch import Tensor, nn
+from torch import Tensor
 
 import octavo
 from octavo.artifact.files import ArtifactError
@@ -22,17 +22,6 @@ from octavo.verification import verify
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 BROKEN_READER = "dinov2"  # transformers 5.23 opens no quantized folder of its type
-
-
-@torch.no_grad()
-def dequantized(model: Path, packed: Path) -> Any:
-    """transformers' model in float32, with weight * scale of the folder in place of each packed weight."""
-    theirs, stored = open_theirs(model, torch.float32), load_file(packed / "model.safetensors")
-    for name, tensor in stored.items():
-        if name.endswith(".weight_scale"):
-            layer: nn.Linear = theirs.get_submodule(name.removesuffix(".weight_scale"))
-            layer.weight.copy_(stored[name.removesuffix("_scale")].float() * tensor.float())
-    return theirs
 
 
 def compute(model: Any, images: Tensor = IMAGES) -> Tensor:

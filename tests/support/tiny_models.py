@@ -28,6 +28,15 @@ LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16,
     "v_head_dim": 32,
 }  # fmt: skip
+T5 = {
+    "d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": None,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+BART = {
+    "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2, "pad_token_id": 1,
+    "forced_eos_token_id": None,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {}),
@@ -37,7 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {}),
     "bert masked": ("BertForMaskedLM", {}),
     "roberta": ("RobertaModel", {"pad_token_id": 1, "max_position_embeddings": 66}),
-    "t5 encoder": ("T5EncoderModel", {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4}),
+    "t5 encoder": ("T5EncoderModel", T5),
+    "t5": ("T5ForConditionalGeneration", T5 | {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}),
+    "t5 trunk": ("T5Model", T5),
+    "bart": ("BartForConditionalGeneration", BART),
+    "bart trunk": ("BartModel", BART),
     "gpt2": ("GPT2LMHeadModel", {}),
     "mixtral": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
     "mixtral of 128": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 128, "num_local_experts": 4}),
@@ -78,7 +91,10 @@ def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.ndim > 1 and "emb" not in key:
-                p.copy_(torch.randn_like(p) * (p[0].numel() if p.ndim == 4 else p.shape[-1]) ** -0.5)
+                fan = p[0].numel() if p.ndim == 4 else p.shape[-1]
+                if key.endswith("Attention.q.weight"):
+                    fan *= model.config.d_kv  # T5 does not divide its scores by the root of this
+                p.copy_(torch.randn_like(p) * fan**-0.5)
             elif p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     model.bfloat16().save_pretrained(folder)

@@ -9,9 +9,10 @@ from tiny_models import Folders, make_model
 from torch import nn
 from verify_examples import run_verify
 
+import octavo
 from octavo.artifact.files import read_json
-from octavo.evaluation.metrics import LogitQuality
-from octavo.hf.meta_model import compute_buffers, transformers_meta_model
+from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality
+from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import pack
 from octavo.verification.pipeline import verify
 
@@ -39,11 +40,37 @@ def test_encoders_with_a_head_and_with_positions_that_begin_later(made: Folders,
     assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
 
 
-def test_t5_whose_mlp_reads_the_dtype_of_a_weight(made: Folders) -> None:
-    """transformers' code casts the input of `wo` to the dtype of its weight, which in octavo.load has eight bits."""
-    report = run_verify(made("t5 encoder", scheme="channel"), made("t5 encoder"))
-    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "failed"]
-    assert [finding.where for finding in report.findings] == ["octavo"]
+@pytest.mark.parametrize("name", ["t5", "t5 trunk", "t5 encoder", "bart", "bart trunk"])
+def test_models_with_an_encoder_run_on_text(made: Folders, name: str) -> None:
+    report = run_verify(made(name, scheme="channel"), made(name))
+    assert not report.findings
+    assert not report.remarks
+    transformers, octavo, vllm = report.readers
+    assert transformers.distance is not None
+    assert transformers.distance < 1e-3
+    assert (octavo.outcome, vllm.outcome) == ("agrees", "not run")
+    assert isinstance(report.quality, LogitQuality if name in ("t5", "bart") else EmbeddingQuality)
+    assert all(layer.output_sqnr is not None for layer in report.layers)  # every layer ran, of the decoder too
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_models_with_an_encoder_and_a_decoder_in_the_layout_fp8(made: Folders, name: str) -> None:
+    report = verify(made(name, scheme="block", layout="fp8"), made(name))
+    assert not report.findings
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
+
+
+def test_t5_packed_by_a_program_that_packs_every_layer(
+    made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' code casts the input of `wo` to the dtype of its weight, so `octavo.load` widens the weight."""
+    with monkeypatch.context() as patch:
+        patch.setattr(MetaModel, "kept_wide", lambda *_: [])
+        packed = pack(made("t5 encoder"), tmp_path / "out", scheme="channel").packed
+    assert "encoder.block.0.layer.1.DenseReluDense.wo" in packed
+    assert verify(tmp_path / "out", made("t5 encoder")).ok
+    with pytest.warns(UserWarning, match=r"DenseReluDense.wo \(2 such layers\) is packed, and its weight is widened"):
+        octavo.load(tmp_path / "out")
 
 
 def test_jamba_whose_state_space_layers_read_a_weight_without_a_call(made: Folders) -> None:

@@ -95,4 +95,7 @@ def random_inputs(model: Any, context: int, seed: int = 0) -> Tensor:
     embedding = token_embedding(model)
     if embedding is None:
         return torch.randn(2, *image_shape(model), generator=generator)
-    return torch.randint(embedding.num_embeddings, (2, min(32, context)), generator=generator)
+    ids = torch.randint(embedding.num_embeddings, (2, min(32, context)), generator=generator)
+    if has_decoder(model) and isinstance(end := model.config.eos_token_id, int):
+        ids[:, -1] = end  # where classifiers such as BART's read their class
+    return ids

@@ -6,7 +6,7 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 import copy
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +85,12 @@ class MetaModel:
                 "them"
             )
         return embedding
+
+    def kept_wide(self, names: Iterable[str]) -> list[str]:
+        """Those of the linear layers `names` that every quantizer of transformers leaves out, because the class keeps
+        them in float32 where a model runs in float16: `wo` of T5, whose code reads the dtype of its weight."""
+        keys = getattr(self.model, "_keep_in_fp32_modules", None) or ()
+        return [name for name in names if any(re.search(rf"(^|\.){key}(\.|$)", name) for key in keys)]
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""

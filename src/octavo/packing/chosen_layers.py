@@ -16,6 +16,8 @@ from octavo.packing.options import PackOptions
 from octavo.packing.static_scales import StaticScales, calibrated_scales, given_scales, trained_scales
 from octavo.packing.tensor_parallel import check_degrees
 
+KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive to rounding"
+
 
 @dataclass(frozen=True)
 class ChosenLayers:
@@ -70,8 +72,9 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
     files = source.meta_model.experts if options.experts else None
     others = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
-    promoted = _promoted(source, [layer.name for layer in linears], options.layers)
-    return {layer.name: layer.reason or promoted.get(layer.name, "") for layer in linears}
+    names = [layer.name for layer in linears]
+    left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
+    return {layer.name: layer.reason or left.get(layer.name, "") for layer in linears}
 
 
 def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:

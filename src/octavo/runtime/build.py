@@ -31,6 +31,8 @@ from octavo.runtime.fused import fuse
 from octavo.runtime.gemm_path import weight_only_note, widened_note
 from octavo.runtime.packed_linear import PackedLinear, swap_linears
 from octavo.runtime.scheme_speeds import slower_note
+from octavo.runtime.widening import widen_layers
+from octavo.words import plural
 
 
 class Loaded(NamedTuple):
@@ -84,12 +86,20 @@ def fill(
     experts = ExpertLoading(meta_model, reader, device)
     packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, where))
+    kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
     experts.swap(packing)
     # The stacks of experts need room beside their parts, which a GPU may lack.
     place = torch.device("cpu") if meta_model.experts is not None else device
     with _compiling(meta_model, packing, folder, device, kv_cache):
         tensors, kv_scales = _read_tensors(packing, reader, disks, place)
     experts.widen(tensors)
+    widen_layers(tensors, kept, packing.schemes)
+    if kept:
+        warnings.warn(
+            f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
+            "transformers runs such layers of this class in no eight bits. octavo pack leaves them in BF16",
+            stacklevel=2,
+        )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
     required = meta_model.split_experts(others) | experts.required
     check_tensors(_in_dtypes(tensors, unpacked), required, folder)
@@ -178,10 +188,11 @@ def end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
-    """The packed linear layers of the model, with their schemes."""
+    """The packed linear layers of the model that run in eight bits, with their schemes."""
     linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
     schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
-    packed = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    wide = meta_model.kept_wide(linears)
+    packed = {name: scheme for name, scheme in schemes.items() if scheme is not None and name not in wide}
     for name, scheme in packed.items():
         if reason := scheme.unreadable(linears[name].out_features, linears[name].in_features):
             raise ArtifactError(f"{where}: {name}.weight: {reason}")

@@ -3,14 +3,13 @@
 import warnings
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.artifact.packed.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing
-from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME, check_scale
+from octavo.artifact.packed.layouts import EXPERT_DTYPE, Packing
+from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.artifact.packed.scheme import Scheme
 from octavo.artifact.safetensors_files import ShardReader
 from octavo.hf.meta_model import MetaModel
@@ -18,6 +17,7 @@ from octavo.nn.expert_conversion import find_experts
 from octavo.nn.experts import Experts
 from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
 from octavo.runtime.scheme_speeds import slower_experts_note
+from octavo.runtime.widening import widen_layers
 from octavo.words import plural
 
 
@@ -108,14 +108,7 @@ class ExpertLoading:
                 stacklevel=3,
             )
         wide = [name for name in self.names if f"{name}.weight" not in self.required]
-        for name in wide:
-            if (scheme := self._schemes.get(name)) is None or f"{name}.{SCALE_NAME}" not in tensors:
-                continue  # `check_tensors` reports it
-            scale = tensors.pop(f"{name}.{SCALE_NAME}")
-            check_scale(f"{name}.{SCALE_NAME}", scale, Path(name))
-            tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
-            weight = scheme.packed_weight(tensors[f"{name}.weight"], scale)
-            tensors[f"{name}.weight"] = weight.dequantize(UNQUANTIZED_DTYPE)
+        widen_layers(tensors, wide, self._schemes)  # `check_tensors` reports what is missing
         if wide:
             reason = self._reasons[0] if self._reasons else "Octavo does not know the class of its module"
             warnings.warn(

@@ -8,6 +8,7 @@ from torch import nn
 from octavo.artifact.files import ArtifactError
 from octavo.artifact.packed.layouts import read_config
 from octavo.device import choose_device
+from octavo.hf.meta_model import read_meta_model
 from octavo.hf.outputs import is_language_model
 from octavo.hf.source import open_source
 from octavo.models.causal import is_causal
@@ -28,10 +29,11 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
         ValueError: the device does not exist.
     """
     place = choose_device(device)
-    if read_config(folder).get("quantization_config"):
-        loaded = load_packed(folder, place)
-        _require(is_language_model(loaded.model), loaded.model, folder)
-        return loaded
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        model = read_meta_model(config, folder).model
+        _require(is_language_model(model), model, folder)
+        return load_packed(folder, place)
     source = open_source(folder)
     model = source.meta_model.model
     _require(is_language_model(model), model, folder)
