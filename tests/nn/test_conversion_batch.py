@@ -45,6 +45,7 @@ def test_the_shares_are_those_of_the_flops_of_the_pass(converted_before: bool, e
     coverage, total = octavo.convert(model, batch=IMAGES).coverage, sum(FLOPS.values())
     assert {entry.name: entry.flops for entry in coverage.left} == {
         "stem.weight": pytest.approx(FLOPS["stem.weight"] / total),
+        "patches.weight": pytest.approx(FLOPS["patches.weight"] / total),
         "head.weight": pytest.approx(FLOPS["head.weight"] / total),
     }
     assert coverage.activations == pytest.approx(FLOPS["attention"] / total)

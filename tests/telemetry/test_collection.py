@@ -255,10 +255,10 @@ def test_the_statistics_have_room_for_all_fields():
 
 
 def test_attention_and_convolutions_are_watched():
-    attention, patches = nn.MultiheadAttention(16, 2, batch_first=True), nn.Conv2d(3, 16, 4, stride=4)
+    attention, patches = nn.MultiheadAttention(16, 2, batch_first=True), nn.Conv2d(24, 16, 4, stride=4)
     model = nn.ModuleDict({"attention": attention, "patches": patches})
     octavo.convert(model)
-    x = matrix(2 * 3, 64, spread=1).view(2, 3, 8, 8)
+    x = matrix(2 * 24, 64, spread=1).view(2, 24, 8, 8)
     with octavo.watch(model) as watch:
         y = model["patches"](x).flatten(2).transpose(1, 2)
         model["attention"](y, y, y)[0].sum().backward()
@@ -266,7 +266,7 @@ def test_attention_and_convolutions_are_watched():
         watch.step()
         sample, described = watch.latest(), {layer.name: layer for layer in watch.layers}
     assert {name: layer.shape for name, layer in described.items()} == {
-        "attention": (48, 16), "attention.out_proj": (16, 16), "patches": (16, 48),
+        "attention": (48, 16), "attention.out_proj": (16, 16), "patches": (16, 384),
     }  # fmt: skip
     assert all(layer.gemms["y"].precision == "fp8" for layer in described.values())
     assert len(sample.layer_records) == 3

@@ -52,7 +52,7 @@ def convert(
     mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral,
     Qwen3-MoE, DeepSeek-V3 and others (`octavo.nn.expert_conversion`).
     `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are convolutions that are matrix products:
-    those of size 1, and those of disjoint patches (`octavo.nn.convolution`).
+    those of size 1, and those of disjoint patches (`octavo.nn.convolution`), but not one that reads an image.
     `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:

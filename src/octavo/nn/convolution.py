@@ -16,6 +16,7 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.mixed_class import parts_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+IMAGE_CHANNELS = 16  # the most that an image has, or what an autoencoder makes of it
 
 
 def is_gemm(module: nn.Module) -> bool:
@@ -26,6 +27,11 @@ def is_gemm(module: nn.Module) -> bool:
     unpadded = module.padding in ("valid", (0,) * len(sizes)) or (module.padding == "same" and math.prod(sizes) == 1)
     fits = all(size in (1, step) for size, step in zip(sizes, module.stride, strict=True))
     return module.groups == 1 and unpadded and fits and all(d == 1 for d in module.dilation)
+
+
+def reads_image(module: Any) -> bool:
+    """Whether a convolution that is a matrix product cuts an image into patches."""
+    return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
 
 
 def gemm_shape(module: Any) -> tuple[int, int]:

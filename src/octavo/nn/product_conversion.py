@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.nn.attention import MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Row
-from octavo.nn.convolution import PatchConvolution, gemm_shape, is_gemm
+from octavo.nn.convolution import PatchConvolution, gemm_shape, is_gemm, reads_image
 from octavo.nn.linear import convert_layer, restore_layer
 from octavo.nn.module_class import is_fsdp_module
 from octavo.nn.selection import ATTENTION_OUTPUT, skipped_by_name
@@ -33,10 +33,17 @@ def _is_convertible(module: nn.Module) -> bool:
 def product_rows(products: Mapping[str, nn.Module], skip: Sequence[str]) -> tuple[Row, ...]:
     """A row of the report for each weight of attention, under the name of the parameter, and for each convolution."""
     return tuple(
-        Row(weight, shape, skipped_by_name(name, *shape, skip))
+        Row(weight, shape, skipped_by_name(name, *shape, skip) or _reason(module))
         for name, module in products.items()
         for weight, shape in _weights(name, module).items()
     )
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a module is left as it is, whatever its name, or ""."""
+    if not isinstance(module, nn.MultiheadAttention) and reads_image(module):
+        return "it reads the image, whose rounding raises the loss of diffusion"
+    return ""
 
 
 def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
