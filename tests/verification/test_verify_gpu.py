@@ -36,3 +36,14 @@ def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
         assert there.weight_sqnr == here.weight_sqnr
         assert there.output_sqnr == pytest.approx(here.output_sqnr, abs=0.1)
     assert {reader.name: reader.outcome for reader in gpu.readers}["octavo"] == "agrees"
+
+
+OTHERS = [("vit", "channel"), ("vit", "weight"), ("swin", "channel"), ("t5", "channel"), ("bart", "int8")]
+
+
+@pytest.mark.parametrize(("name", "scheme"), OTHERS)
+def test_models_of_images_and_with_a_decoder_agree_on_a_gpu(tmp_path: Path, name: str, scheme: str) -> None:
+    pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
+    report = verify(tmp_path / "out", tmp_path / "model", device="cuda")
+    assert not report.findings
+    assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]

@@ -14,6 +14,7 @@ from octavo.artifact.files import read_json
 from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
 from octavo.packing import pack
+from octavo.verification import pipeline
 from octavo.verification.pipeline import verify
 
 
@@ -38,6 +39,21 @@ def test_encoders_with_a_head_and_with_positions_that_begin_later(made: Folders,
     report = run_verify(made(name, scheme="channel"), made(name))
     assert not report.findings
     assert [reader.outcome for reader in report.readers[:2]] == ["agrees", "agrees"]
+
+
+def test_the_reference_convolves_in_float32(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, TF32 would move the reference by more than a reader of the scheme `weight` may differ."""
+    seen = []
+
+    def conv2d(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return torch.conv2d(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
+    monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))
+    verify(made("vit", scheme="weight"), made("vit"))
+    assert seen == [False] * 4  # the references
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("name", ["t5", "t5 trunk", "t5 encoder", "bart", "bart trunk"])

@@ -92,7 +92,9 @@ class StreamedModel:
     def __call__(self, inputs: Tensor) -> Tensor:
         """The outputs float32 (`octavo.hf.outputs.model_outputs`) of token ids int64 [B, T] or of images."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
-        return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)
+        # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)
 
 
 def required_by(meta_model: MetaModel) -> Required:
