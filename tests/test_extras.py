@@ -17,7 +17,9 @@ def test_a_module_that_is_there_is_imported():
 
 
 def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone():
-    with pytest.raises(ImportError, match=r"^text needs nowhere, and .*No module named 'nowhere'.*") as raised:
+    with pytest.raises(
+        ImportError, match=r"^text needs nowhere, and nowhere cannot be imported .*No module named 'nowhere'.*"
+    ) as raised:
         import_extra("nowhere", "hf", "text needs nowhere")
     assert 'pip install ".[hf]"' in str(raised.value)
 

@@ -23,8 +23,8 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f'{purpose}, and it cannot be imported ({error}): run pip install ".[{extra}]" in the source folder of '
-            "Octavo"
+            f'{purpose}, and {module} cannot be imported ({error}): run pip install ".[{extra}]" in the source folder '
+            "of Octavo"
         ) from error
 
 
