@@ -8,7 +8,17 @@ import transformers
 from torch import nn
 
 from octavo.artifact.files import ArtifactError
-from octavo.hf.inputs import IMAGES, TOKENS, arguments_of, image_shape, main_input, random_inputs, token_embedding
+from octavo.hf.inputs import (
+    IMAGES,
+    SOUNDS,
+    TOKENS,
+    arguments_of,
+    has_decoder,
+    image_shape,
+    main_input,
+    random_inputs,
+    token_embedding,
+)
 from octavo.models import GPT2, GPT2Config
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -31,7 +41,9 @@ def on_meta(name: str, **settings: Any) -> Any:
         ("Dinov2Model", IMAGES),
         ("CLIPVisionModel", IMAGES),
         ("ResNetModel", IMAGES),  # has no get_input_embeddings
-        ("WhisperForConditionalGeneration", None),  # takes sounds, and its embedding is of the text that it writes
+        ("WhisperForConditionalGeneration", SOUNDS),  # its embedding is of the text that it writes
+        ("Speech2TextModel", None),
+        ("Wav2Vec2Model", None),
         ("ASTModel", None),
     ],
 )
@@ -76,6 +88,31 @@ def test_a_decoder_behind_an_encoder_is_given_the_same_tokens() -> None:
     arguments = arguments_of(model, given)
     assert list(arguments) == [TOKENS, "decoder_input_ids"]
     assert all(torch.equal(ids, given) for ids in arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("T5ForConditionalGeneration", True),
+        ("T5EncoderModel", False),
+        ("BartModel", True),
+        ("WhisperModel", True),
+        ("WhisperForAudioClassification", False),  # an encoder, whose configuration is that of a model with a decoder
+        ("BertModel", False),
+    ],
+)
+def test_models_with_a_decoder(name: str, expected: bool) -> None:
+    assert has_decoder(on_meta(name)) == expected
+
+
+def test_sounds_come_with_tokens_for_the_decoder() -> None:
+    model = on_meta("WhisperModel", num_mel_bins=20, max_source_positions=30)
+    given = random_inputs(model, 64)
+    assert given.shape == (2, 20, 60)
+    arguments = arguments_of(model, given)
+    assert list(arguments) == [SOUNDS, "decoder_input_ids"]
+    assert arguments["decoder_input_ids"].shape == (2, 8)
+    assert torch.equal(arguments["decoder_input_ids"], arguments_of(model, given)["decoder_input_ids"])
 
 
 def test_tokens_are_those_of_the_embedding_and_fit_the_context() -> None:

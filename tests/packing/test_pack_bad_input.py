@@ -116,14 +116,17 @@ def test_a_model_whose_context_is_not_stated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("described", "name"),
     [
-        ({"model_type": "whisper", "architectures": ["WhisperModel"]}, "WhisperModel"),
+        ({"model_type": "speech_to_text", "architectures": ["Speech2TextModel"]}, "Speech2TextModel"),
         ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}, "Wav2Vec2Model"),  # has no embedding at all
-        ({"model_type": "vit"}, "model of the type vit"),
     ],
 )
-def test_a_model_of_neither_text_nor_images_cannot_be_packed(
-    tmp_path: Path, described: dict[str, Any], name: str
-) -> None:
+def test_a_model_of_unknown_inputs_cannot_be_packed(tmp_path: Path, described: dict[str, Any], name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ArtifactError, match=f"describes a {name}, which takes neither text nor images alone"):
+    with pytest.raises(ArtifactError, match=f"describes a {name}, whose inputs Octavo does not know"):
+        pack(tmp_path, tmp_path / "out")
+
+
+def test_a_config_without_the_class_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ArtifactError, match="must state architectures, the class of a model that is not causal"):
         pack(tmp_path, tmp_path / "out")

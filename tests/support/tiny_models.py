@@ -37,6 +37,10 @@ BART = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2, "pad_token_id": 1,
     "forced_eos_token_id": None,
 }  # fmt: skip
+SOUNDS = {
+    "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 32, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {}),
@@ -51,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5 trunk": ("T5Model", T5),
     "bart": ("BartForConditionalGeneration", BART),
     "bart trunk": ("BartModel", BART),
+    "whisper": ("WhisperForConditionalGeneration", BART | SOUNDS),
     "gpt2": ("GPT2LMHeadModel", {}),
     "mixtral": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 64, "num_local_experts": 4}),
     "mixtral of 128": ("MixtralForCausalLM", EXPERTS | {"intermediate_size": 128, "num_local_experts": 4}),

@@ -1,9 +1,10 @@
-"""What a model takes: token ids or images. A model with an encoder and a decoder takes the same ids for both.
+"""What a model takes: token ids, images, or the spectrograms of sounds. A decoder behind an encoder takes tokens too.
 
-The class of a model of transformers names its main input (`main_input_name`), and its configuration says how large an
-image is. Everything that runs a model on prompts or on random inputs asks here.
+The class of a model of transformers names its main input (`main_input_name`), and its configuration says how large it
+is. Everything that runs a model on prompts or on random inputs asks here.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from octavo.artifact.files import ArtifactError
 from octavo.models.decoder import Decoder
 
-TOKENS, IMAGES = "input_ids", "pixel_values"
+TOKENS, IMAGES, SOUNDS = "input_ids", "pixel_values", "input_features"
+DECODER_TOKENS = "decoder_input_ids"
+DECODED = 8  # tokens of a decoder behind an encoder of sounds
+KINDS = {TOKENS: "text", IMAGES: "images", SOUNDS: "sounds"}
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
@@ -28,24 +32,33 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 def main_input(model: Any) -> str | None:
-    """The main input of a model: `TOKENS`, `IMAGES`, or None if it takes neither alone.
+    """The main input of a model: `TOKENS`, `IMAGES`, `SOUNDS`, or None if it takes another, or several.
 
     Args:
         model: of `octavo.models` or of transformers. It needs no weights.
     """
+    if isinstance(model, Decoder):
+        return TOKENS
+    named = model.main_input_name
+    if named == SOUNDS:
+        return SOUNDS if _spectrogram(model) else None
     if token_embedding(model) is not None:
-        return None if not isinstance(model, Decoder) and _takes_sound(model) else TOKENS
-    return IMAGES if model.main_input_name == IMAGES and not model.config.is_encoder_decoder else None
-
-
-def _takes_sound(model: Any) -> bool:
-    """Whether the embedding is of the texts that a model of sounds writes, as Whisper's."""
-    return str(model.main_input_name) in ("input_features", "input_values")
+        return None if named == "input_values" else TOKENS
+    return IMAGES if named == IMAGES and not model.config.is_encoder_decoder else None
 
 
 def has_decoder(model: Any) -> bool:
-    """Whether a model has an encoder and a decoder, as T5 and BART."""
-    return not isinstance(model, Decoder) and bool(model.config.is_encoder_decoder)
+    """Whether a model has an encoder and a decoder, which takes tokens, as T5, BART and Whisper."""
+    if isinstance(model, Decoder) or not model.config.is_encoder_decoder:
+        return False
+    return DECODER_TOKENS in inspect.signature(model.forward).parameters
+
+
+def _spectrogram(model: Any) -> tuple[int, int] | None:
+    """The bands and the frames of the spectrograms that Whisper takes; None for a model that states neither."""
+    bands, positions = (getattr(model.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+    # The second convolution of Whisper's encoder has a stride of 2.
+    return (bands, 2 * positions) if isinstance(bands, int) and isinstance(positions, int) else None
 
 
 def image_shape(model: Any) -> tuple[int, int, int]:
@@ -69,22 +82,30 @@ def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
     """The arguments of a model of transformers for its main input.
 
     Args:
-        model: of transformers; takes token ids or images.
-        inputs: token ids int64 [B, T], or images [B, channels, height, width], which get the dtype of the model.
+        model: of transformers.
+        inputs: token ids int64 [B, T]; images [B, channels, height, width] or spectrograms [B, bands, frames], which
+            get the dtype of the model.
 
     Returns:
-        The main input by its name. A decoder behind an encoder is given the same ids.
+        The main input by its name. A decoder behind an encoder is given the same ids; behind an encoder of sounds,
+        `DECODED` tokens that depend on nothing but the vocabulary.
     """
-    if inputs.is_floating_point():
-        return {IMAGES: inputs.to(model.dtype)}
-    return {TOKENS: inputs} | ({"decoder_input_ids": inputs} if has_decoder(model) else {})
+    if not inputs.is_floating_point():
+        return {TOKENS: inputs} | ({DECODER_TOKENS: inputs} if has_decoder(model) else {})
+    given = {model.main_input_name: inputs.to(model.dtype)}
+    embedding = token_embedding(model) if has_decoder(model) else None
+    if embedding is None:
+        return given
+    ids = _random_ids(embedding, (len(inputs), DECODED), torch.Generator().manual_seed(0))
+    return given | {DECODER_TOKENS: ids.to(inputs.device)}
 
 
 def random_inputs(model: Any, context: int, seed: int = 0) -> Tensor:
-    """Two random inputs: token ids int64 [2, T] of up to 32 tokens, or normal images [2, channels, height, width].
+    """Two random inputs: token ids int64 [2, T] of up to 32 tokens, images [2, channels, height, width], or
+    spectrograms [2, bands, frames]. Images and spectrograms are normally distributed.
 
     Args:
-        model: takes token ids or images.
+        model: of a main input that is known.
         context: the most tokens.
         seed: of the numbers.
 
@@ -93,9 +114,16 @@ def random_inputs(model: Any, context: int, seed: int = 0) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     embedding = token_embedding(model)
+    spectrogram = _spectrogram(model) if main_input(model) == SOUNDS else None
+    if spectrogram is not None:
+        return torch.randn(2, *spectrogram, generator=generator)
     if embedding is None:
         return torch.randn(2, *image_shape(model), generator=generator)
-    ids = torch.randint(embedding.num_embeddings, (2, min(32, context)), generator=generator)
+    ids = _random_ids(embedding, (2, min(32, context)), generator)
     if has_decoder(model) and isinstance(end := model.config.eos_token_id, int):
         ids[:, -1] = end  # where classifiers such as BART's read their class
     return ids
+
+
+def _random_ids(embedding: nn.Embedding, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randint(embedding.num_embeddings, shape, generator=generator)

@@ -20,7 +20,7 @@ from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
 from octavo.extras import import_extra
 from octavo.hf.experts import ExpertFiles, expert_files
 from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
-from octavo.hf.inputs import main_input, token_embedding
+from octavo.hf.inputs import KINDS, TOKENS, main_input, token_embedding
 from octavo.hf.outputs import is_language_model
 from octavo.models import build, from_hf_config
 
@@ -60,8 +60,8 @@ class MetaModel:
 
     @property
     def takes_text(self) -> bool:
-        """Whether the model takes token ids, and not images."""
-        return token_embedding(self.model) is not None
+        """Whether the main input of the model is token ids."""
+        return main_input(self.model) == TOKENS
 
     @property
     def context(self) -> int:
@@ -76,12 +76,12 @@ class MetaModel:
 
     def require_text(self) -> nn.Embedding:
         """The token embedding. Raises an ArtifactError, which says what to do, if the model takes images."""
-        embedding = token_embedding(self.model)
-        if embedding is None:
+        embedding, kind = token_embedding(self.model), KINDS[main_input(self.model) or TOKENS]
+        if embedding is None or not self.takes_text:
             raise ArtifactError(
-                f"a {type(self.model).__name__} takes images, and octavo calibrate, --freeze, --budget and --data run "
+                f"a {type(self.model).__name__} takes {kind}, and octavo calibrate, --freeze, --budget and --data run "
                 "a model on text: leave them out. For the scheme static, octavo.freeze_scales(octavo.load(FOLDER), "
-                "batches) finds scales on batches of images, and octavo.packing.pack(..., input_scales=scales) stores "
+                f"batches) finds scales on batches of {kind}, and octavo.packing.pack(..., input_scales=scales) stores "
                 "them"
             )
         return embedding
@@ -129,7 +129,7 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     (`octavo.hf.gpt2_as_opt`).
 
     Raises:
-        ArtifactError: transformers does not implement the model, the model takes neither text nor images alone, a
+        ArtifactError: transformers does not implement the model, its main input is unknown (`octavo.hf.inputs`), a
             language model does not state its context, or tokens run through more experts than there are.
         ImportError: transformers is not installed.
     """
@@ -146,11 +146,13 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     described = transformers.AutoConfig.for_model(**settings)
     model = _model(transformers, described)
     if model is None:
-        name = next(iter(described.architectures or ()), f"model of the type {kind}")
+        named = next(iter(described.architectures or ()), None)
+        if named is None:
+            raise ArtifactError(f"{where} must state architectures, the class of a model that is not causal: add it")
         raise ArtifactError(
-            f"{where} describes a {name}, which takes neither text nor images alone: Octavo packs and loads language "
-            "models, models with an encoder and a decoder, and encoders of text or images (Llama, T5, BERT, ViT, ...). "
-            "octavo.convert trains other models, which are saved in BF16"
+            f"{where} describes a {named}, whose inputs Octavo does not know: it packs and loads language models, "
+            "models with an encoder and a decoder, and encoders of text or images (Llama, T5, Whisper, BERT, ViT, "
+            "...). octavo.convert trains other models, which are saved in BF16"
         )
     return MetaModel(model.eval(), config, _positions(model, where), expert_files(model))
 
@@ -174,7 +176,7 @@ def _reserved_positions(model: nn.Module) -> int:
 
 
 def _model(transformers: Any, config: Any) -> Any:
-    """The model of transformers on the meta device; None if it takes neither text nor images alone."""
+    """The model of transformers on the meta device; None if its main input is unknown."""
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None

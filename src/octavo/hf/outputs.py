@@ -9,11 +9,11 @@ from octavo.models.decoder import Decoder
 
 
 def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> Tensor:
-    """Run a model on token ids or images.
+    """Run a model on its main input.
 
     Args:
         model: of `octavo.models` or of transformers.
-        inputs: token ids int64 [B, T], or images [B, channels, height, width].
+        inputs: token ids int64 [B, T], images [B, channels, height, width], or spectrograms [B, bands, frames].
         logits: whether its outputs are logits, see `predicts_tokens`.
         options: further arguments of the model.
 
@@ -25,7 +25,8 @@ def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> T
     result = part(inputs, **options) if isinstance(model, Decoder) else part(**arguments_of(model, inputs), **options)
     if isinstance(result, Tensor):
         return result.float()
-    chosen: Tensor = result.logits if logits else result.last_hidden_state
+    hidden = None if logits else getattr(result, "last_hidden_state", None)
+    chosen: Tensor = result.logits if hidden is None else hidden  # some classifiers have no part below their head
     return chosen.float()
 
 

@@ -99,7 +99,7 @@ class Probe:
         logits: whether the outputs are logits of tokens, or last hidden states.
         cache: whether the folder stores scales of a KV cache.
         mixture: whether a router chooses the experts of each token.
-        inputs: token ids int64 [B, T], or images [B, channels, height, width].
+        inputs: the main input, such as token ids int64 [B, T].
         reference: the reference's outputs, such as [B, T, width].
         emulated: the same with inputs rounded as transformers with compressed-tensors rounds them.
         unrounded, bf16: the same without rounding of inputs, and with BF16 between the layers.
