@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-slow test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
+.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
 
 # A process writes the bytecode of what it imports, and the next process reads it, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -38,6 +38,13 @@ test: .venv/installed  ## run lint, types, and the tests that need no GPU and li
 
 test-slow: .venv/installed  ## run the tests that take several seconds each: processes, ranks and compilation
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+# torch for the CPU comes without Triton. The other tests run without it, as on a machine of their kind.
+.venv/triton: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ triton==3.7.1
+
+test-kernels: .venv/triton  ## compile the Triton kernels for GPUs that are not here, and run some in its interpreter
+	PYTHONPATH=.venv/triton $(BIN)/python -m pytest -m triton -n 2 --dist worksteal tests/ops tests/int8
 
 test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... names a python with a CUDA build of torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

@@ -7,7 +7,7 @@ from offline_triton import compile_for, on_cpu
 from octavo.numerics import Cast
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])

@@ -7,7 +7,7 @@ from offline_triton import Compiled, compile_for, on_cpu
 from octavo.numerics import ROW, TENSOR, Cast, block, group
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
 
 M, K = 64, 32768
 HALF = torch.bfloat16

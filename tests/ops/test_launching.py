@@ -110,6 +110,7 @@ def test_memory_of_results(shape):
     assert allocate(made, shape).dtype == made.dtype
 
 
+@pytest.mark.triton
 def test_kinds_part_where_triton_compiles_anew():
     """Triton's own function decides; without Triton, this test has no oracle."""
     triton = pytest.importorskip("triton")

@@ -16,6 +16,7 @@ def test_the_sums_are_those_of_float64(shape: tuple[int, int], mean: bool) -> No
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_the_kernel_compiles(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = pytest.importorskip("octavo.ops.row_addition.kernel", exc_type=ImportError)

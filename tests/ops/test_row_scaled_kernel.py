@@ -18,6 +18,7 @@ from octavo.ops import Backend
 from octavo.recipe import rowwise
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.triton
 
 PAIRS = ["row", "row-e5m2"]
 TILES = [(64, 16, 2, 4), (32, 64, 2, 4)]

@@ -10,7 +10,7 @@ from offline_triton import compile_for, on_cpu
 from octavo.numerics import ROW, block, group
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
 
 SMALL = [89, 120]  # with FP8 on tensor cores
 FP8 = [89, 90, 100, 120]
