@@ -176,8 +176,9 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
 
 
 def _backends(module: Any, recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backends of y, dx and dw."""
-    return (grouped_backends if isinstance(module, ExpertStack) else gemm_backends)(recipe, device)
+    """The backends of y, dx and dw. A layer that was moved to BF16 while it trained has the recipe bf16."""
+    backends = gemm_backends(recipe, device)
+    return backends | grouped_backends(recipe, device) if isinstance(module, ExpertStack) else backends
 
 
 def recipe_of(module: Any) -> Recipe | None:
