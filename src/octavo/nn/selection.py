@@ -23,9 +23,8 @@ DEFAULT_SKIP = (
     "*.shared_expert_gate",
 )  # fmt: skip
 
-_OF_PEFT = re.compile(
-    r"\.(base_layer|original_module|modules_to_save\.[^.]+)$"
-)  # where PEFT puts a layer that it wraps
+# Where PEFT puts a layer that it wraps.
+_OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
 
 ATTENTION_OUTPUT = "multi-head attention reads its weight directly and never calls it"
 STATE_SPACE = "the state-space layer reads its weight directly and never calls it"
