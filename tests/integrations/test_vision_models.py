@@ -31,8 +31,8 @@ def check(model: nn.Module, batch: Any, left: set[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "left"),
     [
-        ("vit_tiny_patch16_224", {"linear layer"}),
-        ("swin_tiny_patch4_window7_224", {"linear layer"}),
+        ("vit_tiny_patch16_224", {"linear layer", "convolution"}),
+        ("swin_tiny_patch4_window7_224", {"linear layer", "convolution"}),
         ("convnext_atto", {"linear layer", "convolution"}),
     ],
 )
@@ -50,7 +50,8 @@ def test_a_diffusion_transformer_of_diffusers() -> None:
         norm_type="ada_norm_zero", num_embeds_ada_norm=10,
     )  # fmt: skip
     steps = torch.tensor([1, 2])
-    check(model.eval(), {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": steps, "class_labels": steps}, set())
+    batch = {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": steps, "class_labels": steps}
+    check(model.eval(), batch, {"convolution"})  # of the patches
 
 
 def test_a_unet_of_diffusers() -> None:
