@@ -64,9 +64,13 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     """
     place = choose_device(device)
     path = Path(folder)
-    meta_model = read_meta_model(read_config(path), path)
-    model, kv_scales = fill(meta_model, path, place)
-    return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
+    return fill_packed(read_meta_model(read_config(path), path), path, place)
+
+
+def fill_packed(meta_model: MetaModel, folder: Path, device: torch.device) -> Loaded:
+    """The model of the packed `folder`, whose config `meta_model` is of, with its tokenizer."""
+    model, kv_scales = fill(meta_model, folder, device)
+    return Loaded(model, load_tokenizer(folder), meta_model.context, kv_scales)
 
 
 def fill(

@@ -13,7 +13,7 @@ from octavo.hf.outputs import is_language_model
 from octavo.hf.source import open_source
 from octavo.models.causal import is_causal
 from octavo.models.tokenizer import load_tokenizer
-from octavo.runtime.build import Loaded, load_packed
+from octavo.runtime.build import Loaded, fill_packed
 
 
 def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
@@ -31,9 +31,9 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     place = choose_device(device)
     config = read_config(folder)
     if config.get("quantization_config"):
-        model = read_meta_model(config, folder).model
-        _require(is_language_model(model), model, folder)
-        return load_packed(folder, place)
+        packed = read_meta_model(config, folder)
+        _require(is_language_model(packed.model), packed.model, folder)
+        return fill_packed(packed, folder, place)
     source = open_source(folder)
     model = source.meta_model.model
     _require(is_language_model(model), model, folder)
