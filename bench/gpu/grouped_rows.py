@@ -27,7 +27,7 @@ from octavo.ops.compiling import compile_only
 from octavo.ops.grouped_gemm import cutlass
 from octavo.ops.grouped_gemm import row_scaled_kernel as ours
 from octavo.ops.grouped_gemm.block_scaled_kernel import likely_rows
-from octavo.ops.grouped_gemm.row_scaled_kernel import SHORT, Tiling, choose, choose_dw
+from octavo.ops.grouped_gemm.row_scaled_kernel import Tiling, choose, choose_dw
 
 Product = Callable[[], Tensor]
 BF16 = torch.bfloat16
@@ -110,7 +110,7 @@ def of_columns(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).t(), offs=offsets),
         partial(cutlass.grouped_mm_dw, a, scale, b, offsets) if a.dtype == b.dtype else None,
         partial(ours.grouped_mm_dw, a, scale, b, offsets, BF16),
-        partial(choose_dw, len(b), a.shape[1] <= SHORT * len(offsets), device=a.device),
+        partial(choose_dw, len(b), a.shape[1], len(offsets), device=a.device),
     )
 
 

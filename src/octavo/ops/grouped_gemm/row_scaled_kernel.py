@@ -58,8 +58,7 @@ def grouped_mm(
     """
     (m, k), (e, n, _) = a.shape, b.shape
     a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
-    rows = likely_rows(m, e)
-    block_n, block_m, stages, warps = tiling or choose(rows, fast, a.device)
+    block_n, block_m, stages, warps = tiling or choose(likely_rows(m, e), fast, a.device)
     y = allocate(a, (m, n), out_dtype)
     tiles_m = most_tiles(m, e, block_m)
     launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
@@ -85,7 +84,7 @@ def grouped_mm_dw(
     tiling: None chooses one. Its left operand is a.
     """
     (n, m), k, e = a.shape, b.shape[0], len(offsets)
-    block_n, block_k, stages, warps = tiling or choose_dw(k, m <= SHORT * e, fast, a.device)
+    block_n, block_k, stages, warps = tiling or choose_dw(k, m, e, fast, a.device)
     dw = allocate(a, (e, n, k), out_dtype)
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
         a.contiguous(), b.contiguous(), scale.contiguous(), offsets.contiguous(), dw, n, k, m,
@@ -101,10 +100,9 @@ def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
     return tiling_for(rows, fast, shared_memory(device))
 
 
-@cache
-def choose_dw(rows: int, short: bool, fast: bool, device: torch.device) -> Tiling:
-    """The tiling of dw for so many rows of the right operand on `device`; of `short` groups or of others."""
-    if short and not fast:
+def choose_dw(rows: int, columns: int, groups: int, fast: bool, device: torch.device) -> Tiling:
+    """The tiling of dw for so many rows of the right operand, and columns in so many groups, on `device`."""
+    if columns <= SHORT * groups and not fast:
         return Tiling(64, 128, 3, 4)
     return choose(rows, fast, device)
 
